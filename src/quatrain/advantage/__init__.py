@@ -1,0 +1,1 @@
+"""Line 3: rewards to per-token advantages."""

@@ -1,0 +1,1 @@
+"""Every knob, typed and frozen; layers and provenance. Imports no JAX."""

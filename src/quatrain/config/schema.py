@@ -1,0 +1,200 @@
+"""Every knob of quatrain: typed, frozen, described with its unit and default.
+
+Stands under every room: a stage receives its own section, never the root. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str | None = Field(None, description="Name of the run's folder; derived from the config file and the time.")
+    dir: str = Field("runs", description="Folder that holds all runs.")
+    steps: Count | None = Field(None, description="Training steps (rollout batches); derived from `run.epochs`.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the training prompts, when `run.steps` is not set.")
+
+
+class ModelConfig(Section):
+    """The policy and how it computes."""
+
+    path: str = Field(
+        "builtin:tiny",
+        description="`builtin:tiny`, a local Hugging Face folder, a hub id (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file.",
+    )
+    tokenizer: str | None = Field(None, description="Where the tokenizer comes from; derived: `model.path`.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of activations and matmuls.")
+    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype the parameters are kept in.")
+    remat: Literal["none", "layer"] = Field(
+        "layer", description="`layer`: recompute each layer in the backward pass, keeping only its input."
+    )
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    train: str = Field(
+        "builtin:arithmetic",
+        description="`builtin:…`, a hub data set (`openai/gsm8k:main`), or a .jsonl, .json, .parquet or .csv file.",
+    )
+    eval: str | None = Field(None, description="Evaluation prompts, as `data.train`; derived: held-out part of a builtin.")
+    batch_size: Count = Field(16, description="Prompts per training step, global.")
+    max_prompt_length: Count = Field(512, description="Longest prompt, in tokens.")
+    on_long_prompt: Literal["error", "skip", "truncate_left"] = Field(
+        "error", description="What to do with a longer prompt; skipped and truncated prompts are counted."
+    )
+    question_column: str | None = Field(
+        None, description="Column with a plain question, wrapped as a user message; null: a `prompt` column."
+    )
+    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+
+
+class SFTConfig(Section):
+    """Supervised warm start on demonstrations, before the first training step."""
+
+    steps: NonNegative = Field(0, description="Optimizer steps; 0: no warm start.")
+    data: str | None = Field(None, description="Demonstrations with a `completion` column; derived: `data.train`.")
+    batch_size: Count = Field(64, description="Demonstrations per optimizer step, global.")
+    learning_rate: float = Field(1e-3, ge=0, description="Peak learning rate; linear warm-up, then cosine to zero.")
+    warmup_steps: NonNegative = Field(10, description="Optimizer steps of linear warm-up.")
+
+
+class RolloutConfig(Section):
+    """Line 1: sampling completions."""
+
+    n: Count = Field(8, description="Samples per prompt (the group size).")
+    max_new_tokens: Count = Field(256, description="Longest completion, in tokens, stop token included.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: smallest set of tokens with this probability.")
+    top_k: NonNegative = Field(0, description="Sample among the k most likely tokens; 0: all.")
+    min_p: Fraction = Field(0.0, description="Drop tokens less likely than this fraction of the likeliest; 0: none.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion, beside the model's stop tokens.")
+
+
+class RewardConfig(Section):
+    """Line 2: scoring completions."""
+
+    functions: dict[str, float] = Field(
+        {"correct": 1.0, "format": 0.5, "tag_count": 0.5},
+        description="Reward functions and their weights: a built-in name, `package.module:function` or `file.py:function`.",
+    )
+
+
+class AdvantageConfig(Section):
+    """Line 3: rewards to advantages."""
+
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field("grpo", description="Advantage estimator.")
+    scale: Literal["group", "batch", "none"] | None = Field(
+        None,
+        description="Standard deviation that divides the advantage (`grpo`, `reinforce`); derived: group for grpo, batch for reinforce, else none.",
+    )
+
+
+class UpdateConfig(Section):
+    """Line 4: advantages to new weights."""
+
+    mini_batch_size: Count | None = Field(None, description="Prompts per optimizer step, global; derived: all of a step.")
+    epochs: Count = Field(1, description="Passes over one rollout batch (μ).")
+    micro_batch_size: Count | None = Field(
+        None, description="Sequences per device in one forward/backward; derived: as many as fit 16384 tokens."
+    )
+    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
+    clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
+    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + this.")
+    dual_clip: float | None = Field(None, gt=1, description="Bound on the loss of negative advantages, as a multiple of |A|.")
+    loss_aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+    ] = Field("token_mean", description="Weight of each token in the loss.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference; 0 loads no reference.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
+        "auto",
+        description="Log-probabilities the ratio is taken to: `auto` recomputes them only where a step has several optimizer steps; `rollout` takes the sampler's.",
+    )
+    max_bad_steps: Count = Field(5, description="Optimizer steps in a row with a non-finite gradient before the run stops.")
+
+
+class LogprobConfig(Section):
+    """Forward-only passes: old and reference log-probabilities."""
+
+    micro_batch_size: Count | None = Field(
+        None, description="Sequences per device in one forward pass; derived: 2 x `update.micro_batch_size`."
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    name: Literal["adamw", "lion", "sgd"] = Field("adamw", description="Optimizer.")
+    learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up.")
+    warmup_steps: NonNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
+    final_fraction: Fraction = Field(0.0, description="Last learning rate of linear and cosine, as a fraction of the peak.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw, lion).")
+    beta1: Fraction = Field(0.9, description="First-moment decay; momentum of sgd.")
+    beta2: Fraction = Field(0.999, description="Second-moment decay (adamw, lion).")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator (adamw).")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Gradients are scaled down to this global norm; null: never.")
+
+
+class EvalConfig(Section):
+    """Evaluation before, during and after training."""
+
+    every_steps: NonNegative = Field(10, description="Training steps between evaluations; 0: only before and after.")
+    num_prompts: Count | None = Field(128, description="Prompts of an evaluation before and during training; null: all.")
+    final_num_prompts: Count | None = Field(None, description="Prompts of the last evaluation; null: all.")
+    batch_size: Count = Field(64, description="Sequences decoded at once.")
+    n: NonNegative = Field(0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy only.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of the sampled completions.")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of everything a run needs to go on."""
+
+    every_steps: NonNegative = Field(50, description="Training steps between checkpoints; 0: only the last step.")
+    keep: Count = Field(3, description="Checkpoints kept; older ones are deleted.")
+
+
+class LoggingConfig(Section):
+    """Where metrics go beside the run's own files."""
+
+    wandb: Literal["disabled", "offline", "online"] | None = Field(
+        None, description="Weights & Biases (extra `wandb`); derived: online with WANDB_API_KEY set, else disabled."
+    )
+    wandb_project: str = Field("quatrain", description="Weights & Biases project.")
+    tensorboard: bool = Field(False, description="Write TensorBoard files (extra `tensorboard`).")
+    samples_per_step: NonNegative = Field(16, description="Completions written to samples/ each step.")
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    seed: NonNegative = Field(0, description="Seed of everything random: data order, sampling, initialisation.")
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    sft: SFTConfig = SFTConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    update: UpdateConfig = UpdateConfig()
+    logprob: LogprobConfig = LogprobConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()

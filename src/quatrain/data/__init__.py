@@ -1,0 +1,1 @@
+"""Prompts, tokenizers and the offline task."""

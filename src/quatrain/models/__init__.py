@@ -1,0 +1,1 @@
+"""Parameters, decoder, model families, loading and saving."""

@@ -1,0 +1,1 @@
+"""Line 2: completions to rewards."""

@@ -1,0 +1,1 @@
+"""Line 1: prompts to completions."""

@@ -1,0 +1,235 @@
+"""The batch types that pass between the four stages; each checks itself when it is made.
+
+Data flow: `Prompt` -> rollout -> `RolloutBatch` -> reward -> `RewardedBatch` -> advantage ->
+`AdvantagedBatch` -> update. The stage order is in the types: a step out of order cannot be written.
+All arrays are host-side numpy, read-only and right-padded: B sequences, T positions, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FINISH_REASONS = ("stop", "length")
+Message = Mapping[str, str]
+PromptText = str | tuple[Message, ...]
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One logged number as (value, count) and how such pairs combine.
+
+    `mean`: value is a sum over `count` items, reduced to value / count once, at the end. `sum`, `max`
+    and `min` reduce `value` and ignore `count`. A mean over zero items is NaN, which sinks omit.
+    """
+
+    value: float
+    count: float = 1.0
+    reduction: Reduction = "mean"
+
+    def combine(self, other: Metric) -> Metric:
+        """This metric and `other`, of the same reduction, as one; raises ValueError otherwise."""
+        if self.reduction != other.reduction:
+            raise ValueError(f"metrics with reductions {self.reduction!r} and {other.reduction!r} do not combine")
+        merge = {"mean": sum, "sum": sum, "max": max, "min": min}[self.reduction]
+        return Metric(float(merge((self.value, other.value))), self.count + other.count, self.reduction)
+
+    def result(self) -> float:
+        """The number to log."""
+        if self.reduction != "mean":
+            return self.value
+        return self.value / self.count if self.count else float("nan")
+
+
+Metrics = Mapping[str, Metric]
+
+
+def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[str]) -> dict[str, Metric]:
+    """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not finite.size:
+        return {}
+    known = {
+        "mean": lambda: Metric(float(finite.sum()), finite.size),
+        "std": lambda: Metric(float(finite.std())),
+        "min": lambda: Metric(float(finite.min()), reduction="min"),
+        "max": lambda: Metric(float(finite.max()), reduction="max"),
+    }
+    return {f"{name}/{stat}": known[stat]() for stat in stats}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the rollout takes it: tokens, text, and the data columns its rewards will see."""
+
+    group_id: int
+    """Globally unique: its position in the endless shuffled stream of prompts. Same prompt draw, same id."""
+    input_ids: np.ndarray
+    """[P] int32 token ids, at least one."""
+    text: PromptText
+    """What was rendered: a string, or the chat messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Completions sampled from the policy. Made by the rollout stage.
+
+    `prompts`, `completions` and each entry of `columns` have one item per sequence. `completion_mask`
+    covers the tokens the policy produced, the stop token among them; `rollout_logprobs` are under the
+    distribution sampled from, 0 outside the mask; `policy_version` is the optimizer step whose weights
+    produced the token, -1 outside the mask.
+    """
+
+    input_ids: np.ndarray  # [B, T] int32
+    attention_mask: np.ndarray  # [B, T] bool
+    completion_mask: np.ndarray  # [B, T] bool
+    rollout_logprobs: np.ndarray  # [B, T] float32
+    policy_version: np.ndarray  # [B, T] int32
+    finish_reason: np.ndarray  # [B] str
+    group_ids: np.ndarray  # [B] int64
+    prompts: tuple[PromptText, ...]
+    completions: tuple[str, ...]
+    columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check = _Checker("rollout")
+        shape = check.matrix("input_ids", self.input_ids)
+        rows = shape[0]
+        check.array("input_ids", self.input_ids, shape, np.int32)
+        check.array("attention_mask", self.attention_mask, shape, np.bool_)
+        check.array("completion_mask", self.completion_mask, shape, np.bool_)
+        check.array("rollout_logprobs", self.rollout_logprobs, shape, np.float32)
+        check.array("policy_version", self.policy_version, shape, np.int32)
+        check.array("group_ids", self.group_ids, (rows,), np.int64)
+        check.length("prompts", self.prompts, rows)
+        check.length("completions", self.completions, rows)
+        for name, values in self.columns.items():
+            check.length(f"columns[{name!r}]", values, rows)
+        check.length("finish_reason", self.finish_reason, rows)
+        strange = sorted({str(r) for r in self.finish_reason} - set(FINISH_REASONS))
+        check.rule(not strange, "finish_reason", f"one of {FINISH_REASONS}", f"{strange}")
+        self._check_masks(check)
+
+    def _check_masks(self, check: _Checker) -> None:
+        outside = ~self.completion_mask
+        padded = np.sort(~self.attention_mask, axis=1)
+        check.rule(
+            bool((padded == ~self.attention_mask).all()), "attention_mask", "right padding only", "a gap in a row"
+        )
+        nested = not (self.completion_mask & ~self.attention_mask).any()
+        check.rule(nested, "completion_mask", "True only where attention_mask is", "True on padding")
+        check.rule(
+            not self.completion_mask[:, :1].any(), "completion_mask", "a prompt of at least one token", "none"
+        )
+        check.rule(
+            not self.rollout_logprobs[outside].any(),
+            "rollout_logprobs",
+            "0 outside completion_mask",
+            "another value there",
+        )
+        check.rule(
+            bool((self.policy_version[outside] == -1).all()),
+            "policy_version",
+            "-1 outside completion_mask",
+            "another value there",
+        )
+        versions = self.policy_version[self.completion_mask]
+        check.rule(
+            bool((versions >= 0).all()), "policy_version", ">= 0 on completions", f"{versions.min(initial=0)}"
+        )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def completion_lengths(self) -> np.ndarray:
+        """[B] int64: completion tokens of each sequence."""
+        return self.completion_mask.sum(axis=1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] int64: real tokens of each sequence."""
+        return self.attention_mask.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class RewardedBatch:
+    """A rollout batch with its rewards. Made by the reward stage.
+
+    `rewards` is the weighted sum over the functions that did not abstain; NaN where all abstained.
+    `rewards_per_function` holds the raw values, NaN where a function abstained (returned None).
+    """
+
+    rollouts: RolloutBatch
+    rewards: np.ndarray  # [B] float32
+    rewards_per_function: np.ndarray  # [F, B] float32
+    function_names: tuple[str, ...]
+    metrics: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check = _Checker("reward")
+        rows = len(self.rollouts)
+        check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
+        shape = (len(self.function_names), rows)
+        check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
+
+
+@dataclass(frozen=True)
+class AdvantagedBatch:
+    """A rewarded batch with per-token advantages, 0 outside the completion mask. Made by the advantage stage."""
+
+    rewarded: RewardedBatch
+    advantages: np.ndarray  # [B, T] float32
+    metrics: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check = _Checker("advantage")
+        rollouts = self.rewarded.rollouts
+        check.array("advantages", self.advantages, rollouts.input_ids.shape, np.float32)
+        check.rule(
+            not self.advantages[~rollouts.completion_mask].any(),
+            "advantages",
+            "0 outside completion_mask",
+            "another value there",
+        )
+
+    @property
+    def rollouts(self) -> RolloutBatch:
+        """The rollout batch underneath."""
+        return self.rewarded.rollouts
+
+
+class _Checker:
+    """Raises a ValueError that names the stage, the field, what was expected and what came."""
+
+    def __init__(self, stage: str):
+        self.stage = stage
+
+    def rule(self, holds: bool, name: str, expected: str, got: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.stage} stage, field {name}: expected {expected}; got {got}")
+
+    def matrix(self, name: str, value: np.ndarray) -> tuple[int, int]:
+        self.rule(isinstance(value, np.ndarray), name, "a numpy array", type(value).__name__)
+        self.rule(value.ndim == 2, name, "rank 2 [B, T]", f"shape {value.shape}")
+        return value.shape
+
+    def array(self, name: str, value: np.ndarray, shape: tuple, dtype: type, *, allow_nan: bool = False) -> None:
+        self.rule(isinstance(value, np.ndarray), name, "a numpy array", type(value).__name__)
+        self.rule(value.shape == shape, name, f"shape {shape}", f"shape {value.shape}")
+        self.rule(value.dtype == dtype, name, f"dtype {np.dtype(dtype).name}", f"dtype {value.dtype.name}")
+        if np.issubdtype(value.dtype, np.floating):
+            bad = np.isinf(value) if allow_nan else ~np.isfinite(value)
+            expected = "no infinite value" if allow_nan else "finite values"
+            self.rule(not bad.any(), name, expected, f"{int(bad.sum())} of {value.size} not so")
+        value.setflags(write=False)
+
+    def length(self, name: str, value: Sequence | np.ndarray, rows: int) -> None:
+        self.rule(len(value) == rows, name, f"{rows} items, one per sequence", f"{len(value)}")

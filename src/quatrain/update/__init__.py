@@ -1,0 +1,1 @@
+"""Line 4: advantages to new weights."""
