@@ -1,0 +1,145 @@
+"""The offline task: arithmetic word problems, demonstrations of their solution, and the tokenizer they need.
+
+Stands under `data/prompts.py` (rows) and `data/tokenizer.py` (tokenizer); needs no file and no network.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+# The difficulty: every (first, operator, second) with both operands up to MAX_OPERAND and a result >= 0 is a
+# fact to learn; names, objects and sentences are the clutter around it.
+MAX_OPERAND = 9
+TRAIN_ROWS_PER_FACT = 32
+HELDOUT_ROWS = 200
+HELDOUT_SHARE = 8  # one text in so many is held out
+
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
+OBJECTS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
+TEMPLATES = {
+    "+": (
+        "{name} has {a} {objects} and buys {b} more. How many now?",
+        "{name} has {a} {objects} and finds {b} more. How many now?",
+        "{name} has {a} {objects} and gets {b} more. How many now?",
+    ),
+    "-": (
+        "{name} has {a} {objects} and loses {b}. How many now?",
+        "{name} has {a} {objects} and sells {b}. How many now?",
+        "{name} has {a} {objects} and gives away {b}. How many now?",
+    ),
+}
+SPLITS = ("arithmetic", "arithmetic-heldout")
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+PAD, EOS = "<|pad|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+# A word takes the space before it, and the space after it when a digit follows, so that a digit is the same
+# token wherever it stands.
+_PIECES = r"</?(?:think|answer)>| ?\p{L}+(?: (?=\p{N}))?|\p{N}"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def builtin_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of `builtin:<name>`, always the same: columns `prompt` (messages), `answer`, `completion`.
+
+    `arithmetic` is for training, `arithmetic-heldout` for evaluation. A problem belongs to one of them by the
+    hash of its text, so no text is in both; each fact (3 + 4) is in training, under other names and objects.
+    Raises ValueError for another name.
+    """
+    if name not in SPLITS:
+        raise ValueError(f"no built-in data set is called {name!r}; there are {', '.join(SPLITS)}")
+    return [dict(row) for row in _arithmetic()[name]]
+
+
+@functools.cache
+def _arithmetic() -> dict[str, list[dict[str, Any]]]:
+    train: list[tuple[int, dict[str, Any]]] = []
+    heldout: list[tuple[int, dict[str, Any]]] = []
+    for a, op, b in _facts():
+        hashed = sorted((_hash(text), text) for text in _texts(a, op, b))
+        keep = [(h, t) for h, t in hashed if h % HELDOUT_SHARE]
+        heldout += [(h, _row(t, a, op, b)) for h, t in hashed if h % HELDOUT_SHARE == 0]
+        train += [(h, _row(t, a, op, b)) for h, t in keep[:TRAIN_ROWS_PER_FACT]]
+    in_order = [[row for _, row in sorted(rows, key=lambda pair: pair[0])] for rows in (train, heldout)]
+    return {SPLITS[0]: in_order[0], SPLITS[1]: in_order[1][:HELDOUT_ROWS]}
+
+
+def _facts() -> list[tuple[int, str, int]]:
+    # From 2 objects on, so that the plural is right.
+    pairs = [(a, b) for a in range(2, MAX_OPERAND + 1) for b in range(1, MAX_OPERAND + 1)]
+    return [(a, "+", b) for a, b in pairs] + [(a, "-", b) for a, b in pairs if b <= a]
+
+
+def _texts(a: int, op: str, b: int) -> list[str]:
+    return [
+        template.format(name=name, objects=objects, a=a, b=b)
+        for template in TEMPLATES[op]
+        for name in NAMES
+        for objects in OBJECTS
+    ]
+
+
+def _row(text: str, a: int, op: str, b: int) -> dict[str, Any]:
+    answer = a + b if op == "+" else a - b
+    completion = f"<think>{a}{op}{b}={answer}</think>\n<answer>{answer}</answer>"
+    return {"prompt": [{"role": "user", "content": text}], "answer": str(answer), "completion": completion}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def builtin_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the built-in models: words, tags and single digits of the task; other text as bytes.
+
+    Decoding gives back any text exactly. Ids: 256 bytes, then words and tags, then the special tokens.
+    `<|end|>` ends a completion; the chat template writes `<|user|>text<|assistant|>`.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level_words(),
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=list(ROLES),
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level_words() -> Tokenizer:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    split: PreTokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    pieces = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    for text in _task_texts():
+        pieces |= dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text))
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    # Without merges, a piece is one token when the vocabulary has it whole, and its bytes otherwise.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, *ROLES)])
+    return tokenizer
+
+
+def _task_texts() -> list[str]:
+    """Texts that between them hold every piece the task can write."""
+    sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
+    return [*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS]
