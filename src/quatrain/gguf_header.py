@@ -1,0 +1,144 @@
+"""Reads the header of a GGUF file: its metadata and where each tensor lies.
+
+Data flow: a `.gguf` path -> `GGUFHeader` -> models (weights) and data (tokenizer). Reads no weights and needs
+neither JAX nor the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING = 8
+_ARRAY = 9
+_DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One entry of the tensor table."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Slowest dimension first, as numpy counts them (the file has them the other way round)."""
+    type_id: int
+    """The ggml number of its storage type (0 is F32, 1 is F16, 2 is Q4_0, ...)."""
+    offset: int
+    """Bytes from the start of the file."""
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Everything in a GGUF file but the weights."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    file_size: int
+    """Bytes."""
+
+
+def read_header(path: str | Path) -> GGUFHeader:
+    """The metadata and tensor table of the GGUF file at `path` (version 2 or 3, little-endian).
+
+    Raises ValueError where there is no such file, it is not GGUF, its version is another, or it ends inside
+    its header. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"a GGUF file is expected at {path}; there is no such file; check the path")
+    with path.open("rb") as file:
+        start = file.read(24)
+        if start[:4] != _MAGIC:
+            raise ValueError(
+                f"a GGUF file starts with the bytes {_MAGIC!r}; {path} starts with {start[:4]!r}; "
+                "give a .gguf file, or a Hugging Face folder by its folder's path"
+            )
+        if len(start) < 24:
+            raise ValueError(_truncated(path, len(start)))
+        version, num_tensors, num_keys = struct.unpack_from("<IQQ", start, 4)
+        if version not in _VERSIONS:
+            raise ValueError(
+                f"GGUF versions {_VERSIONS} in little-endian order are read; {path} has version {version}; "
+                "convert the model again with a current llama.cpp"
+            )
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data, path)
+            metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_keys)}
+            table = [cursor.tensor() for _ in range(num_tensors)]
+            alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+            data_start = -(-cursor.position // alignment) * alignment
+            tensors = tuple(TensorInfo(*entry[:3], entry[3] + data_start) for entry in table)
+            return GGUFHeader(path, metadata, tensors, len(data))
+
+
+def _truncated(path: Path, size: int) -> str:
+    return f"the GGUF file {path} ends inside its header ({size} bytes); it is truncated or damaged: fetch it again"
+
+
+class _Cursor:
+    """Reads the little-endian fields of a GGUF header one after the other."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self.data = data
+        self.path = path
+        self.position = 24
+
+    def take(self, count: int) -> int:
+        """Steps over `count` bytes; returns where they start."""
+        start = self.position
+        if start + count > len(self.data):
+            raise ValueError(_truncated(self.path, len(self.data)))
+        self.position = start + count
+        return start
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        start = self.take(size)
+        try:
+            return self.data[start : start + size].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"strings in a GGUF file are UTF-8; {self.path} has one at byte {start} that is not"
+            ) from error
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array()
+        return self.scalar(self.code(kind))
+
+    def array(self) -> list[Any]:
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        if kind == _ARRAY:
+            return [self.array() for _ in range(count)]
+        code = self.code(kind)
+        start = self.take(count * struct.calcsize("<" + code))
+        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+
+    def code(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ValueError(
+                f"GGUF value types are 0 to 12; {self.path} has {kind} at byte {self.position - 4}; the file is damaged"
+            )
+        return _SCALARS[kind]
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        num_dims = self.scalar("I")
+        start = self.take(8 * num_dims)
+        shape = struct.unpack_from(f"<{num_dims}Q", self.data, start)
+        return name, tuple(reversed(shape)), self.scalar("I"), self.scalar("Q")
