@@ -1,0 +1,53 @@
+"""Per-token estimators of KL(policy || reference) from the log-probabilities of the sampled tokens.
+
+Data flow: policy and reference log-probabilities -> here -> the loss, weighted by `update.kl_coef`.
+
+With d = log pi(x) - log ref(x) for x sampled from pi. Source: J. Schulman, "Approximating KL Divergence"
+(2020). Value and gradient are different matters: an unbiased value does not make an unbiased gradient
+when the estimator is differentiated as a loss term (arXiv 2506.09477); each docstring says which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOG_RATIO = 20.0
+"""Exponents stop here: exp(20) is 4.9e8, far beyond any useful ratio and safe in float32."""
+
+
+def k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """k1 = d: unbiased, of either sign, high variance. Any shape in, the same shape out, in nats.
+
+    Gradient: that of log pi, whose expectation over the policy's own samples is zero. As a loss term it
+    does not pull towards the reference at all; it is for measuring, or for the reward.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """k2 = d^2 / 2: biased, never negative, low variance. Any shape in, the same shape out, in nats.
+
+    Gradient: d times that of log pi, which on the policy's own samples is the unbiased gradient of
+    KL(policy || reference). It grows without bound with |d|.
+    """
+    return 0.5 * jnp.square(logprobs - ref_logprobs)
+
+
+def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """k3 = exp(-d) - 1 + d: unbiased, never negative, low variance (the KL term of arXiv 2402.03300).
+
+    Any shape in, the same shape out, in nats. d is held at -20 from below, so that exp cannot overflow;
+    where it is held the gradient is zero. There is no upper bound: exp(-d) is harmless there.
+
+    Gradient: (1 - exp(-d)) times that of log pi, which on the policy's own samples is the gradient of
+    KL(reference || policy), the other direction. The two agree to first order in d; far from the
+    reference this one pulls weakly where d is large (factor at most 1) and hard where d is negative.
+    """
+    log_ratio = jnp.maximum(logprobs - ref_logprobs, -MAX_LOG_RATIO)
+    return jnp.expm1(-log_ratio) + log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
