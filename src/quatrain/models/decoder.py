@@ -1,0 +1,171 @@
+"""The forward pass of every supported family: token ids to hidden states, hidden states to logits.
+
+Data flow: sampling (with a cache) and log-probabilities, loss and gradient (without) all run through here.
+
+Shapes: B rows, T queries, S keys, D hidden, N query heads, K key/value heads, H head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from quatrain.models.families import LAYER_TYPES, Architecture
+from quatrain.models.kv_cache import KVCache, write
+from quatrain.models.layers import (
+    Layer,
+    attention,
+    attention_mask,
+    linear,
+    mlp,
+    rms_norm,
+    rope_angles,
+    rope_frequencies,
+    rotate,
+    softcap,
+)
+from quatrain.models.params import Params
+
+Angles = tuple[jax.Array, jax.Array]
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+def forward(
+    params: Params,
+    arch: Architecture,
+    input_ids: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    cache: KVCache | None = None,
+    cache_start: jax.Array | int | None = None,
+    dtype: DTypeLike = jnp.float32,
+    remat: bool = False,
+) -> tuple[jax.Array, KVCache | None]:
+    """Hidden states [B, T, D] after the final norm, and the cache with the new tokens in it.
+
+    A query attends to keys of its own segment (0 is padding) at its position or before, within the sliding
+    window where the layer has one; a row may hold several segments, each with positions from 0. With a
+    `cache`, a row is one sequence: the T tokens are written at columns cache_start..cache_start+T, padding
+    as position -1, and queries attend to all the cache holds. Activations are in `dtype`; norms, rotary
+    embeddings and softmax in float32. `remat` recomputes each layer in the backward pass, keeping its input.
+    Raises ValueError where a cache comes without `cache_start` or with fewer than T columns.
+    """
+    if cache is not None:
+        cache = _write_positions(cache, positions, segment_ids, cache_start)
+    x_BTD = params["embed"][input_ids].astype(dtype)
+    if arch.scale_embeddings:
+        x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
+    masks = _masks(arch, positions, segment_ids, cache)
+    angles = _angles(arch, positions)
+
+    new_caches = []
+    for i, layer in enumerate(params["layers"]):
+        kind = arch.layer_types[i]
+        run = partial(_layer, arch=arch, cache_start=cache_start)
+        layer_cache = None if cache is None else (cache.keys[i], cache.values[i])
+        x_BTD, layer_cache = (jax.checkpoint(run) if remat else run)(
+            x_BTD, layer, angles[kind], masks[kind], layer_cache
+        )
+        new_caches.append(layer_cache)
+    hidden_BTD = rms_norm(x_BTD, params["final_norm"], arch.norm_eps, arch.norm_offset)
+    if cache is None:
+        return hidden_BTD, None
+    keys, values = zip(*new_caches, strict=True)
+    return hidden_BTD, KVCache(keys, values, cache.positions)
+
+
+def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
+    """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned."""
+    if arch.tie_embeddings:
+        weight, product = params["embed"], "...D,VD->...V"
+    else:
+        weight, product = params["lm_head"], "...D,DV->...V"
+    scores = jnp.einsum(product, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return softcap(scores, arch.final_softcap)
+
+
+def _layer(
+    x_BTD: jax.Array,
+    layer: Layer,
+    angles: Angles,
+    mask_BTS: jax.Array,
+    layer_cache: LayerCache | None,
+    *,
+    arch: Architecture,
+    cache_start: jax.Array | int | None,
+) -> tuple[jax.Array, LayerCache | None]:
+    """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them."""
+    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
+    y_BTD, layer_cache = _attend(
+        norm(x_BTD, layer["attention_norm"]), layer, angles, mask_BTS, layer_cache, arch, cache_start
+    )
+    x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
+    y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
+    return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD), layer_cache
+
+
+def _attend(
+    x_BTD: jax.Array,
+    layer: Layer,
+    angles: Angles,
+    mask_BTS: jax.Array,
+    layer_cache: LayerCache | None,
+    arch: Architecture,
+    cache_start: jax.Array | int | None,
+) -> tuple[jax.Array, LayerCache | None]:
+    B, T, _ = x_BTD.shape
+    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
+    q_BTNH = linear(x_BTD, layer, "q").reshape(B, T, arch.num_heads, arch.head_dim)
+    k_BTKH = linear(x_BTD, layer, "k").reshape(B, T, arch.num_kv_heads, arch.head_dim)
+    v_BTKH = linear(x_BTD, layer, "v").reshape(B, T, arch.num_kv_heads, arch.head_dim)
+    if arch.qk_norm:
+        q_BTNH, k_BTKH = norm(q_BTNH, layer["q_norm"]), norm(k_BTKH, layer["k_norm"])
+    q_BTNH, k_BTKH = rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles)
+    if layer_cache is not None and cache_start is not None:
+        layer_cache = write(layer_cache[0], k_BTKH, cache_start), write(layer_cache[1], v_BTKH, cache_start)
+    k_BSKH, v_BSKH = (k_BTKH, v_BTKH) if layer_cache is None else layer_cache
+    y_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, arch.attention_softcap)
+    return linear(y_BTNH.reshape(B, T, -1), layer, "o"), layer_cache
+
+
+def _write_positions(
+    cache: KVCache, positions: jax.Array, segment_ids: jax.Array, cache_start: jax.Array | int | None
+) -> KVCache:
+    columns, tokens = cache.positions.shape[1], positions.shape[1]
+    if cache_start is None or tokens > columns:
+        raise ValueError(
+            f"a forward pass with a cache needs cache_start and at least as many columns as tokens; got "
+            f"cache_start {cache_start}, {columns} columns, {tokens} tokens: make the cache longer"
+        )
+    new = jnp.where(segment_ids != 0, positions, -1)
+    return KVCache(cache.keys, cache.values, write(cache.positions, new, cache_start))
+
+
+def _masks(
+    arch: Architecture, positions: jax.Array, segment_ids: jax.Array, cache: KVCache | None
+) -> dict[str, jax.Array]:
+    """The mask of each layer type in use, made once for all layers."""
+    if cache is None:
+        keys, key_segments, query_segments = positions, segment_ids, segment_ids
+    else:
+        keys = cache.positions
+        key_segments = (cache.positions >= 0).astype(jnp.int32)
+        query_segments = (segment_ids != 0).astype(jnp.int32)
+    windows = dict(zip(LAYER_TYPES, (None, arch.sliding_window), strict=True))
+    return {
+        kind: attention_mask(positions, keys, query_segments, key_segments, windows[kind])
+        for kind in sorted(set(arch.layer_types))
+    }
+
+
+def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:
+    """The rotary angles of each layer type."""
+    full = rope_angles(positions, rope_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling))
+    if arch.local_rope_theta is None:
+        return dict.fromkeys(LAYER_TYPES, full)
+    local = rope_angles(positions, rope_frequencies(arch.head_dim, arch.local_rope_theta))
+    return {"full_attention": full, "sliding_attention": local}

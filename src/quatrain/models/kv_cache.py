@@ -1,0 +1,41 @@
+"""The keys and values of tokens already seen, so that a new token costs one token.
+
+Data flow: the rollout makes it, the decoder writes and reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from quatrain.models.families import Architecture
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Columns of keys and values; a column may hold another position in each row.
+
+    `keys`, `values`: one [B, S, KV, H] array per layer. `positions`: [B, S] int32, -1 where a column is
+    empty or padding. A row holds one sequence.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    positions: jax.Array
+
+
+def init_cache(arch: Architecture, batch: int, length: int, dtype: DTypeLike = jnp.float32) -> KVCache:
+    """An empty cache for `batch` rows of `length` columns."""
+    shape = (batch, length, arch.num_kv_heads, arch.head_dim)
+    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(arch.num_layers)) for _ in range(2))
+    return KVCache(keys, values, jnp.full((batch, length), -1, jnp.int32))
+
+
+def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int) -> jax.Array:
+    """`buffer` [B, S, ...] with `new` [B, T, ...] at columns start..start+T, the same in each row."""
+    return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=1)

@@ -1,0 +1,108 @@
+"""The parts of a decoder layer: norm, rotary positions, who attends to whom, attention, gated MLP.
+
+Data flow: pure functions that the decoder composes.
+
+Shapes: B rows, T queries, S keys, D hidden, N query heads, K key/value heads, G = N / K, H head size, F MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from quatrain.models.families import Architecture, RopeScaling
+
+Layer = Mapping[str, jax.Array]
+
+MASKED = -1e30
+"""Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """x / rms(x) * (offset + weight) over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normed * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def linear(x: jax.Array, layer: Layer, name: str) -> jax.Array:
+    """x @ w, plus the bias where the layer has one; weights are cast to the activations' dtype."""
+    y = x @ layer[name].astype(x.dtype)
+    bias = layer.get(f"{name}_bias")
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+    """[H/2] float32 angles per position, theta ** (-2i / H), stretched by `scaling` (see `RopeScaling`)."""
+    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * slow
+
+
+def rope_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of position x frequency, each [B, T, 1, H/2] float32."""
+    angles = positions_BT.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding of x [B, T, heads, H]: each pair (i, i + H/2) turns by its angle (Su et al. 2021)."""
+    cos, sin = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attention_mask(
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """[B, T, S] bool: the one place that says which keys a query sees.
+
+    Those of its own segment (0 is padding, seen by nobody), at its position or before, and fewer than
+    `window` positions back. Positions count within a segment, so packed rows need nothing more.
+    """
+    back = query_positions[:, :, None] - key_positions[:, None, :]
+    same = query_segments[:, :, None] == key_segments[:, None, :]
+    seen = same & (key_segments != 0)[:, None, :] & (back >= 0)
+    return seen if window is None else seen & (back < window)
+
+
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap): x for small x, within (-cap, cap) always (Gemma 2); x where cap is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, cap: float | None
+) -> jax.Array:
+    """Grouped-query attention [B, T, N, H] of queries that are scaled already; softmax in float32.
+
+    Each key/value head serves G = N / K query heads in one product, so keys and values are never repeated.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_BTS[:, None, None], softcap(scores, cap), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+
+
+def mlp(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+    gate = linear(x_BTD, layer, "gate")
+    gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return linear(gate * linear(x_BTD, layer, "up"), layer, "down")

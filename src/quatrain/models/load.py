@@ -1,0 +1,47 @@
+"""A model from wherever `model.path` points.
+
+Data flow: config -> `Model(arch, params)` -> rollout, update, evaluation, export.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.params import Params, init_params
+
+BUILTIN = "builtin:"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is: its architecture and its parameters."""
+
+    arch: Architecture
+    params: Params
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Model:
+    """The model at `path`, its parameters in `dtype`.
+
+    `builtin:NAME` is drawn from `seed` for a tokenizer with `vocab_size` and `eos_token_ids`, which the
+    other kinds read from their own files: a `.gguf` file, a local Hugging Face directory, or a hub id.
+    Raises ValueError where the model is missing, broken or of an unsupported kind.
+    """
+    if path.startswith(BUILTIN):
+        if vocab_size is None:
+            raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
+        arch = builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
+        return Model(arch, init_params(arch, jax.random.key(seed), dtype))
+    raise ValueError(path)
