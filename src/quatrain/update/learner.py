@@ -1,0 +1,235 @@
+"""Line 4 of the stanza: advantages to new weights.
+
+Data flow: `AdvantagedBatch` -> mini-batches of whole groups -> micro-batches -> exact gradient ->
+optimizer -> `TrainState`. Old and reference log-probabilities are computed here, when needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
+from quatrain.ops.losses import POLICY_LOSSES
+from quatrain.parallel.compilations import num_compilations
+from quatrain.types import AdvantagedBatch, Metric
+from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches, mini_batches
+from quatrain.update.gradient import (
+    Policy,
+    TokenMetrics,
+    init_optimizer,
+    optimizer_step,
+    score,
+)
+from quatrain.update.optimizer import build_optimizer, learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What training changes. `step` counts applied optimizer steps, `train_step` finished rollout batches."""
+
+    params: Any
+    opt_state: Any
+    step: int = 0
+    train_step: int = 0
+    bad_steps: int = 0
+    """Optimizer steps in a row, up to now, that were not applied for a non-finite loss or gradient."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+class TooManyBadSteps(RuntimeError):
+    """`update.max_bad_steps` optimizer steps in a row had a non-finite loss or gradient."""
+
+    def __init__(self, state: TrainState, limit: int):
+        super().__init__(
+            f"update.max_bad_steps={limit}: {limit} optimizer steps in a row had a non-finite loss or "
+            "gradient and were not applied; lower optimizer.learning_rate or look at the rewards and samples"
+        )
+        self.state = state
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Policy loss + KL to the reference - entropy bonus, per token; static in compiled functions."""
+
+    config: UpdateConfig
+    on_policy: bool
+    """Old log-probabilities are the current ones: a single optimizer step per rollout batch."""
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch
+    ) -> tuple[jax.Array, TokenMetrics, TokenMetrics]:
+        """Token loss [R, K], mean metrics and peak metrics: a `gradient.Objective`."""
+        config = self.config
+        old = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
+        policy_loss, clipped = POLICY_LOSSES[config.loss](
+            logprobs,
+            old,
+            batch.advantages,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+        )
+        loss = policy_loss - config.entropy_coef * entropy
+        ratio = jnp.exp(jnp.clip(logprobs - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        gap = jnp.abs(logprobs - batch.rollout_logprobs)
+        means = {
+            "update/policy_loss": policy_loss,
+            "update/entropy": entropy,
+            "update/ratio_mean": ratio,
+            "update/clip_fraction": jnp.stack(list(clipped.values())).sum(axis=0),
+            "rollout/logprob_diff_mean": gap,
+            **{f"update/{name}_fraction": hits for name, hits in clipped.items()},
+        }
+        if config.kl_coef:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, batch.ref_logprobs)
+            loss = loss + config.kl_coef * kl
+            means["update/kl"] = kl
+        return loss, means, {"update/ratio_max": ratio, "rollout/logprob_diff_max": gap}
+
+
+class Learner:
+    """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
+
+    `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
+    spans. `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        update: UpdateConfig,
+        logprob: LogprobConfig,
+        optimizer: OptimizerConfig,
+        *,
+        max_new_tokens: int,
+        total_steps: int,
+        seed: int,
+        reference: Any = None,
+    ):
+        sizes = (update.mini_batch_size, update.micro_batch_size, logprob.micro_batch_size)
+        assert None not in sizes, "batch sizes are derived before they come here"
+        assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
+        self.policy = policy
+        self.config = update
+        self.mini_batch_size, self.micro_batch_size, self.logprob_batch_size = (int(s or 0) for s in sizes)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.reference = reference
+        self.optimizer = build_optimizer(optimizer, total_steps)
+        self.learning_rate = learning_rate(optimizer, total_steps)
+
+    def init(self, params: Any) -> TrainState:
+        """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
+        return TrainState(params, init_optimizer(self.optimizer, params))
+
+    def step(self, state: TrainState, batch: AdvantagedBatch) -> TrainState:
+        """All optimizer steps of one rollout batch: epochs x mini-batches. Donates `state`'s arrays.
+
+        An optimizer step with a non-finite loss or gradient is counted and not applied; so is one in which
+        no token has a signal. Raises TooManyBadSteps, carrying the state, after `max_bad_steps` of the
+        former in a row.
+        """
+        compilations = num_compilations()
+        began = time.perf_counter()
+        group_ids = batch.rollouts.group_ids
+        num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
+        on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
+        table = self._table(state.params, batch, on_policy)
+        prepared = time.perf_counter()
+        objective = PolicyObjective(self.config, on_policy)
+        totals = _Totals()
+        for epoch in range(self.config.epochs):
+            rng = np.random.default_rng([self.seed, state.train_step, epoch])
+            for rows in mini_batches(group_ids, self.mini_batch_size, rng):
+                mini = table.take(rows).weighted(self.config.loss_aggregation, self.max_new_tokens)
+                state = self._optimizer_step(state, mini, objective, totals)
+        finished = time.perf_counter()
+        trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
+        metrics = totals.metrics | {
+            "update/learning_rate": Metric(float(self.learning_rate(max(state.step - 1, 0)))),
+            "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
+            "update/bad_steps": Metric(totals.bad, reduction="sum"),
+            "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
+            "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
+            "time/update_logprobs_s": Metric(prepared - began),
+            "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
+        }
+        return replace(state, train_step=state.train_step + 1, metrics=metrics)
+
+    def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
+        rollouts = batch.rollouts
+        columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
+        table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
+        if self.config.old_logprobs == "rollout":
+            table = table.with_columns(old_logprobs=rollouts.rollout_logprobs)
+        elif not on_policy:
+            table = table.with_columns(old_logprobs=self.logprobs(params, table))
+        if self.config.kl_coef:
+            table = table.with_columns(ref_logprobs=self.logprobs(self.reference, table))
+        return table
+
+    def logprobs(self, params: Any, table: TokenTable) -> np.ndarray:
+        """[B, T] float32 log-probabilities of every completion token under `params`; 0 elsewhere."""
+        result = np.zeros(table.completion_mask.shape, np.float32)
+        for rows, micro in micro_batches(table, self.logprob_batch_size):
+            scored = np.asarray(score(params, micro, policy=self.policy))
+            part = np.zeros((len(rows), result.shape[1]), np.float32)
+            part[table.completion_mask[rows]] = scored[: len(rows)][micro.mask[: len(rows)]]
+            result[rows] = part
+        return result
+
+    def _optimizer_step(
+        self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals
+    ) -> TrainState:
+        signal = mini.columns["advantages"].any() or self.config.kl_coef or self.config.entropy_coef
+        if not signal or not mini.completion_mask.any():
+            totals.skipped += 1
+            return state
+        params, opt_state, applied, metrics = optimizer_step(
+            state.params,
+            state.opt_state,
+            (micro for _, micro in micro_batches(mini, self.micro_batch_size)),
+            policy=self.policy,
+            objective=objective,
+            optimizer=self.optimizer,
+        )
+        totals.add(metrics, applied)
+        if applied:
+            return replace(state, params=params, opt_state=opt_state, step=state.step + 1, bad_steps=0)
+        state = replace(state, params=params, opt_state=opt_state, bad_steps=state.bad_steps + 1)
+        logger.warning(
+            "optimizer step not applied: loss or gradient is not finite (%d in a row)", state.bad_steps
+        )
+        if state.bad_steps >= self.config.max_bad_steps:
+            raise TooManyBadSteps(state, self.config.max_bad_steps)
+        return state
+
+
+@dataclass
+class _Totals:
+    """Metrics of the optimizer steps of one training step."""
+
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    applied: int = 0
+    bad: int = 0
+    skipped: int = 0
+
+    def add(self, metrics: dict[str, Metric], applied: bool) -> None:
+        first = not self.applied and not self.bad
+        self.applied += applied
+        self.bad += not applied
+        for name, metric in metrics.items():
+            if name.startswith("rollout/") and not first:
+                continue  # only before the first update are sampler and trainer the same weights
+            self.metrics[name] = self.metrics[name].combine(metric) if name in self.metrics else metric

@@ -1,0 +1,44 @@
+"""Optimizers and learning-rate schedules from their config section; optax does the work.
+
+Used by `gradient.py`, which applies them to summed gradients.
+"""
+
+from __future__ import annotations
+
+import optax
+
+from quatrain.config.schema import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Linear warm-up from 0 to the peak, then constant, linear or cosine down to `final_fraction` of it.
+
+    `total_steps` counts optimizer steps, warm-up included. Step s (from 0) of a warm-up of W steps has
+    learning rate peak · (s + 1) / W, so the first step is never spent at 0.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    decay_steps = max(total_steps - warmup, 1)
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, peak * config.final_fraction, decay_steps),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=config.final_fraction),
+    }[config.schedule]()
+    if not warmup:
+        return after
+    rising = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rising, after], [warmup])
+
+
+def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW, Lion or SGD with momentum, at the scheduled learning rate."""
+    rate = learning_rate(config, total_steps)
+    build = {
+        "adamw": lambda: optax.adamw(
+            rate, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay
+        ),
+        "lion": lambda: optax.lion(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
+        "sgd": lambda: optax.sgd(rate, momentum=config.beta1 or None),
+    }[config.name]
+    if config.max_grad_norm is None:
+        return build()
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), build())
