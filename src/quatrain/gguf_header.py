@@ -80,7 +80,7 @@ def read_header(path: str | Path) -> GGUFHeader:
 
 
 def _truncated(path: Path, size: int) -> str:
-    return f"the GGUF file {path} ends inside its header ({size} bytes); it is truncated or damaged: fetch it again"
+    return f"the GGUF file {path} ends inside its header ({size} bytes); it is truncated: fetch it again"
 
 
 class _Cursor:
@@ -132,7 +132,8 @@ class _Cursor:
     def code(self, kind: int) -> str:
         if kind not in _SCALARS:
             raise ValueError(
-                f"GGUF value types are 0 to 12; {self.path} has {kind} at byte {self.position - 4}; the file is damaged"
+                f"GGUF value types are 0 to 12; {self.path} has {kind} at byte {self.position - 4}; "
+                "it is damaged: fetch it again"
             )
         return _SCALARS[kind]
 

@@ -1,0 +1,163 @@
+"""Loads tokenizers, renders prompts to token ids and finds the tokens that end a completion.
+
+Data flow: `model.tokenizer` -> `load_tokenizer`; a row's prompt -> `render` -> `Prompt.input_ids`; the
+model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine. transformers is slow to import, so that
+happens on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.data.gguf_tokenizer import gguf_tokenizer
+from quatrain.gguf_header import read_header
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from quatrain.types import PromptText
+
+# Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer at `path`: `builtin:…`, a `.gguf` file, a local Hugging Face folder, or a hub id.
+
+    What it returns saves itself (`save_pretrained`) as a folder that transformers loads to the same ids.
+    Raises ValueError where nothing is there, the hub cannot be reached, or the tokenizer is not a fast one.
+    """
+    with _without_torch_advice():
+        if path.startswith("builtin:"):
+            return builtin_tokenizer()
+        if path.endswith(".gguf"):
+            return gguf_tokenizer(read_header(path).metadata)
+        if Path(path).is_dir():
+            return _from_folder(path)
+        return _from_hub(path)
+
+
+def _from_folder(path: str) -> PreTrainedTokenizerFast:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((Path(path) / name).is_file() for name in names):
+        raise ValueError(
+            f"a tokenizer folder holds one of {', '.join(names)}; {path} has none of them; "
+            "set model.tokenizer to a folder or hub id that has"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return _fast(AutoTokenizer.from_pretrained(path, local_files_only=True), path)
+    except (OSError, ImportError, KeyError) as error:
+        raise ValueError(f"the tokenizer in {path} does not load: {error}") from error
+
+
+def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
+    if not _HUB_ID.fullmatch(model_id):
+        raise ValueError(
+            f"a tokenizer is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
+            f"{model_id!r} is no folder and no hub id; check the path"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return _fast(AutoTokenizer.from_pretrained(model_id), model_id)
+    except (OSError, ImportError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"there is no folder {model_id!r}, and the hub gave no tokenizer of that name ({reason}); "
+            "check the name and the network, or give a local folder"
+        ) from error
+
+
+def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "
+            "convert it with transformers and save it again"
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_torch_advice() -> Iterator[None]:
+    """Keeps transformers from advising, on import, to install PyTorch: nothing here needs it."""
+
+    def other_than_advice(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("PyTorch was not found")
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(other_than_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other_than_advice)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The sorted ids of the tokens that end a completion.
+
+    The model's end-of-sequence ids, the tokenizer's own, and the end-of-turn tokens (`<|im_end|>`,
+    `<|eot_id|>`, `<end_of_turn>`) that are in the vocabulary and in the chat template: chat models end a turn
+    with these even where their configuration names another token.
+    """
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else "".join(template.values())
+    vocabulary = tokenizer.get_vocab()
+    ids = {int(index) for index in eos_token_ids}
+    ids |= {vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text}
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    return tuple(sorted(ids))
+
+
+def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]]) -> list[int]:
+    """The token ids of a prompt.
+
+    A string is tokenised as it is, with the special tokens the tokenizer puts around any text (a BOS in front
+    for Llama, none for Qwen and SmolLM). Messages (`role`, `content`) go through the chat template, which
+    writes its own special tokens, up to the point where the assistant's answer begins.
+
+    Raises ValueError for messages that are malformed or that the template refuses, for messages without a
+    chat template, and for a prompt that renders to no tokens.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
+    if not ids:
+        raise ValueError(f"a prompt renders to at least one token; {prompt!r} renders to none")
+    return ids
+
+
+def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mapping[str, str]]) -> list[int]:
+    import jinja2
+
+    messages = _check_messages(prompt)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
+            "(model.tokenizer), or give prompts as plain strings"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_messages(prompt: Any) -> list[dict[str, str]]:
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise ValueError(f"a prompt is a string or a non-empty list of messages; got {prompt!r}")
+    for message in prompt:
+        fields = dict(message) if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise ValueError(f"a message has a `role` and a `content`, both strings; got {message!r}")
+    return [dict(message) for message in prompt]
