@@ -1,0 +1,271 @@
+"""Prompts and demonstrations as tokens, addressed by their index in an endless shuffled stream.
+
+Second step of the data flow: rows (`data/rows.py`) -> `Prompt`s for rollout and evaluation, token pairs for
+the supervised warm start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grain
+import numpy as np
+
+from quatrain.config.schema import DataConfig
+from quatrain.data.rows import Row, read_rows
+from quatrain.data.tokenizer import render
+from quatrain.types import Prompt, PromptText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# A reward function is called as f(prompts, completions, **columns).
+_RESERVED = ("prompts", "completions")
+
+
+class Demonstration(NamedTuple):
+    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+
+
+class _Stream:
+    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each pass by `seed`."""
+
+    def __init__(self, num_rows: int, seed: int):
+        # grain takes 32-bit seeds.
+        self._indices = grain.MapDataset.range(num_rows).shuffle(seed=seed % 2**32).repeat()
+
+    def draws(self, index: int, size: int) -> list[tuple[int, int]]:
+        """(position in the stream, row number) of the `size` draws from index * size."""
+        return [(at, int(self._indices[at])) for at in range(index * size, (index + 1) * size)]
+
+
+class PromptSource:
+    """Tokenised prompts: `batch` by stream position for training, `head` in file order for evaluation.
+
+    A batch depends on (seed, index, size) alone, so that resuming a run takes one number.
+    """
+
+    def __init__(self, rows: Sequence[_TokenRow], *, seed: int, skipped: int, truncated: int):
+        self._rows = rows
+        self._stream = _Stream(len(rows), seed)
+        self.skipped = skipped
+        """Rows left out because their prompt is longer than `data.max_prompt_length`."""
+        self.truncated = truncated
+        """Rows whose prompt lost its first tokens for that reason."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, index: int, size: int) -> list[Prompt]:
+        """Draws from index * size, `size` of them; a prompt's `group_id` is its position in the stream."""
+        return [self._rows[row].prompt(position) for position, row in self._stream.draws(index, size)]
+
+    def head(self, count: int | None = None) -> list[Prompt]:
+        """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
+        return [row.prompt(number) for number, row in enumerate(self._rows[:count])]
+
+
+class DemonstrationSource:
+    """Tokenised demonstrations, addressed by index as in `PromptSource`."""
+
+    def __init__(self, rows: Sequence[Demonstration], *, seed: int, skipped: int, truncated: int):
+        self._rows = rows
+        self._stream = _Stream(len(rows), seed)
+        self.skipped = skipped
+        self.truncated = truncated
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, index: int, size: int) -> list[Demonstration]:
+        """Draws from index * size, `size` of them."""
+        return [self._rows[row] for _, row in self._stream.draws(index, size)]
+
+
+def load_prompts(
+    spec: str,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    required_columns: Mapping[str, str] | Collection[str] = (),
+) -> PromptSource:
+    """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
+
+    The prompt is the column `prompt`: a string, tokenised as it is, or a list of role/content messages,
+    rendered with the chat template. With `data.question_column` it is that column as a user message. With
+    `data.system_prompt` a plain string becomes a user message too, and the system message is put first.
+    Every other column, a question column included, goes to the reward functions.
+
+    `required_columns` names the columns the rewards need, as a mapping to who needs each where known.
+    Raises ValueError for data that does not fit, naming the row.
+    """
+    rows = read_rows(spec)
+    _check_columns(spec, rows[0], data)
+    _check_required(spec, rows[0], required_columns)
+    prompts = _tokenise(spec, rows, data, tokenizer)
+    return PromptSource(prompts.rows, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated)
+
+
+def load_demonstrations(
+    spec: str, data: DataConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
+) -> DemonstrationSource:
+    """The demonstrations of `spec`: prompts as in `load_prompts`, and the column `completion` as text.
+
+    Completion ids end with the tokenizer's end token. Raises ValueError as `load_prompts` does.
+    """
+    rows = read_rows(spec)
+    _check_columns(spec, rows[0], data)
+    _check_required(spec, rows[0], {"completion": "the supervised warm start"})
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
+    prompts = _tokenise(spec, rows, data, tokenizer)
+    demonstrations = [_demonstration(spec, row, tokenizer) for row in prompts.rows]
+    return DemonstrationSource(
+        demonstrations, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated
+    )
+
+
+@dataclass(frozen=True)
+class _TokenRow:
+    number: int  # in the data set, counting from 1
+    text: PromptText
+    input_ids: np.ndarray
+    columns: Mapping[str, Any]
+
+    def prompt(self, group_id: int) -> Prompt:
+        return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
+
+
+class _TokenRows(NamedTuple):
+    rows: list[_TokenRow]
+    skipped: int
+    truncated: int
+
+
+def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
+    question, listed = data.question_column, ", ".join(row)
+    if question is None and "prompt" not in row:
+        raise ValueError(
+            f"{spec}: no column `prompt`; the columns are {listed}. Name the one with the question in "
+            f"data.question_column"
+        )
+    if question is not None and question not in row:
+        raise ValueError(
+            f"{spec}: no column `{question}`, which data.question_column names; the columns are {listed}"
+        )
+    if question not in (None, "prompt") and "prompt" in row:
+        raise ValueError(
+            f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
+            f"needed; unset data.question_column or rename a column"
+        )
+    for name in _RESERVED:
+        if name in row:
+            raise ValueError(
+                f"{spec}: a column is called `{name}`, which is what a reward function receives as its own "
+                f"argument; rename the column"
+            )
+
+
+def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collection[str]) -> None:
+    for name in required:
+        # The prompt reaches the rewards as `prompts`, not as a column.
+        if name not in row or name == "prompt":
+            needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
+            columns = ", ".join(column for column in row if column != "prompt") or "none"
+            raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {columns}")
+
+
+def _tokenise(spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> _TokenRows:
+    limit = data.max_prompt_length
+    tokenised = [_token_row(spec, number, row, data, tokenizer) for number, row in enumerate(rows, start=1)]
+    long = [row for row in tokenised if len(row.input_ids) > limit]
+    if not long:
+        return _TokenRows(tokenised, 0, 0)
+    longest = max(len(row.input_ids) for row in long)
+    found = (
+        f"{spec}: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens "
+        f"(row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest})"
+    )
+    if data.on_long_prompt == "error":
+        raise ValueError(f"{found}; raise it, or set data.on_long_prompt to skip or truncate_left")
+    if data.on_long_prompt == "truncate_left":
+        return _TokenRows([_truncated(row, limit) for row in tokenised], 0, len(long))
+    if len(long) == len(rows):
+        raise ValueError(f"{found} and data.on_long_prompt=skip leaves none; raise data.max_prompt_length")
+    return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0)
+
+
+def _truncated(row: _TokenRow, limit: int) -> _TokenRow:
+    return _TokenRow(row.number, row.text, row.input_ids[-limit:], row.columns)
+
+
+def _token_row(
+    spec: str, number: int, row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerFast
+) -> _TokenRow:
+    try:
+        text = _prompt_text(row, data)
+        ids = np.asarray(render(tokenizer, text), dtype=np.int32)
+    except ValueError as error:
+        raise ValueError(f"{spec}, row {number}: {error}") from error
+    ids.setflags(write=False)
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return _TokenRow(number, text, ids, columns)
+
+
+def _prompt_text(row: Row, data: DataConfig) -> PromptText:
+    """The prompt of one row, as text or as messages with the system message; `render` checks the messages."""
+    column = data.question_column or "prompt"
+    value = row[column]
+    if isinstance(value, str):
+        if data.question_column is None and data.system_prompt is None:
+            return value
+        messages = [{"role": "user", "content": value}]
+    elif data.question_column is None and isinstance(value, list):
+        messages = [_without_nulls(message) for message in value]
+    else:
+        wanted = "a string" if data.question_column else "a string or a list of messages"
+        raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
+    return _with_system(messages, data.system_prompt)
+
+
+def _without_nulls(message: Any) -> Any:
+    # A table gives every message the keys of all: an absent key reads as None.
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _with_system(messages: list[Any], system_prompt: str | None) -> PromptText:
+    roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+    if roles and roles[-1] == "assistant":
+        raise ValueError("the last message of the prompt is the assistant's; the next turn must be")
+    if system_prompt is None:
+        return tuple(messages)
+    if "system" in roles:
+        raise ValueError(
+            "the prompt has a system message and data.system_prompt gives another; unset data.system_prompt "
+            "or remove the message"
+        )
+    return ({"role": "system", "content": system_prompt}, *messages)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _demonstration(spec: str, row: _TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    completion = row.columns["completion"]
+    if not isinstance(completion, str) or not completion:
+        raise ValueError(
+            f"{spec}, row {row.number}: the column `completion` must be a string with text; it is "
+            f"{_shown(completion)}"
+        )
+    ids = tokenizer.encode(completion, add_special_tokens=False)
+    return Demonstration(row.input_ids, np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int32))

@@ -1,0 +1,175 @@
+"""Reads a data set as rows (one dict each) from a file, the hub or a built-in task.
+
+First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `data/prompts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quatrain.data.builtin import builtin_rows
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Row = dict[str, Any]
+
+_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*))?(?::(?P<split>[^:]+))?")
+_FORMS = (
+    "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, or a hub id `owner/name:config[:split]`"
+)
+
+
+def read_rows(spec: str) -> list[Row]:
+    """All rows of the data set `spec`, in file order, each with the same columns (None where a row has none).
+
+    `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
+    whose values have the types pyarrow infers), or `owner/name:config[:split]` on the hub (extra `hub`; the
+    split is `train` unless given). A struct column `reward_model` with a `ground_truth`, as in verl's layout,
+    becomes the column `answer` as well, unless there is one. Raises ValueError when the data is missing,
+    empty or malformed.
+    """
+    path = Path(spec).expanduser()
+    if spec.startswith("builtin:"):
+        rows = builtin_rows(spec.removeprefix("builtin:"))
+    elif path.suffix in _READERS:
+        if not path.is_file():
+            raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
+        rows = _READERS[path.suffix](path)
+    elif path.exists():
+        raise ValueError(f"data set {spec!r} is neither of the forms {_FORMS}; give one of those")
+    elif match := _HUB.fullmatch(spec):
+        rows = _read_hub(spec, match["path"], match["config"] or None, match["split"] or "train")
+    else:
+        raise ValueError(f"data set {spec!r} is not understood; give {_FORMS}")
+    if not rows:
+        raise ValueError(f"data set {spec!r} is empty: at least one row is needed")
+    return _with_answer(_aligned(rows))
+
+
+def _aligned(rows: list[Row]) -> list[Row]:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _with_answer(rows: list[Row]) -> list[Row]:
+    answers = [_ground_truth(row) for row in rows]
+    if "answer" in rows[0] or all(answer is None for answer in answers):
+        return rows
+    return [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)]
+
+
+def _ground_truth(row: Row) -> Any:
+    reward_model = row.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text; {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    # Not splitlines(): JSON strings may hold its other line separators, U+2028 among them.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            rows.append(_parse_object(line, f"{path}, line {number}"))
+    return rows
+
+
+def _parse_object(text: str, where: str) -> Row:
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    _check_names((name for name, _ in pairs), "an object")
+    return dict(pairs)
+
+
+def _read_json(path: Path) -> list[Row]:
+    text = _read_text(path)
+    if not text.strip():
+        return []
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: expected a list of objects, got {type(value).__name__}")
+    for number, row in enumerate(value, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, item {number}: expected a JSON object, got {type(row).__name__}")
+    return value
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet
+
+    return _read_table(path, lambda: pyarrow.parquet.read_table(path, partitioning=None))
+
+
+def _read_csv(path: Path) -> list[Row]:
+    import pyarrow.csv
+
+    if not path.stat().st_size:
+        return []
+    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    return _read_table(path, lambda: pyarrow.csv.read_csv(path, parse_options=options))
+
+
+def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:
+    import pyarrow
+
+    try:
+        table = read()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as {path.suffix}: {error}") from error
+    _check_names(table.column_names, str(path))
+    return table.to_pylist()
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where} has two columns called {twice[0]!r}; rename one")
+
+
+def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"data set {spec!r} is on the hub, which needs the `datasets` library: "
+            f"pip install 'quatrain[hub]', or give a .jsonl, .json, .parquet or .csv file"
+        ) from error
+    try:
+        return list(datasets.load_dataset(path, config, split=split))
+    except Exception as error:  # whatever the library, the file system or the network raises
+        raise ValueError(
+            f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
+            f"{type(error).__name__}: {error}. Check the name and the network, or give a local file"
+        ) from error
+
+
+_READERS: dict[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
