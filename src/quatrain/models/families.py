@@ -1,135 +1,34 @@
-"""The model families: what a decoder needs to know about each, and how Hugging Face spells it.
+"""The model families: what sets each apart, and how Hugging Face spells its config and its tensors.
 
-Data flow: config.json -> `Architecture` -> parameter specs and the forward pass; and back for export.
+Data flow: config.json -> `Architecture` -> parameters and forward pass; and back for export.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quatrain.models.architecture import LAYER_TYPES, Architecture, RopeScaling
 
 Json = dict[str, Any]
+Path = tuple[str | int, ...]
 
 ROPE_TYPES = ("default", "linear", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention")
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched past the length a model was first trained at.
-
-    `linear` divides each frequency by `factor`; `llama3` does so for wavelengths longer than
-    `original_max_position / low_freq_factor` tokens, leaves those shorter than
-    `original_max_position / high_freq_factor`, and interpolates between.
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Everything the decoder needs to know of a model; hashable, so a jitted function takes it as static.
-
-    Sizes are in elements, `max_position` and `sliding_window` in tokens.
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None
-    """Theta of sliding layers, never scaled; None: as the other layers."""
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    activation: str = "silu"
-    norm_offset: float = 0.0
-    """Norms multiply by `norm_offset + weight` (1 for Gemma)."""
-    post_norms: bool = False
-    """Norms after attention and MLP too, before the residual sum (Gemma)."""
-    scale_embeddings: bool = False
-    """Token embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
-    query_pre_attn_scalar: float | None = None
-    """Queries are divided by the root of this; None: of `head_dim`."""
-    attention_softcap: float | None = None
-    final_softcap: float | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
-    """`full_attention` or `sliding_attention` for each layer; () is made all full."""
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layer_types:
-            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_layers)
-        _require(self.family in FAMILIES, "family", f"one of {', '.join(FAMILIES)}", self.family)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-        ):
-            _require(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_heads",
-            f"a multiple of num_kv_heads = {self.num_kv_heads}",
-            self.num_heads,
-        )
-        even = self.head_dim > 0 and self.head_dim % 2 == 0
-        _require(even, "head_dim", "a positive even number", self.head_dim)
-        known = self.activation in ACTIVATIONS
-        _require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", self.activation)
-        typed = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(LAYER_TYPES)
-        expected = f"{self.num_layers} entries out of {', '.join(LAYER_TYPES)}"
-        _require(typed, "layer_types", expected, self.layer_types)
-        if "sliding_attention" in self.layer_types:
-            _require(
-                (self.sliding_window or 0) > 0, "sliding_window", "a positive number", self.sliding_window
-            )
-
-    @property
-    def query_scale(self) -> float:
-        """What queries are multiplied by before the dot product with keys."""
-        return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
-
-    def window(self, layer: int) -> int | None:
-        """Sliding window of layer number `layer`, in tokens; None where it sees everything before."""
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
-
-
-class _Family(NamedTuple):
-    """What sets a family apart; `defaults` fills keys that its config.json may leave out."""
+class Family(NamedTuple):
+    """What sets a family apart."""
 
     hf_class: str
+    """The transformers class, named in config.json."""
     fixed: Json
+    """Fields of `Architecture` that its config.json does not tell."""
     defaults: Json
+    """Values of the keys that its config.json may leave out."""
 
 
-_GEMMA = {
-    "norm_offset": 1.0,
-    "post_norms": True,
-    "scale_embeddings": True,
-}
-_GEMMA_DEFAULTS = {
+_GEMMA: Json = {"norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+_GEMMA_DEFAULTS: Json = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
@@ -139,41 +38,34 @@ _GEMMA_DEFAULTS = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
+_QWEN_DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
-FAMILIES: dict[str, _Family] = {
-    "llama": _Family(
-        "LlamaForCausalLM", {}, {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-    ),
-    "qwen2": _Family("Qwen2ForCausalLM", {"qkv_bias": True}, {"max_position_embeddings": 32768}),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM", {"qk_norm": True}, {"max_position_embeddings": 32768, "head_dim": 128}
-    ),
-    "gemma2": _Family(
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", {}, {"bos_token_id": 1, "eos_token_id": 2}),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "output_bias": False}, _QWEN_DEFAULTS),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, {**_QWEN_DEFAULTS, "head_dim": 128}),
+    "gemma2": Family(
         "Gemma2ForCausalLM",
         _GEMMA,
-        _GEMMA_DEFAULTS
-        | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
-    "gemma3_text": _Family(
+    "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _GEMMA | {"qk_norm": True},
-        _GEMMA_DEFAULTS
-        | {"max_position_embeddings": 131072, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        {**_GEMMA, "qk_norm": True},
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
     ),
 }
-"""Supported `model_type`s of config.json."""
-
-
-def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
-    """The architecture behind `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
-
-    `tiny` is a Llama of about 0.8 M parameters that learns on two CPU cores in minutes.
-    Raises ValueError for another name.
-    """
-    expected = f"one of {', '.join(f'builtin:{known}' for known in _BUILTIN)}"
-    _require(name in _BUILTIN, "model.path", expected, f"builtin:{name}")
-    return Architecture(vocab_size=vocab_size, eos_token_ids=eos_token_ids, **_BUILTIN[name])
-
+"""The supported families, by the `model_type` of config.json."""
 
 _BUILTIN: dict[str, Json] = {
     "tiny": {
@@ -191,6 +83,273 @@ _BUILTIN: dict[str, Json] = {
 }
 
 
-def _require(holds: bool, name: str, expected: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"model architecture: {name} must be {expected}; got {got!r}")
+def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
+    """The architecture behind `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
+
+    `tiny` is a Llama of about 0.8 M parameters, small enough to train on two CPU cores in minutes.
+    Raises ValueError for another name.
+    """
+    if name not in _BUILTIN:
+        known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
+        raise ValueError(f"unknown builtin model builtin:{name}; there is: {known}")
+    return Architecture(vocab_size=vocab_size, eos_token_ids=eos_token_ids, **_BUILTIN[name])
+
+
+def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a Hugging Face config.json describes.
+
+    Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
+    `rope_scaling`, `rope_local_base_freq`); keys left out take the family's defaults, as there.
+    Raises ValueError for a `model_type`, rope type, activation or feature the decoder does not have.
+    """
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(
+            f"unsupported model_type {config.get('model_type')!r} in config.json; supported: {known}"
+        )
+    c = {**FAMILIES[family].defaults, **config}
+    _refuse_unsupported(family, c)
+    theta, scaling = _rope(c)
+    window, layer_types = _attention_pattern(family, c)
+    gemma = family.startswith("gemma")
+    return Architecture(
+        family=family,
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        intermediate_size=c["intermediate_size"],
+        num_layers=c["num_hidden_layers"],
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+        head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+        max_position=c.get("max_position_embeddings", 2048),
+        norm_eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        local_rope_theta=_local_rope_theta(c) if family == "gemma3_text" else None,
+        tie_embeddings=bool(c.get("tie_word_embeddings")),
+        mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
+        activation=_activation(c),
+        query_pre_attn_scalar=c.get("query_pre_attn_scalar") if gemma else None,
+        attention_softcap=c.get("attn_logit_softcapping") if gemma else None,
+        final_softcap=c.get("final_logit_softcapping") if gemma else None,
+        sliding_window=window,
+        layer_types=layer_types,
+        eos_token_ids=token_ids(c.get("eos_token_id")),
+        bos_token_id=c.get("bos_token_id"),
+        pad_token_id=c.get("pad_token_id"),
+        **{
+            "qkv_bias": bool(c.get("attention_bias")),
+            "output_bias": bool(c.get("attention_bias")),
+            **FAMILIES[family].fixed,
+        },
+    )
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The token ids that a config gives as one number, a list, or null."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _activation(c: Json) -> str:
+    return c.get("hidden_activation") or c.get("hidden_act") or "silu"
+
+
+def _refuse_unsupported(family: str, c: Json) -> None:
+    """Raises ValueError for what the decoder would otherwise get wrong without a word."""
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [key for key in required if c.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json of a {family} model must have {', '.join(missing)}, which it lacks")
+    unsupported = {
+        "quantization_config": "quantised weights are not read: use the original or a .gguf file",
+        "use_bidirectional_attention": "only causal attention is supported",
+    }
+    for key, remedy in unsupported.items():
+        if c.get(key):
+            raise ValueError(f"config.json has {key} = {c[key]!r}: {remedy}")
+    if family == "gemma3_text" and c.get("attn_logit_softcapping") is not None:
+        raise ValueError(
+            f"config.json has attn_logit_softcapping = {c['attn_logit_softcapping']!r}, which gemma3_text "
+            "does not have: set it to null"
+        )
+
+
+def _rope(c: Json) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling of the layers that see everything before them."""
+    written: Json = c.get("rope_parameters") or {}
+    parameters: Json = {**(written.get("full_attention") or written), **(c.get("rope_scaling") or {})}
+    theta = float(parameters.get("rope_theta") or c.get("rope_theta") or 10_000.0)
+    kind = _rope_type(parameters, c)
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(parameters["factor"]))
+    original = (
+        c.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or c["max_position_embeddings"]
+    )
+    return theta, RopeScaling(
+        "llama3",
+        float(parameters["factor"]),
+        float(parameters["low_freq_factor"]),
+        float(parameters["high_freq_factor"]),
+        int(original),
+    )
+
+
+def _local_rope_theta(c: Json) -> float:
+    """Theta of sliding layers; these are never scaled."""
+    local = (c.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if _rope_type(local, c) != "default":
+        raise ValueError(f"sliding_attention layers must have rope_type default; config.json has {local}")
+    return float(local.get("rope_theta") or c["rope_local_base_freq"])
+
+
+def _rope_type(parameters: Json, c: Json) -> str:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"unsupported rope type {kind!r} in config.json; supported: {', '.join(ROPE_TYPES)}")
+    partial = parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"config.json has partial_rotary_factor = {partial}; only 1.0 is supported")
+    return kind
+
+
+def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...]]:
+    """The sliding window, None where no layer slides, and the type of each layer."""
+    full, sliding = LAYER_TYPES
+    layers = range(c["num_hidden_layers"])
+    window = c.get("sliding_window")
+    if family == "llama":
+        types = [full for _ in layers]
+    elif family.startswith("qwen"):
+        window = window if c.get("use_sliding_window") else None
+        first = c["max_window_layers"] if window is not None else c["num_hidden_layers"]
+        types = c.get("layer_types") or [sliding if i >= first else full for i in layers]
+    else:
+        pattern = 2 if family == "gemma2" else c.get("sliding_window_pattern") or 6
+        types = c.get("layer_types") or [sliding if (i + 1) % pattern else full for i in layers]
+    return (window if sliding in types else None), tuple(types)
+
+
+def architecture_to_hf(arch: Architecture) -> Json:
+    """The config.json, but for its dtype, from which transformers 4 and 5 build the same model.
+
+    Rope is written in both layouts, so that engines of either age read it.
+    """
+    eos = list(arch.eos_token_ids)
+    config: Json = {
+        "architectures": [FAMILIES[arch.family].hf_class],
+        "model_type": arch.family,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "max_position_embeddings": arch.max_position,
+        "rms_norm_eps": arch.norm_eps,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "bos_token_id": arch.bos_token_id,
+        "pad_token_id": arch.pad_token_id,
+        **_rope_to_hf(arch),
+    }
+    if arch.family != "qwen2":
+        config["attention_bias"] = arch.output_bias
+    if arch.family == "llama":
+        return {**config, "hidden_act": arch.activation, "mlp_bias": arch.mlp_bias}
+    config |= {"sliding_window": arch.sliding_window, "layer_types": list(arch.layer_types)}
+    if arch.family.startswith("qwen"):
+        full_first = [*arch.layer_types, LAYER_TYPES[1]].index(LAYER_TYPES[1])
+        return {
+            **config,
+            "hidden_act": arch.activation,
+            "use_sliding_window": arch.sliding_window is not None,
+            "max_window_layers": full_first,
+        }
+    return {
+        **config,
+        "hidden_activation": arch.activation,
+        "query_pre_attn_scalar": arch.query_pre_attn_scalar,
+        "attn_logit_softcapping": arch.attention_softcap,
+        "final_logit_softcapping": arch.final_softcap,
+    }
+
+
+def _rope_to_hf(arch: Architecture) -> Json:
+    scaling = arch.rope_scaling
+    stretch: Json = {}
+    if scaling is not None:
+        stretch = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "llama3":
+        stretch |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    full = {"rope_type": "default", "rope_theta": arch.rope_theta, **stretch}
+    old = {"rope_theta": arch.rope_theta, "rope_scaling": stretch or None}
+    if arch.local_rope_theta is None:
+        return {**old, "rope_parameters": full}
+    local = {"rope_type": "default", "rope_theta": arch.local_rope_theta}
+    return {
+        **old,
+        "rope_local_base_freq": arch.local_rope_theta,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+class TensorName(NamedTuple):
+    """Where a parameter is in our tree, its name in a Hugging Face checkpoint, whether that is [out, in]."""
+
+    path: Path
+    name: str
+    transposed: bool
+
+
+_LINEAR = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_PRE_AND_POST_NORMS = {
+    "attention_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def tensor_names(arch: Architecture) -> list[TensorName]:
+    """The Hugging Face name of every parameter of `arch`."""
+    names = [
+        TensorName(("embed",), "model.embed_tokens.weight", False),
+        TensorName(("final_norm",), "model.norm.weight", False),
+    ]
+    if not arch.tie_embeddings:
+        names.append(TensorName(("lm_head",), "lm_head.weight", True))
+    norms = {
+        **(_PRE_AND_POST_NORMS if arch.post_norms else _PRE_NORMS),
+        **(_QK_NORMS if arch.qk_norm else {}),
+    }
+    biased = [*("qkv" * arch.qkv_bias), *("o" * arch.output_bias), *(("gate", "up", "down") * arch.mlp_bias)]
+    for i in range(arch.num_layers):
+        in_layer = [(key, f"{hf}.weight", True) for key, hf in _LINEAR.items()]
+        in_layer += [(f"{key}_bias", f"{_LINEAR[key]}.bias", False) for key in biased]
+        in_layer += [(key, f"{hf}.weight", False) for key, hf in norms.items()]
+        names += [
+            TensorName(("layers", i, key), f"model.layers.{i}.{hf}", turned) for key, hf, turned in in_layer
+        ]
+    return names

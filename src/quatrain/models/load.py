@@ -5,16 +5,21 @@ Data flow: config -> `Model(arch, params)` -> rollout, update, evaluation, expor
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.hf import load_hf, resolve_hub
 from quatrain.models.params import Params, init_params
 
 BUILTIN = "builtin:"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""`owner/name`; anything else that is not there is a missing file."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +49,19 @@ def load_model(
             raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
         arch = builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
         return Model(arch, init_params(arch, jax.random.key(seed), dtype))
-    raise ValueError(path)
+    if path.endswith(".gguf"):
+        from quatrain.models.gguf import load_gguf
+
+        return Model(*load_gguf(Path(path), dtype))
+    return Model(*load_hf(model_directory(path), dtype))
+
+
+def model_directory(path: str) -> Path:
+    """The local Hugging Face directory of `path`, a directory or a hub id, which is downloaded.
+
+    Raises ValueError where there is neither.
+    """
+    local = Path(path).expanduser()
+    if local.exists() or not HUB_ID.fullmatch(path):
+        return local
+    return resolve_hub(path)

@@ -1,0 +1,117 @@
+"""What the decoder needs to know of a model.
+
+Data flow: made from config.json, a GGUF header or a builtin name; read by parameters, decoder and export.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the length a model was first trained at.
+
+    `linear` divides each frequency by `factor`; `llama3` does so for wavelengths longer than
+    `original_max_position / low_freq_factor` tokens, leaves those shorter than
+    `original_max_position / high_freq_factor`, and interpolates between.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything the decoder needs to know of a model; hashable, so a jitted function takes it as static.
+
+    Sizes are in elements, `max_position` and `sliding_window` in tokens.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """Theta of sliding layers, never scaled; None: as the other layers."""
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    """Norms multiply by `norm_offset + weight` (1 for Gemma)."""
+    post_norms: bool = False
+    """Norms after attention and MLP too, before the residual sum (Gemma)."""
+    scale_embeddings: bool = False
+    """Token embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    query_pre_attn_scalar: float | None = None
+    """Queries are divided by the root of this; None: of `head_dim`."""
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    """`full_attention` or `sliding_attention` for each layer; () is made all full."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_layers)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
+            _require(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_heads",
+            f"a multiple of num_kv_heads = {self.num_kv_heads}",
+            self.num_heads,
+        )
+        even = self.head_dim > 0 and self.head_dim % 2 == 0
+        _require(even, "head_dim", "a positive even number", self.head_dim)
+        known = self.activation in ACTIVATIONS
+        _require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", self.activation)
+        typed = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(LAYER_TYPES)
+        expected = f"{self.num_layers} entries out of {', '.join(LAYER_TYPES)}"
+        _require(typed, "layer_types", expected, self.layer_types)
+        if "sliding_attention" in self.layer_types:
+            _require(
+                (self.sliding_window or 0) > 0, "sliding_window", "a positive number", self.sliding_window
+            )
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before the dot product with keys."""
+        return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of layer number `layer`, in tokens; None where it sees everything before."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+def _require(holds: bool, name: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"model architecture: {name} must be {expected}; got {got!r}")

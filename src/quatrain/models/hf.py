@@ -1,0 +1,255 @@
+"""Hugging Face model directories (config.json and safetensors), in and out.
+
+Data flow: a directory or hub id -> `Architecture` and parameters; and back at the end of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from quatrain.models.families import (
+    Architecture,
+    TensorName,
+    architecture_from_hf,
+    architecture_to_hf,
+    tensor_names,
+    token_ids,
+)
+from quatrain.models.params import Params, ParamSpec, param_specs
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+BLOCK_BYTES = 64 * 2**20
+"""Read at a time, so that what is in flight stays small beside the parameters."""
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load_hf(directory: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Architecture, Params]:
+    """The model in a local Hugging Face directory, its parameters in `dtype`.
+
+    Weights come from model.safetensors or the shards of its index, a block at a time and the largest tensor
+    first, so that memory peaks near the size of the parameters. Stop tokens are those of config.json and of
+    generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for tensors
+    that are missing, unknown, of another shape or damaged.
+    """
+    directory = Path(directory)
+    config = _read_json(directory, "config.json")
+    if (directory / "generation_config.json").is_file():
+        ends = _read_json(directory, "generation_config.json").get("eos_token_id")
+        config["eos_token_id"] = list(
+            dict.fromkeys([*token_ids(config.get("eos_token_id")), *token_ids(ends)])
+        )
+    arch = architecture_from_hf(config)
+    files = _tensor_files(directory)
+    names = tensor_names(arch)
+    _check_names(directory, arch, names, files)
+
+    params = param_specs(arch)
+    specs = {name.path: _at(params, name.path)[name.path[-1]] for name in names}
+    for name in sorted(names, key=lambda n: -np.prod(specs[n.path].shape)):
+        array = _read_tensor(files[name.name], name, specs[name.path], dtype)
+        _at(params, name.path)[name.path[-1]] = array
+    return arch, params
+
+
+def save_hf(
+    directory: str | Path, arch: Architecture, params: Params, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes config.json, generation_config.json and safetensors that transformers loads.
+
+    The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an index. Model weights that an earlier save
+    left in `directory` are replaced.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
+        stale.unlink(missing_ok=True)
+    dtype = params["embed"].dtype.name
+    config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
+    _write_json(directory / "config.json", config)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+    _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
+
+
+def resolve_hub(model_id: str) -> Path:
+    """The local snapshot of a hub model: downloaded, or from the cache of an earlier download.
+
+    Raises ValueError in plain words where the hub cannot be reached or does not give the model.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # each layer below the hub's client raises a class of its own
+        reason = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            f"{model_id!r} is no local directory, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}: {reason[0]}): check the name and the network, log in where the model "
+            "is gated, or give the path of a local directory or .gguf file"
+        ) from error
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise ValueError(f"a model directory is needed; {directory} is not there or is no directory")
+    if not (directory / name).is_file():
+        held = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+        raise ValueError(f"a model directory needs {name}; {directory} holds {held}")
+    try:
+        value = json.loads((directory / name).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{directory / name} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{directory / name} must hold a JSON object; it holds a {type(value).__name__}")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
+        shards = sorted(set(_read_json(directory, INDEX).get("weight_map", {}).values()))
+        missing = [shard for shard in shards if not (directory / shard).is_file()]
+        if missing or not shards:
+            lacks = ", ".join(missing) or "any file"
+            raise ValueError(f"{INDEX} names files that {directory} lacks: {lacks}; fetch them again")
+        paths = [directory / shard for shard in shards]
+    elif (directory / SINGLE).is_file():
+        paths = [directory / SINGLE]
+    else:
+        held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
+        raise ValueError(
+            f"weights are read from {SINGLE} or the files of {INDEX}; {directory} has neither (it holds "
+            f"{held}): convert the model to safetensors"
+        )
+    return {name: path for path in paths for name in _names_in(path)}
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with safe_open(path, "np") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
+
+
+def _check_names(
+    directory: Path, arch: Architecture, names: Sequence[TensorName], files: dict[str, Path]
+) -> None:
+    wanted = {name.name for name in names}
+    missing, extra = wanted - set(files), {name for name in set(files) - wanted if not _ignorable(arch, name)}
+    if missing or extra:
+        raise ValueError(
+            f"{directory} must hold the tensors that its config.json asks for ({arch.family}, "
+            f"{arch.num_layers} layers): missing {_some(missing)}; unknown {_some(extra)}"
+        )
+    if arch.tie_embeddings and "lm_head.weight" in files:
+        _check_tied(files["lm_head.weight"], files["model.embed_tokens.weight"])
+
+
+def _ignorable(arch: Architecture, name: str) -> bool:
+    """Rotary frequencies, a buffer that old checkpoints hold, and the copy that a tied lm_head is."""
+    return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:5]
+    return ", ".join(first) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+
+
+def _check_tied(head: Path, embed: Path) -> None:
+    blocks = zip(_blocks(head, "lm_head.weight"), _blocks(embed, "model.embed_tokens.weight"), strict=False)
+    if not all(np.array_equal(one, other) for (_, one), (_, other) in blocks):
+        raise ValueError(
+            f"config.json says tie_word_embeddings, but lm_head.weight in {head} differs from the "
+            "embeddings: set tie_word_embeddings to false"
+        )
+
+
+def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of a tensor; the file is opened anew for each, or all pages read would stay mapped."""
+    start, rows = 0, 1
+    while start < rows:
+        with safe_open(path, "np") as file:
+            view = file.get_slice(name)
+            shape = view.get_shape()
+            rows = shape[0] if shape else 1
+            step = max(1, BLOCK_BYTES // (4 * int(np.prod(shape[1:]))))
+            block = view[start : start + step]
+        yield start, block
+        start += step
+
+
+def _read_tensor(path: Path, name: TensorName, spec: ParamSpec, dtype: DTypeLike) -> jax.Array:
+    with safe_open(path, "np") as file:
+        view = file.get_slice(name.name)
+        shape, stored = tuple(view.get_shape()), view.get_dtype()
+    expected = spec.shape[::-1] if name.transposed else spec.shape
+    if shape != expected or stored not in FLOATS:
+        raise ValueError(
+            f"{name.name} in {path} must be floats of shape {expected} by config.json; it is {stored} {shape}"
+        )
+    array = None
+    for start, block in _blocks(path, name.name):
+        rows = jnp.asarray(block.T if name.transposed else block, dtype)
+        if rows.shape == spec.shape:
+            return rows
+        array = jnp.zeros(spec.shape, dtype) if array is None else array
+        array = jax.block_until_ready(_place(array, rows, start, axis=int(name.transposed)))
+    assert array is not None
+    return array
+
+
+@partial(jax.jit, static_argnames="axis", donate_argnums=0)
+def _place(array: jax.Array, rows: jax.Array, start: int, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, rows, start, axis)
+
+
+def _at(params: Params, path: tuple[str | int, ...]) -> Any:
+    """The dict that holds the leaf at `path`."""
+    node: Any = params
+    for key in path[:-1]:
+        node = node[key]
+    return node
+
+
+def _write_tensors(
+    directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
+) -> None:
+    """One file at a time, so that no more than a shard is copied to the host at once."""
+    sizes = {name: _at(params, name.path)[name.path[-1]].nbytes for name in names}
+    shards: list[list[TensorName]] = [[]]
+    for name in names:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in shard:
+            array = np.asarray(_at(params, name.path)[name.path[-1]])
+            tensors[name.name] = np.ascontiguousarray(array.T if name.transposed else array)
+            weight_map[name.name] = file
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        metadata = {"total_size": sum(sizes.values())}
+        _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
