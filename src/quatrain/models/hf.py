@@ -71,8 +71,8 @@ def save_hf(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors that transformers loads.
 
-    The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an index. Model weights that an earlier save
-    left in `directory` are replaced.
+    The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an
+    index. Model weights that an earlier save left in `directory` are replaced.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def _check_tied(head: Path, embed: Path) -> None:
 
 
 def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a tensor; the file is opened anew for each, or all pages read would stay mapped."""
+    """(first row, rows) of a tensor; each opens the file anew, or all pages read would stay mapped."""
     start, rows = 0, 1
     while start < rows:
         with safe_open(path, "np") as file:
@@ -193,7 +193,7 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
             shape = view.get_shape()
             rows = shape[0] if shape else 1
             step = max(1, BLOCK_BYTES // (4 * int(np.prod(shape[1:]))))
-            block = view[start : start + step]
+            block = view[start : min(start + step, rows)]
         yield start, block
         start += step
 
