@@ -1,0 +1,171 @@
+"""From metrics to numbers, and the file that keeps them: one JSON object per training step.
+
+The end of every stage's `metrics`: reduced here once, written by `sinks`, read back by `plot`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quatrain.types import Metric
+
+AVERAGED_STEPS = 10
+"""Steps that `time/<stage>_s_mean10` averages over."""
+
+
+def reduce_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
+    """Each metric's number, by name; a mean over zero items has none and is left out."""
+    numbers = {}
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            numbers[name] = float(metric)
+        elif metric.reduction != "mean" or metric.count:
+            numbers[name] = float(metric.result())
+    return numbers
+
+
+def metrics_row(step: int, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The JSON object of a step: a number that is not finite is null, and named in `non_finite`."""
+    row: dict[str, Any] = {"step": step}
+    row |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    non_finite = sorted(name for name, value in numbers.items() if not math.isfinite(value))
+    return row | ({"non_finite": non_finite} if non_finite else {})
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file in order; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [_parse(line) for line in lines]
+    return [row for row in rows if row is not None]
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per step, steps in order, each on disk before `write` returns."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._last: tuple[int, dict[str, Any]] | None = None
+        """Byte offset and row of the last line; None until the first `write`."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Append the row of `step`; a second write of the last step merges into its row.
+
+        Raises ValueError for a step before the last one written: the file has one row per step, in order.
+        """
+        offset, last = self._last or self._find_last()
+        row = metrics_row(step, numbers)
+        if last and step < last["step"]:
+            raise ValueError(
+                f"metrics are written in the order of steps: step {step} came after step {last['step']}; "
+                "on resume, rewind the metrics to the restored step first"
+            )
+        if last and step == last["step"]:
+            row = _merge(last, row)
+        else:
+            offset = self.path.stat().st_size if self.path.exists() else 0
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            file.seek(offset)
+            file.write(line)
+            file.truncate()
+        self._last = offset, row
+
+    def rewind(self, step: int) -> int:
+        """Move the rows after `step`, and any line cut short, to `metrics.discarded.jsonl`.
+
+        Returns how many lines were moved. Run again from `step`, the file has one row per step again.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        rows = [_parse(line) for line in lines]
+        kept = [line for line, row in zip(lines, rows) if row is not None and row["step"] <= step]
+        moved = [line for line, row in zip(lines, rows) if row is None or row["step"] > step]
+        if moved:
+            with self.path.with_suffix(".discarded.jsonl").open("ab") as file:
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
+            draft = self.path.with_suffix(".draft")
+            draft.write_bytes(b"".join(kept))
+            os.replace(draft, self.path)
+        self._last = None
+        return len(moved)
+
+    def _find_last(self) -> tuple[int, dict[str, Any] | None]:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        if not lines:
+            return 0, None
+        row = _parse(lines[-1])
+        if row is None:
+            raise ValueError(
+                f"every line of {self.path} must be one JSON object; its last line was cut short. "
+                "Resume the run, which rewinds the metrics to the restored step"
+            )
+        return sum(len(line) for line in lines[:-1]), row
+
+
+def _parse(line: str | bytes) -> dict[str, Any] | None:
+    """The row on a line, or None where the line was cut short by a crash."""
+    if isinstance(line, bytes) and not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def _merge(last: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """`last` with the values of `row` over it; `non_finite` names the nulls of the result."""
+    merged = {name: value for name, value in {**last, **row}.items() if name != "non_finite"}
+    non_finite = sorted(name for name, value in merged.items() if value is None)
+    return merged | ({"non_finite": non_finite} if non_finite else {})
+
+
+class StageTimer:
+    """Seconds per stage of a step, and their mean over the last 10 steps.
+
+    ```python
+    with timer.stage("rollout"):
+        rollouts = engine.generate(prompts)
+    metrics = timer.metrics()   # {"time/rollout_s": ..., "time/rollout_s_mean10": ...}
+    ```
+    Stages may nest (`step` around all others). A stage entered twice in a step counts both times.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=AVERAGED_STEPS))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time the block as stage `name`, also where it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count `seconds` to stage `name`: for parts that a stage measured itself."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def seconds(self, name: str) -> float:
+        """Seconds of stage `name` so far in this step."""
+        return self._seconds.get(name, 0.0)
+
+    def metrics(self) -> dict[str, Metric]:
+        """`time/<stage>_s` and `time/<stage>_s_mean10` of the stages timed since the last call."""
+        metrics = {}
+        for name, seconds in self._seconds.items():
+            history = self._history[name]
+            history.append(seconds)
+            metrics[f"time/{name}_s"] = Metric(seconds)
+            metrics[f"time/{name}_s_mean{AVERAGED_STEPS}"] = Metric(sum(history), len(history))
+        self._seconds = {}
+        return metrics

@@ -1,0 +1,156 @@
+"""Live progress on stderr: phase, step, stage, reward, accuracy, tokens per second, time left.
+
+`train` drives it beside the stages. In a terminal one line is kept up to date; elsewhere (a file, a
+pipe, a CI log) plain lines are printed, without control characters.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from quatrain.parallel.hosts import is_main_process
+
+PLAIN_INTERVAL_S = 2.0
+"""Least seconds between two plain lines of a phase; its first and last step are always printed."""
+_BAR_CELLS = 16
+
+
+@dataclass
+class _State:
+    """What the line shows."""
+
+    phase: str = "train"
+    total: int = 0
+    step: int = 0
+    stage: str = ""
+    reward: float | None = None
+    accuracy: float | None = None
+    tokens_per_s: float | None = None
+    started: float = 0.0
+    first: int | None = None
+    """Step the phase stood at before its first `step`: not 0 in a resumed run."""
+
+
+class Progress:
+    """Shows how far a run is; a context manager. Silent in all but the main process.
+
+    ```python
+    with Progress(total_steps=100) as progress:
+        progress.phase("warm start", total=20)
+        ...
+        progress.phase("train")                 # total: that of the run
+        progress.stage("rollout")
+        progress.step(1, reward=0.4, tokens_per_s=900)
+    ```
+    """
+
+    def __init__(self, total_steps: int, *, console: Console | None = None):
+        self._total_steps = total_steps
+        self._console = console or Console(stderr=True)
+        self._enabled = is_main_process()
+        self._live_display = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        self._printed_at = float("-inf")
+        self._state = _State(total=total_steps, started=time.monotonic())
+
+    def __enter__(self) -> Progress:
+        if self._enabled and self._live_display:
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """Begin a phase of `total` steps (default: those of the run); the line of the last one stays."""
+        if self._live is not None and self._state.step:
+            self._console.print(self._render())
+        self._state = _State(name, total or self._total_steps, started=time.monotonic())
+        self._printed_at = float("-inf")
+
+    def stage(self, text: str) -> None:
+        """Show what is being done within the step: rollout, reward, update, checkpoint …"""
+        self._state.stage = text
+
+    def step(
+        self,
+        step: int,
+        *,
+        reward: float | None = None,
+        accuracy: float | None = None,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        """Step `step` of the phase (counted from 1) is done. A number not given keeps its last value."""
+        state = self._state
+        if state.first is None:
+            state.first = step - 1
+        state.step = step
+        state.reward = state.reward if reward is None else reward
+        state.accuracy = state.accuracy if accuracy is None else accuracy
+        state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
+        if self._enabled and not self._live_display:
+            self._print_plain()
+
+    def _print_plain(self) -> None:
+        now, state = time.monotonic(), self._state
+        if now - self._printed_at < PLAIN_INTERVAL_S and state.step != state.total:
+            return
+        self._printed_at = now
+        parts = [f"{state.phase} {state.step}/{state.total}", *self._facts()]
+        print(" | ".join(parts), file=self._console.file, flush=True)
+
+    def _render(self) -> Text:
+        """One line, cropped at its right end in a narrow terminal."""
+        state = self._state
+        filled = round(_BAR_CELLS * min(1.0, state.step / max(1, state.total)))
+        cells = [
+            Text(state.phase, "bold"),
+            Text(f"{state.step}/{state.total}"),
+            Text.assemble(("━" * filled, "cyan"), ("━" * (_BAR_CELLS - filled), "bright_black")),
+            *(Text(fact) for fact in self._facts()),
+            Text(state.stage, "cyan"),
+        ]
+        line = Text("  ", no_wrap=True, overflow="crop", end="").join(cells)
+        return line
+
+    def _facts(self) -> list[str]:
+        state = self._state
+        elapsed = time.monotonic() - state.started
+        facts = [
+            None if state.reward is None else f"reward {state.reward:.3f}",
+            None if state.accuracy is None else f"accuracy {state.accuracy:.3f}",
+            None if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f} tokens/s",
+            f"{_clock(elapsed)} elapsed",
+            self._left(elapsed),
+        ]
+        return [text for text in facts if text is not None]
+
+    def _left(self, elapsed: float) -> str | None:
+        """Time left at the pace of this phase so far; None before its first step and after its last."""
+        state = self._state
+        done = state.step - (state.first or 0)
+        if state.first is None or done < 1 or state.step >= state.total:
+            return None
+        return f"{_clock(elapsed / done * (state.total - state.step))} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,0 +1,170 @@
+"""The folder of a run: made once, refused when it exists, found again on resume.
+
+Made by `train` before anything else; `sinks`, the checkpointer and the export write into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from quatrain.parallel.hosts import is_main_process
+from quatrain.report.metrics import MetricsFile
+
+AUTO = "auto"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where a run keeps its files: `runs/<name>/`."""
+
+    path: Path
+    resumed: bool = False
+    """True where the run goes on from a checkpoint."""
+    note: str = ""
+    """What was decided about resuming, for the log; empty where nothing was asked."""
+
+    @classmethod
+    def create(cls, root: str | Path, name: str, *, resume: str | None = None) -> RunDir:
+        """The folder of run `name` under `root`, or of the run to resume.
+
+        `resume`: a run's name, a path to its folder, or `auto` for the run under `root` with the newest
+        checkpoint, which starts run `name` afresh where no run has one. Only the main process makes
+        and probes the folder. Raises ValueError where the name is taken, where there is nothing to
+        resume, and where the folder cannot be written.
+        """
+        root = Path(root)
+        path = _find_resumed(root, resume) if resume else None
+        if path is not None:
+            run = cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
+        else:
+            note = f"no run in {root} has a checkpoint: starting {name} afresh" if resume else ""
+            run = cls(_fresh(root, name), note=note)
+        if is_main_process():
+            run._make()
+        return run
+
+    @property
+    def name(self) -> str:
+        """The run's name: that of its folder."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration (YAML)."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Folder with the completions of each step."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpointer."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """Folder of the exported model."""
+        return self.path / "final"
+
+    @property
+    def log(self) -> Path:
+        """What was logged, with times."""
+        return self.path / "run.log"
+
+    @property
+    def plot(self) -> Path:
+        """Reward and accuracy over the steps (PNG)."""
+        return self.path / "plot.png"
+
+    def write_config(self, text: str) -> None:
+        """Keep the resolved configuration; an earlier, different one stays as `config.1.yaml` and so on."""
+        if not is_main_process():
+            return
+        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+            taken = len(list(self.path.glob("config.*.yaml")))
+            earlier = self.config.rename(self.path / f"config.{taken + 1}.yaml")
+            _log.warning(
+                "the configuration differs from that of the run so far, which is kept in %s", earlier
+            )
+        self.config.write_text(text, encoding="utf-8")
+
+    def rewind(self, step: int) -> int:
+        """Move the metrics after `step` to `metrics.discarded.jsonl`; returns how many lines were moved."""
+        if not is_main_process():
+            return 0
+        moved = MetricsFile(self.metrics).rewind(step)
+        if moved:
+            _log.warning(
+                "%d lines after step %d removed from metrics.jsonl, kept in metrics.discarded.jsonl",
+                moved,
+                step,
+            )
+        return moved
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.resumed)
+            probe = self.path / ".write_probe"
+            probe.write_bytes(b"probe" * 1000)
+            probe.unlink()
+            self.samples.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
+                "free space, mend its permissions, or choose another place with `--set run.dir=…`"
+            ) from error
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    """Steps of the complete checkpoints of the run at `path`, lowest first."""
+    folder = path / "checkpoints"
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
+
+
+def _fresh(root: Path, name: str) -> Path:
+    if not name or name in (AUTO, ".", "..") or name != Path(name).name or "\\" in name:
+        raise ValueError(f"a run's name is one folder name, and not {AUTO!r}; got {name!r}; set `run.name`")
+    path = root / name
+    if path.exists() and is_main_process():
+        raise ValueError(
+            f"a run's name is used once: {path} exists; "
+            f"give another with `--set run.name=…`, or go on with that run with `--resume {name}`"
+        )
+    return path
+
+
+def _find_resumed(root: Path, resume: str) -> Path | None:
+    """The folder of the run to resume; None where `auto` finds none."""
+    if resume == AUTO:
+        runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
+        return max(runs, key=_newest_checkpoint_time, default=None)
+    path = root / resume
+    if not path.is_dir() and Path(resume).is_dir():
+        path = Path(resume)
+    if not path.is_dir():
+        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+        raise ValueError(
+            f"only a run that exists can be resumed: {resume!r} is neither a run in {root} nor a folder; "
+            f"runs there: {', '.join(names) or 'none'}; start it without `--resume`"
+        )
+    if not checkpoint_steps(path):
+        raise ValueError(
+            f"only a run with a checkpoint can be resumed: {path} has none; "
+            "start afresh under another `run.name`, or use `--resume auto`"
+        )
+    return path
+
+
+def _newest_checkpoint_time(path: Path) -> float:
+    return (path / "checkpoints" / str(max(checkpoint_steps(path)))).stat().st_mtime

@@ -1,0 +1,244 @@
+"""Where a run's numbers, samples and messages go: its own files, the console, W&B and TensorBoard.
+
+The last line of a step: `train` hands it each stage's metrics and the finished batch. Only the main
+process writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quatrain.config.schema import LoggingConfig
+from quatrain.parallel.hosts import is_main_process
+from quatrain.report.metrics import MetricsFile, reduce_metrics
+from quatrain.report.plot import can_plot, plot_run
+from quatrain.report.run_dir import RunDir
+from quatrain.types import AdvantagedBatch, Metric
+
+Redact = Callable[[str], str]
+_root_log = logging.getLogger("quatrain")
+_log = logging.getLogger(__name__)
+
+
+class Report:
+    """Everything a run writes while it runs. Close it at the end, also after an error.
+
+    Metrics go to `metrics.jsonl` first, then to the services of `LoggingConfig`. A service that
+    fails is reported once and left out from then on; it never stops the run. `redact` takes secrets
+    out of every message before it reaches `run.log` or the console. `config`: the resolved
+    configuration, shown by W&B beside the curves; it must be free of secrets.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: LoggingConfig,
+        *,
+        redact: Redact,
+        run_config: Mapping[str, Any] | None = None,
+    ):
+        self._run = run_dir
+        self._config = config
+        self._main = is_main_process()
+        self._metrics = MetricsFile(run_dir.metrics)
+        self._handlers: list[logging.Handler] = []
+        self._services: list[_Service] = []
+        if not self._main:
+            return
+        self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)]
+        for handler in self._handlers:
+            _root_log.addHandler(handler)
+        _root_log.setLevel(logging.INFO)
+        if run_dir.note:
+            self.event(run_dir.note)
+        if config.wandb in ("online", "offline"):
+            self._services.append(_Service("W&B", lambda: _WandB(run_dir, config, run_config or {})))
+        if config.tensorboard:
+            self._services.append(_Service("TensorBoard", lambda: _TensorBoard(run_dir)))
+
+    def log(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
+        """Write the metrics of `step`, each reduced to its number; logged again, a step's metrics are merged.
+
+        Raises ValueError for a step before the last one logged.
+        """
+        if not self._main:
+            return
+        numbers = reduce_metrics(metrics)
+        self._metrics.write(step, numbers)
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for service in self._services:
+            service.log(step, finite)
+
+    def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
+        """Write the first `logging.samples_per_step` sequences of `step` to `samples/step_000010.jsonl`."""
+        count = min(self._config.samples_per_step, len(advantaged.rollouts))
+        if not self._main or not count:
+            return
+        lines = [
+            json.dumps(_sample(advantaged, i), ensure_ascii=False, allow_nan=False) for i in range(count)
+        ]
+        path = self._run.samples / f"step_{step:06d}.jsonl"
+        # A completion may hold half a surrogate pair; escaped, it is still valid JSON.
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+
+    def event(self, text: str) -> None:
+        """Tell the user `text`, on the console and in `run.log`."""
+        if self._main:
+            _root_log.info(text)
+
+    def close(self) -> None:
+        """Draw `plot.png` where matplotlib is there, finish the services, close `run.log`."""
+        if not self._main:
+            return
+        self._draw()
+        for service in self._services:
+            service.close()
+        for handler in self._handlers:
+            _root_log.removeHandler(handler)
+            handler.close()
+        self._services, self._handlers = [], []
+
+    def _draw(self) -> None:
+        if not can_plot() or not self._run.metrics.exists():
+            return
+        try:
+            plot_run(self._run.path, self._run.plot)
+        except Exception as error:
+            _log.warning("no plot.png was drawn: %s", error)
+
+
+def _sample(batch: AdvantagedBatch, index: int) -> dict[str, Any]:
+    """What a person reads about sequence `index`; `advantage` is the mean over its completion tokens."""
+    rollouts, rewarded = batch.rollouts, batch.rewarded
+    tokens = batch.advantages[index][rollouts.completion_mask[index]]
+    raw = rewarded.rewards_per_function[:, index]
+    return {
+        "group_id": int(rollouts.group_ids[index]),
+        "prompt": rollouts.prompts[index],
+        "completion": rollouts.completions[index],
+        "rewards": {name: _number(value) for name, value in zip(rewarded.function_names, raw)},
+        "reward": _number(rewarded.rewards[index]),
+        "advantage": _number(tokens.mean(dtype=np.float64)) if tokens.size else None,
+        "finish_reason": str(rollouts.finish_reason[index]),
+        "completion_tokens": int(tokens.size),
+    }
+
+
+def _number(value: float) -> float | None:
+    """The value in the fewest digits that give the same float32; None where it is not finite."""
+    return float(str(np.float32(value))) if np.isfinite(value) else None
+
+
+class _Redacting(logging.Formatter):
+    def __init__(self, style: str, redact: Redact):
+        super().__init__(style)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+def _file_handler(path: Path, redact: Redact) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    return handler
+
+
+class _ConsoleHandler(logging.Handler):
+    """Messages to the stderr of the moment: a live progress display replaces it while it runs."""
+
+    def __init__(self, redact: Redact):
+        super().__init__()
+        self._plain = _Redacting("%(message)s", redact)
+        self._marked = _Redacting("%(levelname)s: %(message)s", redact)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = self._plain if record.levelno < logging.WARNING else self._marked
+        try:
+            print(style.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _WandB:
+    """A Weights & Biases run; a resumed run goes on under the id it had."""
+
+    def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
+        import wandb
+
+        kept_id = run_dir.path / "wandb_id"
+        if not kept_id.exists():
+            kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=run_dir.name,
+            id=kept_id.read_text(encoding="utf-8"),
+            resume="allow",
+            mode=config.wandb,
+            dir=str(run_dir.path),
+            config=dict(run_config),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    """TensorBoard event files in `tensorboard/`."""
+
+    def __init__(self, run_dir: RunDir):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir.path / "tensorboard"))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Service:
+    """A service made by `make`, guarded: after its first failure, reported once, it is left out."""
+
+    def __init__(self, name: str, make: Callable[[], _WandB | _TensorBoard]):
+        self._name = name
+        self._sink: _WandB | _TensorBoard | None = None
+        self._guard("start", lambda: setattr(self, "_sink", make()))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        sink = self._sink
+        if sink is not None:
+            self._guard("log", lambda: sink.log(step, numbers))
+
+    def close(self) -> None:
+        sink = self._sink
+        if sink is not None:
+            self._guard("finish", sink.close)
+
+    def _guard(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except ImportError as error:
+            self._fail(what, f"{error}; install it with `pip install 'quatrain[wandb,tensorboard]'`")
+        except Exception as error:
+            self._fail(what, f"{type(error).__name__}: {error}")
+
+    def _fail(self, what: str, reason: str) -> None:
+        self._sink = None
+        _log.warning(
+            "%s failed to %s and is left out from here on; the run goes on (%s)", self._name, what, reason
+        )
