@@ -98,7 +98,7 @@ def _accumulate(
     )
 
 
-@partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state", "grads"))
+@partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))
 def _apply(
     params: Any, opt_state: Any, grads: Any, loss: jax.Array, *, optimizer: optax.GradientTransformation
 ) -> tuple[Any, Any, jax.Array, jax.Array]:

@@ -1,0 +1,124 @@
+"""Evaluation: greedy accuracy, strict and lenient, and mean@n / pass@n of sampled completions.
+
+Runs before, during and after training with the rollout's own engine, and by itself as `quatrain eval`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quatrain.config.load import Resolved
+from quatrain.config.schema import EvalConfig
+from quatrain.data.prompts import load_prompts
+from quatrain.policy import build_engine, load_policy
+from quatrain.reward.functions import has_format, is_correct
+from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Metric, Prompt, RolloutBatch
+
+ANSWER_COLUMN = "answer"
+"""Accuracy needs this column; without it only rewards are reported."""
+
+
+def evaluate(
+    engine: RolloutEngine,
+    scorer: RewardScorer,
+    prompts: Sequence[Prompt],
+    config: EvalConfig,
+    *,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Metric]:
+    """Metrics `eval/…` of the weights `engine` holds, over `prompts`.
+
+    Greedy: `accuracy_strict` (correct and in the required format), `accuracy_lenient` (correct), `reward`,
+    `completion_length`, `truncated_fraction`. With `config.n` > 0 also, sampled at `config.temperature`:
+    `mean_at_n` (share of correct completions) and `pass_at_n` (share of prompts with at least one), both
+    lenient. Accuracies need the data column `answer`. `on_progress` is told the prompts done.
+    """
+    greedy = replace(engine.sampling, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    kinds = [(greedy, _greedy_metrics)]
+    if config.n:
+        kinds.append((replace(greedy, n=config.n, temperature=config.temperature), _sampled_metrics))
+    metrics: dict[str, Metric] = {}
+    for sampling, measure in kinds:
+        stride = max(1, config.batch_size // sampling.n)
+        for first in range(0, len(prompts), stride):
+            part = prompts[first : first + stride]
+            for name, metric in measure(engine.generate(part, sampling=sampling), scorer).items():
+                metrics[name] = metrics[name].combine(metric) if name in metrics else metric
+            on_progress(min(first + stride, len(prompts)))
+    return metrics
+
+
+def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
+    answers = rollouts.columns.get(ANSWER_COLUMN)
+    if answers is None:
+        return None
+    return np.array([is_correct(c, str(a)) for c, a in zip(rollouts.completions, answers)])
+
+
+def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, Metric]:
+    truncated = rollouts.finish_reason == "length"
+    metrics = {
+        "eval/num_prompts": Metric(len(rollouts), reduction="sum"),
+        "eval/truncated_fraction": Metric(float(truncated.sum()), len(rollouts)),
+        "eval/completion_length": Metric(float(rollouts.completion_lengths.sum()), len(rollouts)),
+        "eval/reward": _mean(scorer.score(rollouts).rewards),
+    }
+    correct = _correct(rollouts)
+    if correct is not None:
+        strict = correct & np.array([has_format(c) for c in rollouts.completions])
+        metrics["eval/accuracy_lenient"] = Metric(float(correct.sum()), len(correct))
+        metrics["eval/accuracy_strict"] = Metric(float(strict.sum()), len(strict))
+    return metrics
+
+
+def _mean(rewards: np.ndarray) -> Metric:
+    """Mean of the rewards that are not NaN (every function abstained)."""
+    given = rewards[~np.isnan(rewards)]
+    return Metric(float(given.sum()), len(given))
+
+
+def _sampled_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, Metric]:
+    correct = _correct(rollouts)
+    if correct is None:
+        return {}
+    groups, membership = np.unique(rollouts.group_ids, return_inverse=True)
+    passed = np.bincount(membership, correct) > 0
+    return {
+        "eval/mean_at_n": Metric(float(correct.sum()), len(correct)),
+        "eval/pass_at_n": Metric(float(passed.sum()), len(groups)),
+    }
+
+
+def evaluate_run(
+    resolved: Resolved, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, float]:
+    """`quatrain eval`: the metrics of `model.path` on `data.eval`, all its prompts unless capped.
+
+    Raises ValueError without `data.eval`.
+    """
+    config = resolved.config
+    if config.data.eval is None:
+        raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
+    loaded = load_policy(config)
+    engine = build_engine(config, loaded)
+    engine.sync_weights(loaded.params, 0)
+    scorer = RewardScorer(config.reward)
+    source = load_prompts(
+        config.data.eval,
+        config.data,
+        loaded.tokenizer,
+        seed=config.seed,
+        required_columns=scorer.required_columns,
+    )
+    prompts = source.head(config.eval.final_num_prompts)
+    metrics = evaluate(
+        engine, scorer, prompts, config.eval, on_progress=lambda done: on_progress(done, len(prompts))
+    )
+    metrics["eval/skipped_prompts"] = Metric(source.skipped, reduction="sum")
+    metrics["eval/truncated_prompts"] = Metric(source.truncated, reduction="sum")
+    return {name: metric.result() for name, metric in sorted(metrics.items())}

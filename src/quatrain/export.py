@@ -1,0 +1,42 @@
+"""A policy as a Hugging Face folder: weights, configuration and tokenizer that transformers loads.
+
+Written at the end of a run (`final/`) and by `quatrain export` from any of its checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quatrain.checkpoint import Checkpointer
+from quatrain.config.load import load_config
+from quatrain.models.families import Architecture
+from quatrain.models.hf import save_hf
+from quatrain.policy import load_policy
+
+
+def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: Any) -> None:
+    """Write weights, configuration, generation configuration and tokenizer into `directory`."""
+    save_hf(directory, arch, params)
+    tokenizer.save_pretrained(directory)
+
+
+def export(run: Path, output: Path, *, step: int | None = None) -> int:
+    """`quatrain export`: checkpoint `step` (default: the latest) of the run at `run`, written to `output`.
+
+    Returns the step. Raises ValueError where `run` has no configuration or no such checkpoint, or where
+    `output` exists and is not an empty folder.
+    """
+    config_file = run / "config.yaml"
+    if not config_file.is_file():
+        raise ValueError(
+            f"{run} is not a run's folder: it has no config.yaml; give a folder such as runs/NAME"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+    loaded = load_policy(load_config(config_file, environ={}).config)
+    checkpointer = Checkpointer(run / "checkpoints")
+    found, arrays, _ = checkpointer.restore({"params": loaded.params}, step, partial=True)
+    checkpointer.close()
+    export_policy(output, loaded.arch, arrays["params"], loaded.tokenizer)
+    return found

@@ -1,0 +1,72 @@
+"""The policy from its configuration: tokenizer, architecture, parameters, and the engine that samples from it.
+
+Stands under training, evaluation, warm start and export, which all begin here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quatrain.config.schema import Config
+from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
+from quatrain.models.families import Architecture
+from quatrain.models.load import load_model
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.update.gradient import Policy
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """Tokenizer, architecture and freshly loaded parameters; `stop_ids` end a completion."""
+
+    tokenizer: Any
+    arch: Architecture
+    params: Any
+    stop_ids: tuple[int, ...]
+
+
+def load_policy(config: Config) -> LoadedPolicy:
+    """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
+
+    Raises ValueError where the tokenizer has more tokens than the model's vocabulary.
+    """
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    model = load_model(
+        config.model.path,
+        dtype=config.model.param_dtype,
+        seed=config.seed,
+        vocab_size=len(tokenizer),
+        eos_token_ids=own_eos,
+    )
+    if len(tokenizer) > model.arch.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.model.tokenizer} has {len(tokenizer)} tokens, the model {config.model.path} "
+            f"a vocabulary of {model.arch.vocab_size}: set model.tokenizer to the one the model was trained with"
+        )
+    return LoadedPolicy(
+        tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)
+    )
+
+
+def build_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
+    """The rollout engine of `loaded`, without weights until `sync_weights`."""
+    return RolloutEngine(
+        loaded.arch,
+        config.rollout,
+        loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        seed=config.seed,
+        dtype=config.model.dtype,
+    )
+
+
+def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) -> Policy:
+    """How micro-batches become log-probabilities, at `temperature`."""
+    return Policy(
+        loaded.arch,
+        temperature=temperature,
+        dtype=config.model.dtype,
+        remat=config.model.remat == "layer",
+    )

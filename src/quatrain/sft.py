@@ -1,0 +1,40 @@
+"""The supervised warm start on demonstrations, before reinforcement learning and as `quatrain sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quatrain.config.schema import Config
+from quatrain.data.prompts import load_demonstrations
+from quatrain.policy import LoadedPolicy, build_policy
+from quatrain.types import Metric
+from quatrain.update.supervised import SupervisedLearner
+
+
+def warm_start(
+    config: Config,
+    loaded: LoadedPolicy,
+    *,
+    on_step: Callable[[int, dict[str, Metric]], None] = lambda step, metrics: None,
+) -> Any:
+    """Parameters after `sft.steps` optimizer steps on the demonstrations of `sft.data`.
+
+    Donates the parameters of `loaded`. Their likelihood is that of temperature 1, whatever the rollout
+    samples at. `on_step` is told each finished step, counted from 1, and its metrics. Raises ValueError for
+    data without a `completion` column.
+    """
+    spec = config.sft.data or config.data.train
+    demonstrations = load_demonstrations(spec, config.data, loaded.tokenizer, seed=config.seed)
+    assert config.update.micro_batch_size is not None, "batch sizes are derived before they come here"
+    learner = SupervisedLearner(
+        build_policy(config, loaded, temperature=1.0),
+        config.sft,
+        micro_batch_size=min(config.sft.batch_size, config.update.micro_batch_size),
+    )
+    params, opt_state = loaded.params, learner.init(loaded.params)
+    for step in range(config.sft.steps):
+        batch = demonstrations.batch(step, config.sft.batch_size)
+        params, opt_state, metrics = learner.step(params, opt_state, batch)
+        on_step(step + 1, metrics)
+    return params

@@ -1,0 +1,303 @@
+"""Builds everything a run needs, then runs the stanza: rollout, reward, advantages, update.
+
+The top of the house: called by `quatrain train`. No maths here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.checkpoint import Checkpointer
+from quatrain.config.dump import dump_yaml
+from quatrain.config.environment import redact
+from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.evaluate import evaluate
+from quatrain.export import export_policy
+from quatrain.policy import build_engine, build_policy, load_policy
+from quatrain.report.metrics import StageTimer
+from quatrain.report.progress import Progress
+from quatrain.report.run_dir import RunDir
+from quatrain.report.sinks import Report
+from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.sft import warm_start
+from quatrain.types import AdvantagedBatch, Metric, Metrics
+from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to: metrics of the evaluations before and after, and where its files are."""
+
+    run: Path
+    steps: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
+    """`quatrain train`: a whole run, or the rest of one. `resume`: a run's name, its path, or `auto`.
+
+    Raises ValueError for bad input, before anything is computed, and TooManyBadSteps, after a checkpoint.
+    """
+    config = resolved.config
+    assert config.run.name is not None, "run.name is derived before it comes here"
+    run = RunDir.create(config.run.dir, config.run.name, resume=resume)
+    run.write_config(dump_yaml(resolved))
+    report = Report(
+        run,
+        config.logging,
+        redact=lambda text: redact(text, os.environ),
+        run_config=config.model_dump(mode="json"),
+    )
+    try:
+        if run.note:
+            report.event(run.note)
+        return _Run(config, run, report).go()
+    finally:
+        report.close()
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The four lines."""
+
+    rollout: RolloutEngine
+    reward: RewardScorer
+    advantage: AdvantageEstimator
+    update: Learner
+
+
+class _Run:
+    def __init__(self, config: Config, run: RunDir, report: Report):
+        self.config, self.run, self.report = config, run, report
+        self.timer = StageTimer()
+        self.loaded = load_policy(config)
+        self.scorer = RewardScorer(config.reward)
+        self.prompts = self._load_prompts(config.data.train)
+        self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
+        self.engine = build_engine(config, self.loaded)
+        self.checkpoints = Checkpointer(run.checkpoints, config.checkpoint.keep)
+        per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
+        self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
+        self.before: dict[str, float] = {}
+        self.accuracy: float | None = None
+
+    def go(self) -> Summary:
+        """Warm start or restore, evaluate, train, evaluate, export."""
+        self._announce()
+        with Progress(self.steps) as self.progress:
+            state, stages = self._begin()
+            try:
+                state = self._train(state, stages)
+            except TooManyBadSteps as stopped:
+                self._save(stopped.state)
+                self.checkpoints.close()
+                raise
+            after = self._evaluate(state, self.config.eval.final_num_prompts, "final evaluation")
+            self.progress.stage("export")
+            export_policy(self.run.final, self.loaded.arch, state.params, self.loaded.tokenizer)
+            self.checkpoints.close()
+        self._conclude(after)
+        return Summary(self.run.path, state.train_step, self.before, after)
+
+    def _load_prompts(self, spec: str) -> PromptSource:
+        return load_prompts(
+            spec,
+            self.config.data,
+            self.loaded.tokenizer,
+            seed=self.config.seed,
+            required_columns=self.scorer.required_columns,
+        )
+
+    def _announce(self) -> None:
+        config, event = self.config, self.report.event
+        event(
+            f"run {self.run.name}: {self.steps} steps of {config.data.batch_size} prompts x {config.rollout.n} samples"
+        )
+        for spec, source in ((config.data.train, self.prompts), (config.data.eval, self.heldout)):
+            if source is not None and source.skipped + source.truncated:
+                event(
+                    f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
+                    f"data.max_prompt_length={config.data.max_prompt_length} tokens"
+                )
+
+    def _begin(self) -> tuple[TrainState, _Stages]:
+        """The state training starts from (warm start or checkpoint) and the stages around it."""
+        config = self.config
+        if self.run.resumed:
+            params = self.loaded.params
+        else:
+            params = self._warm_start()
+        self.loaded = replace(self.loaded, params=None)
+        reference = self._reference(params) if config.update.kl_coef else None
+        stages = _Stages(
+            self.engine, self.scorer, AdvantageEstimator(config.advantage), self._learner(reference)
+        )
+        state = stages.update.init(params)
+        if self.run.resumed:
+            state = self._restore(state)
+        else:
+            self.before = self._evaluate(state, config.eval.num_prompts, "evaluation before training")
+        return state, stages
+
+    def _warm_start(self) -> Any:
+        if not self.config.sft.steps:
+            return self.loaded.params
+        self.progress.phase("warm start", total=self.config.sft.steps)
+        with self.timer.stage("sft"):
+            params = warm_start(self.config, self.loaded, on_step=self._on_sft_step)
+        return params
+
+    def _on_sft_step(self, step: int, metrics: Metrics) -> None:
+        self.progress.step(step)
+        if step == self.config.sft.steps:
+            self.report.log(0, metrics)
+
+    def _reference(self, params: Any) -> Any:
+        """A frozen copy of the policy training started from, kept beside the checkpoints for resuming."""
+        store = Checkpointer(self.run.path / "reference")
+        if not self.run.resumed:
+            store.save(0, {"params": params}, {})
+        _, arrays, _ = store.restore({"params": params})
+        store.close()
+        return arrays["params"]
+
+    def _learner(self, reference: Any) -> Learner:
+        config = self.config
+        assert config.update.mini_batch_size is not None, "batch sizes are derived before they come here"
+        mini_batches = math.ceil(config.data.batch_size / config.update.mini_batch_size)
+        return Learner(
+            build_policy(config, self.loaded, temperature=config.rollout.temperature or 1.0),
+            config.update,
+            config.logprob,
+            config.optimizer,
+            max_new_tokens=config.rollout.max_new_tokens,
+            total_steps=self.steps * config.update.epochs * mini_batches,
+            seed=config.seed,
+            reference=reference,
+        )
+
+    def _train(self, state: TrainState, stages: _Stages) -> TrainState:
+        self.progress.phase("train")
+        while state.train_step < self.steps:
+            state, advantaged = self._step(state, stages)
+            self._record(state, advantaged)
+            every, last = self.config.eval.every_steps, state.train_step == self.steps
+            if every and state.train_step % every == 0 and not last:
+                self._evaluate(state, self.config.eval.num_prompts, "evaluation")
+            every = self.config.checkpoint.every_steps
+            if last or (every and state.train_step % every == 0):
+                self._save(state)
+        return state
+
+    def _step(self, state: TrainState, stages: _Stages) -> tuple[TrainState, AdvantagedBatch]:
+        """One stanza."""
+        step, config = state.train_step, self.config
+        with self.timer.stage("step"):
+            prompts = self.prompts.batch(step, config.data.batch_size)
+            with self._stage("rollout"):
+                stages.rollout.sync_weights(state.params, state.step)
+                rollouts = stages.rollout.generate(prompts, step=step)
+            with self._stage("reward"):
+                rewarded = stages.reward.score(rollouts)
+            with self._stage("advantage"):
+                advantaged = stages.advantage.estimate(rewarded)
+            with self._stage("update"):
+                state = stages.update.step(state, advantaged)
+        return state, advantaged
+
+    def _stage(self, name: str) -> Any:
+        self.progress.stage(name)
+        return self.timer.stage(name)
+
+    def _record(self, state: TrainState, advantaged: AdvantagedBatch) -> None:
+        step_s = self.timer.seconds("step")
+        rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
+        tokens_per_s = float(rollouts.attention_mask.sum()) / step_s
+        metrics = {
+            **rollouts.metrics,
+            **rewarded.metrics,
+            **advantaged.metrics,
+            **state.metrics,
+            **self.timer.metrics(),
+            "throughput/tokens_per_s": Metric(tokens_per_s),
+        }
+        self.report.log(state.train_step, metrics)
+        self.report.samples(state.train_step, advantaged)
+        self.progress.step(
+            state.train_step,
+            reward=metrics["reward/mean"].result() if "reward/mean" in metrics else None,
+            accuracy=self.accuracy,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def _evaluate(self, state: TrainState, count: int | None, name: str) -> dict[str, float]:
+        if self.heldout is None:
+            return {}
+        self.progress.stage(name)
+        self.engine.sync_weights(state.params, state.step)
+        with self.timer.stage("eval"):
+            metrics = evaluate(self.engine, self.scorer, self.heldout.head(count), self.config.eval)
+        timing = {} if state.train_step else self.timer.metrics()
+        self.report.log(state.train_step, {**metrics, **timing})
+        numbers = {key: metric.result() for key, metric in metrics.items()}
+        self.accuracy = numbers.get("eval/accuracy_strict")
+        return numbers
+
+    def _save(self, state: TrainState) -> None:
+        latest = self.checkpoints.latest_step()
+        if latest is not None and state.train_step <= latest:
+            return
+        self.progress.stage("checkpoint")
+        with self.timer.stage("checkpoint"):
+            self.checkpoints.save(
+                state.train_step,
+                {"params": state.params, "opt_state": state.opt_state},
+                {
+                    "step": state.step,
+                    "train_step": state.train_step,
+                    "bad_steps": state.bad_steps,
+                    "seed": self.config.seed,
+                    "before": self.before,
+                    "accuracy": self.accuracy,
+                },
+            )
+
+    def _restore(self, state: TrainState) -> TrainState:
+        target = {"params": state.params, "opt_state": state.opt_state}
+        step, arrays, host = self.checkpoints.restore(target)
+        self.run.rewind(step)
+        if host["seed"] != self.config.seed:
+            raise ValueError(
+                f"a run is resumed with its own seed: {self.run.path} has seed {host['seed']}, got "
+                f"{self.config.seed}; set seed back, or start another run"
+            )
+        self.before, self.accuracy = host["before"], host["accuracy"]
+        return replace(
+            state, **arrays, step=host["step"], train_step=host["train_step"], bad_steps=host["bad_steps"]
+        )
+
+    def _conclude(self, after: Mapping[str, float]) -> None:
+        event, strict = self.report.event, "eval/accuracy_strict"
+        if strict in after:
+            event(
+                f"held-out accuracy: {self.before.get(strict, math.nan):.3f} before, {after[strict]:.3f} after"
+            )
+        elif "eval/reward" in after:
+            event(
+                f"held-out reward: {self.before.get('eval/reward', math.nan):.3f} before, {after['eval/reward']:.3f} after"
+            )
+        event(
+            f"files: {self.run.path} (metrics.jsonl, samples/, checkpoints/, run.log); model: {self.run.final}"
+        )
+        if self.config.model.path.startswith("builtin:"):
+            event("next, a real model: make smollm2 && quatrain train configs/gsm8k_smollm2_cpu.yaml")

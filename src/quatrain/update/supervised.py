@@ -1,0 +1,77 @@
+"""The supervised step: demonstrations to new weights, through the same gradient as the update.
+
+Data flow: (prompt, completion) token pairs -> padded rows -> negative log-likelihood of the completion
+tokens, averaged over the batch's tokens -> optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from quatrain.config.schema import OptimizerConfig, SFTConfig
+from quatrain.types import Metric
+from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches
+from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
+from quatrain.update.optimizer import build_optimizer
+
+TokenPair = tuple[np.ndarray, np.ndarray]
+"""Prompt ids [P] and completion ids [C]."""
+
+
+def negative_log_likelihood(
+    logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch
+) -> tuple[jax.Array, TokenMetrics, TokenMetrics]:
+    """-log p of each demonstrated token: a `gradient.Objective`."""
+    return -logprobs, {"sft/loss": -logprobs, "sft/entropy": entropy}, {}
+
+
+class SupervisedLearner:
+    """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`."""
+
+    def __init__(self, policy: Policy, config: SFTConfig, *, micro_batch_size: int):
+        self.policy = policy
+        self.micro_batch_size = micro_batch_size
+        settings = OptimizerConfig(
+            learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
+        )
+        self.optimizer = build_optimizer(settings, config.steps)
+
+    def init(self, params: Any) -> Any:
+        """Optimizer state for `params`."""
+        return init_optimizer(self.optimizer, params)
+
+    def step(
+        self, params: Any, opt_state: Any, pairs: Sequence[TokenPair]
+    ) -> tuple[Any, Any, dict[str, Metric]]:
+        """One optimizer step on a batch of demonstrations; donates `params` and `opt_state`.
+
+        Raises ValueError where the loss or gradient is not finite: a warm start does not recover from that.
+        """
+        table = _table(pairs).weighted("token_mean", max_new_tokens=1)
+        params, opt_state, applied, metrics = optimizer_step(
+            params,
+            opt_state,
+            (batch for _, batch in micro_batches(table, self.micro_batch_size)),
+            policy=self.policy,
+            objective=negative_log_likelihood,
+            optimizer=self.optimizer,
+        )
+        if not applied:
+            raise ValueError(
+                "the supervised warm start met a non-finite loss or gradient; lower sft.learning_rate"
+            )
+        return params, opt_state, metrics
+
+
+def _table(pairs: Sequence[TokenPair]) -> TokenTable:
+    prompts = np.array([len(prompt) for prompt, _ in pairs])
+    totals = prompts + np.array([len(completion) for _, completion in pairs])
+    columns = np.arange(totals.max())
+    attention = columns < totals[:, None]
+    input_ids = np.zeros(attention.shape, np.int32)
+    input_ids[attention] = np.concatenate([ids for pair in pairs for ids in pair])
+    return TokenTable(input_ids, attention, attention & (columns >= prompts[:, None]), {})
