@@ -5,40 +5,64 @@ Stands under every room: a stage receives its own section, never the root. Impor
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Text = Annotated[str, Field(min_length=1)]
+# Random keys are made of 32 bits: a larger seed would silently equal a smaller one.
+LARGEST_SEED = 2**32 - 1
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors."""
+    """A frozen group of keys; unknown keys are errors and values are never converted ("16" is no number)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: str | None = Field(None, description="Name of the run's folder; derived from the config file and the time.")
-    dir: str = Field("runs", description="Folder that holds all runs.")
-    steps: Count | None = Field(None, description="Training steps (rollout batches); derived from `run.epochs`.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the training prompts, when `run.steps` is not set.")
+    name: Text | None = Field(
+        None,
+        description="Name of the run's folder; derived: name of the configuration file and the time (UTC).",
+    )
+    dir: Text = Field("runs", description="Folder that holds all runs.")
+    steps: Count | None = Field(
+        None, description="Training steps (rollout batches); derived from `run.epochs` and the data."
+    )
+    epochs: float = Field(
+        1.0, gt=0, description="Passes over the training prompts, when `run.steps` is not set."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+            raise PydanticCustomError(
+                "run_name", "must be letters, digits, '_', '.' and '-': it names a folder"
+            )
+        return name
 
 
 class ModelConfig(Section):
     """The policy and how it computes."""
 
-    path: str = Field(
+    path: Text = Field(
         "builtin:tiny",
-        description="`builtin:tiny`, a local Hugging Face folder, a hub id (`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file.",
+        description="`builtin:tiny`, a local Hugging Face folder, a hub id (`Qwen/Qwen2.5-0.5B-Instruct`) "
+        "or a `.gguf` file.",
     )
-    tokenizer: str | None = Field(None, description="Where the tokenizer comes from; derived: `model.path`.")
+    tokenizer: Text | None = Field(None, description="Where the tokenizer comes from; derived: `model.path`.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of activations and matmuls.")
-    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype the parameters are kept in.")
+    param_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Dtype the parameters are kept in."
+    )
     remat: Literal["none", "layer"] = Field(
         "layer", description="`layer`: recompute each layer in the backward pass, keeping only its input."
     )
@@ -47,17 +71,20 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts."""
 
-    train: str = Field(
+    train: Text = Field(
         "builtin:arithmetic",
-        description="`builtin:…`, a hub data set (`openai/gsm8k:main`), or a .jsonl, .json, .parquet or .csv file.",
+        description="Training prompts: `builtin:arithmetic`, a hub data set (`openai/gsm8k:main`), or a "
+        ".jsonl, .json, .parquet or .csv file.",
     )
-    eval: str | None = Field(None, description="Evaluation prompts, as `data.train`; derived: held-out part of a builtin.")
+    eval: Text | None = Field(
+        None, description="Evaluation prompts, as `data.train`; derived: the held-out part of a builtin."
+    )
     batch_size: Count = Field(16, description="Prompts per training step, global.")
     max_prompt_length: Count = Field(512, description="Longest prompt, in tokens.")
     on_long_prompt: Literal["error", "skip", "truncate_left"] = Field(
         "error", description="What to do with a longer prompt; skipped and truncated prompts are counted."
     )
-    question_column: str | None = Field(
+    question_column: Text | None = Field(
         None, description="Column with a plain question, wrapped as a user message; null: a `prompt` column."
     )
     system_prompt: str | None = Field(None, description="System message put before each prompt.")
@@ -67,9 +94,13 @@ class SFTConfig(Section):
     """Supervised warm start on demonstrations, before the first training step."""
 
     steps: NonNegative = Field(0, description="Optimizer steps; 0: no warm start.")
-    data: str | None = Field(None, description="Demonstrations with a `completion` column; derived: `data.train`.")
+    data: Text | None = Field(
+        None, description="Demonstrations with a `completion` column; derived: `data.train`."
+    )
     batch_size: Count = Field(64, description="Demonstrations per optimizer step, global.")
-    learning_rate: float = Field(1e-3, ge=0, description="Peak learning rate; linear warm-up, then cosine to zero.")
+    learning_rate: float = Field(
+        1e-3, ge=0, description="Peak learning rate; linear warm-up, then cosine to zero."
+    )
     warmup_steps: NonNegative = Field(10, description="Optimizer steps of linear warm-up.")
 
 
@@ -79,54 +110,76 @@ class RolloutConfig(Section):
     n: Count = Field(8, description="Samples per prompt (the group size).")
     max_new_tokens: Count = Field(256, description="Longest completion, in tokens, stop token included.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: smallest set of tokens with this probability.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus sampling: smallest set of tokens with this probability."
+    )
     top_k: NonNegative = Field(0, description="Sample among the k most likely tokens; 0: all.")
-    min_p: Fraction = Field(0.0, description="Drop tokens less likely than this fraction of the likeliest; 0: none.")
-    stop: tuple[str, ...] = Field((), description="Strings that end a completion, beside the model's stop tokens.")
+    min_p: Fraction = Field(
+        0.0, description="Drop tokens less likely than this fraction of the likeliest; 0: none."
+    )
+    stop: tuple[Text, ...] = Field(
+        (), strict=False, description="Strings that end a completion, beside the model's stop tokens."
+    )
 
 
 class RewardConfig(Section):
     """Line 2: scoring completions."""
 
-    functions: dict[str, float] = Field(
+    functions: dict[Text, float] = Field(
         {"correct": 1.0, "format": 0.5, "tag_count": 0.5},
-        description="Reward functions and their weights: a built-in name, `package.module:function` or `file.py:function`.",
+        min_length=1,
+        description="Reward functions and their weights: a built-in name, `package.module:function` or "
+        "`path/file.py:function`. A layer that gives the mapping replaces it whole.",
     )
 
 
 class AdvantageConfig(Section):
     """Line 3: rewards to advantages."""
 
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field("grpo", description="Advantage estimator.")
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
+        "grpo", description="Advantage estimator."
+    )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
-        description="Standard deviation that divides the advantage (`grpo`, `reinforce`); derived: group for grpo, batch for reinforce, else none.",
+        description="Standard deviation that divides the advantage (`grpo`, `reinforce`); derived: group for "
+        "grpo, batch for reinforce, else none.",
     )
 
 
 class UpdateConfig(Section):
     """Line 4: advantages to new weights."""
 
-    mini_batch_size: Count | None = Field(None, description="Prompts per optimizer step, global; derived: all of a step.")
+    mini_batch_size: Count | None = Field(
+        None, description="Prompts per optimizer step, global; derived: `data.batch_size`."
+    )
     epochs: Count = Field(1, description="Passes over one rollout batch (μ).")
     micro_batch_size: Count | None = Field(
-        None, description="Sequences per device in one forward/backward; derived: as many as fit 16384 tokens."
+        None,
+        description="Sequences per device in one forward/backward; derived: as many of the longest possible "
+        "as fit 16384 tokens.",
     )
     loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + this.")
-    dual_clip: float | None = Field(None, gt=1, description="Bound on the loss of negative advantages, as a multiple of |A|.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bound on the loss of negative advantages, as a multiple of |A|."
+    )
     loss_aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
     ] = Field("token_mean", description="Weight of each token in the loss.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference; 0 loads no reference.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL to the frozen reference; 0 loads no reference."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
-        description="Log-probabilities the ratio is taken to: `auto` recomputes them only where a step has several optimizer steps; `rollout` takes the sampler's.",
+        description="Log-probabilities the ratio is taken to: `auto` recomputes them only where a step has "
+        "several optimizer steps; `rollout` takes the sampler's.",
     )
-    max_bad_steps: Count = Field(5, description="Optimizer steps in a row with a non-finite gradient before the run stops.")
+    max_bad_steps: Count = Field(
+        5, description="Optimizer steps in a row with a non-finite gradient before the run stops."
+    )
 
 
 class LogprobConfig(Section):
@@ -142,31 +195,45 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lion", "sgd"] = Field("adamw", description="Optimizer.")
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
     warmup_steps: NonNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
-    final_fraction: Fraction = Field(0.0, description="Last learning rate of linear and cosine, as a fraction of the peak.")
+    final_fraction: Fraction = Field(
+        0.0, description="Last learning rate of linear and cosine, as a fraction of the peak."
+    )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw, lion).")
     beta1: Fraction = Field(0.9, description="First-moment decay; momentum of sgd.")
     beta2: Fraction = Field(0.999, description="Second-moment decay (adamw, lion).")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator (adamw).")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Gradients are scaled down to this global norm; null: never.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Gradients are scaled down to this global norm; null: never."
+    )
 
 
 class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
-    every_steps: NonNegative = Field(10, description="Training steps between evaluations; 0: only before and after.")
-    num_prompts: Count | None = Field(128, description="Prompts of an evaluation before and during training; null: all.")
+    every_steps: NonNegative = Field(
+        10, description="Training steps between evaluations; 0: only before and after."
+    )
+    num_prompts: Count | None = Field(
+        128, description="Prompts of an evaluation before and during training; null: all."
+    )
     final_num_prompts: Count | None = Field(None, description="Prompts of the last evaluation; null: all.")
     batch_size: Count = Field(64, description="Sequences decoded at once.")
-    n: NonNegative = Field(0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy only.")
+    n: NonNegative = Field(
+        0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy only."
+    )
     temperature: float = Field(1.0, gt=0, description="Temperature of the sampled completions.")
 
 
 class CheckpointConfig(Section):
     """Checkpoints of everything a run needs to go on."""
 
-    every_steps: NonNegative = Field(50, description="Training steps between checkpoints; 0: only the last step.")
+    every_steps: NonNegative = Field(
+        50, description="Training steps between checkpoints; 0: only the last step."
+    )
     keep: Count = Field(3, description="Checkpoints kept; older ones are deleted.")
 
 
@@ -174,9 +241,11 @@ class LoggingConfig(Section):
     """Where metrics go beside the run's own files."""
 
     wandb: Literal["disabled", "offline", "online"] | None = Field(
-        None, description="Weights & Biases (extra `wandb`); derived: online with WANDB_API_KEY set, else disabled."
+        None,
+        description="Weights & Biases (extra `wandb`); derived: WANDB_MODE, or online where WANDB_API_KEY "
+        "is set, else disabled.",
     )
-    wandb_project: str = Field("quatrain", description="Weights & Biases project.")
+    wandb_project: Text = Field("quatrain", description="Weights & Biases project.")
     tensorboard: bool = Field(False, description="Write TensorBoard files (extra `tensorboard`).")
     samples_per_step: NonNegative = Field(16, description="Completions written to samples/ each step.")
 
@@ -184,7 +253,12 @@ class LoggingConfig(Section):
 class Config(Section):
     """The whole configuration of a run."""
 
-    seed: NonNegative = Field(0, description="Seed of everything random: data order, sampling, initialisation.")
+    seed: int = Field(
+        0,
+        ge=0,
+        le=LARGEST_SEED,
+        description="Seed of everything random: data order, sampling, initialisation.",
+    )
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -198,3 +272,27 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _mini_batch_within_batch(self) -> Self:
+        mini, whole = self.update.mini_batch_size, self.data.batch_size
+        if mini is not None and mini > whole:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be at most data.batch_size ({whole}), the prompts there are in a training step; "
+                "set a smaller number, or null for all of them",
+                {"key": "update.mini_batch_size", "value": mini, "whole": whole},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scale_is_used(self) -> Self:
+        scale, estimator = self.advantage.scale, self.advantage.estimator
+        if scale in ("group", "batch") and estimator in ("dr_grpo", "rloo"):
+            raise PydanticCustomError(
+                "across_sections",
+                "must be none for advantage.estimator {estimator}, which divides by nothing; "
+                "set none, or null to derive it",
+                {"key": "advantage.scale", "value": scale, "estimator": estimator},
+            )
+        return self

@@ -1,0 +1,131 @@
+"""What follows from a configuration: values for what is still null, and warnings about what will not learn.
+
+Data flow: merged layers -> `Config` -> `derived_values` fills nulls -> `warnings_about`. No data set is read
+and no device asked, so `run.steps` stays null where it depends on the length of the data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from quatrain.config.schema import Config
+
+# Tokens of one forward/backward on a device when the user names no micro-batch size.
+MICRO_BATCH_TOKENS = 16384
+BUILTIN = "builtin:"
+HELDOUT = "-heldout"
+WANDB_MODES = ("disabled", "offline", "online")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+
+
+def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: datetime) -> dict[str, Any]:
+    """Values by dotted key for every null of `config` that follows from the rest.
+
+    `stem` is the name of the configuration file and `now` the time, for `run.name`.
+    """
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    mini = config.update.mini_batch_size or config.data.batch_size
+    fitting = min(max(1, MICRO_BATCH_TOKENS // longest), mini * config.rollout.n)
+    micro = config.update.micro_batch_size or fitting
+    scales = {"grpo": "group", "reinforce": "batch"}
+    values = {
+        "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
+        "model.tokenizer": config.model.path,
+        "data.eval": _heldout(config.data.train),
+        "sft.data": config.data.train,
+        "advantage.scale": scales.get(config.advantage.estimator, "none"),
+        "update.mini_batch_size": mini,
+        "update.micro_batch_size": micro,
+        "logprob.micro_batch_size": 2 * micro,
+        "logging.wandb": _wandb(environ),
+    }
+    return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _folder_name(stem: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", stem).lstrip(".-") or "run"
+
+
+def _heldout(train: str) -> str | None:
+    if train.startswith(BUILTIN) and not train.endswith(HELDOUT):
+        return train + HELDOUT
+    return None
+
+
+def _wandb(environ: Mapping[str, str]) -> str:
+    mode = environ.get("WANDB_MODE")
+    if mode:
+        # A mode of its own (as `dryrun`) is never a reason to send anything.
+        return mode if mode in WANDB_MODES else "disabled"
+    return "online" if environ.get("WANDB_API_KEY") else "disabled"
+
+
+def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each setting that is allowed but will surprise."""
+    return [*_about_learning(config), *_about_sampling(config), *_about_the_rest(config, environ)]
+
+
+def _about_learning(config: Config) -> list[str]:
+    estimator, n = config.advantage.estimator, config.rollout.n
+    warnings = []
+    if n == 1 and estimator in GROUP_ESTIMATORS:
+        warnings.append(
+            f"rollout.n is 1 and advantage.estimator is {estimator}, which compares samples of one prompt: "
+            "every advantage is 0 and nothing will be learned; set rollout.n to 2 or more, or "
+            "advantage.estimator to reinforce"
+        )
+    if config.optimizer.learning_rate == 0:
+        warnings.append("optimizer.learning_rate is 0: training leaves the weights as they are")
+    if not any(config.reward.functions.values()):
+        warnings.append(
+            "every weight in reward.functions is 0: every reward is 0 and nothing will be learned"
+        )
+    return warnings
+
+
+def _about_sampling(config: Config) -> list[str]:
+    rollout = config.rollout
+    warnings = []
+    if rollout.temperature == 0:
+        same = f", so the {rollout.n} samples of a prompt are all equal" if rollout.n > 1 else ""
+        warnings.append(
+            f"rollout.temperature is 0: sampling is greedy and explores nothing{same}; "
+            "set it above 0 to train"
+        )
+    filters = {
+        "rollout.top_p < 1": rollout.top_p < 1,
+        "rollout.top_k > 0": rollout.top_k > 0,
+        "rollout.min_p > 0": rollout.min_p > 0,
+    }
+    active = [name for name, on in filters.items() if on]
+    if active and rollout.temperature > 0:
+        warnings.append(
+            f"with {' and '.join(active)} the sampled and the trained distribution differ: the trainer's "
+            "log-probabilities are at rollout.temperature, without filters; the difference is logged as "
+            "rollout/logprob_diff"
+        )
+    return warnings
+
+
+def _about_the_rest(config: Config, environ: Mapping[str, str]) -> list[str]:
+    warnings = []
+    if config.data.eval is None:
+        warnings.append("data.eval is null: nothing will be evaluated, before, during or after training")
+    if config.run.steps is not None and config.run.epochs != 1.0:
+        warnings.append(f"run.epochs ({config.run.epochs:g}) has no effect, because run.steps is set")
+    mode = environ.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":
+        known = ", ".join(WANDB_MODES)
+        warnings.append(f"WANDB_MODE is none of {known}: Weights & Biases is disabled; set logging.wandb")
+    return warnings

@@ -1,0 +1,86 @@
+"""A final configuration as text: YAML with the layer behind each value, or JSON.
+
+Data flow: `Resolved` -> `quatrain config`, and `config.yaml` in a run's folder, which loads again as CONFIG.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from quatrain.config.environment import redact
+from quatrain.config.layers import parse_yaml
+from quatrain.config.load import Resolved
+
+# Width of the column before the comments.
+COMMENT_COLUMN = 40
+HEADER = "# The final configuration of a run; after each value the layer it came from."
+
+
+def dump_yaml(resolved: Resolved) -> str:
+    """YAML that loads again, each value followed by `# layer`; values of secret variables are redacted."""
+    return "\n".join([HEADER, *_lines(_plain(resolved), resolved.provenance, "", 0)]) + "\n"
+
+
+def to_json(resolved: Resolved) -> str:
+    """One JSON object with `config`, `provenance` (layer by dotted key) and `warnings`; secrets redacted."""
+    content = {
+        "config": _plain(resolved),
+        "provenance": resolved.provenance,
+        "warnings": [redact(warning, os.environ) for warning in resolved.warnings],
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def _plain(resolved: Resolved) -> dict[str, Any]:
+    return _redacted(resolved.config.model_dump(mode="json"))
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return redact(value, os.environ) if isinstance(value, str) else value
+
+
+def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for name, value in values.items():
+        key = prefix + name
+        if isinstance(value, dict):
+            if depth == 0:
+                yield ""
+            yield f"{indent}{_scalar(name)}:"
+            yield from _lines(value, provenance, f"{key}.", depth + 1)
+        else:
+            text = f"{indent}{_scalar(name)}: {_inline(value)}"
+            yield f"{text:<{COMMENT_COLUMN}}  # {provenance[key]}"
+
+
+def _inline(value: Any) -> str:
+    return f"[{', '.join(map(_scalar, value))}]" if isinstance(value, list) else _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    """One value on one line, plain where it reads back as itself and quoted where not."""
+    if not isinstance(value, str):
+        return yaml.safe_dump(value, width=math.inf).removesuffix("...\n").strip()
+    if not set(value) & set(",[]{}\"'\n") and _reads_back(value):
+        return value
+    quoted = yaml.safe_dump(value, default_style='"', width=math.inf, allow_unicode=True)
+    return quoted.rstrip("\n")
+
+
+def _reads_back(text: str) -> bool:
+    # Other readers follow YAML 1.1, where `no` is false and `1:30` is 90: quoted unless both agree.
+    line = f"{text}: {text}  # comment"
+    try:
+        return parse_yaml(line, "") == yaml.safe_load(line) == {text: text}
+    except (ValueError, yaml.YAMLError):
+        return False

@@ -1,0 +1,103 @@
+"""Secrets: where they come from (`.env` files and the environment) and how they are kept out of every output.
+
+Data flow: `.env` -> unset environment variables, before the configuration is loaded; `redact` stands in
+front of every log, configuration dump and run file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from quatrain.config.errors import ConfigError
+
+REDACTED = "[redacted]"
+# Shorter values, and plain switches as HF_HUB_DISABLE_IMPLICIT_TOKEN=true, would blank out ordinary text.
+SHORTEST_SECRET = 4
+SWITCHES = frozenset({"true", "false", "none", "null"})
+
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET)$|PASSWORD|PASSWD", re.IGNORECASE
+)
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=(?P<rest>.*)$")
+_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name is secret: `*_API_KEY`, `*_TOKEN`, `*_SECRET`, `*PASSWORD*` and kin."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with the value of every secret variable of `environ` replaced by `[redacted]`."""
+    values = {value.strip() for name, value in environ.items() if is_secret_name(name)}
+    # A secret of several lines may be shown a line at a time; inside JSON quotes stand escaped.
+    values |= {line.strip() for value in values for line in value.splitlines()}
+    values |= {json.dumps(value)[1:-1] for value in values}
+    secrets = [v for v in values if len(v) >= SHORTEST_SECRET and v.lower() not in SWITCHES]
+    # The longest first: one secret may be the beginning of another.
+    for secret in sorted(secrets, key=lambda v: (-len(v), v)):
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+def find_dotenv(directory: Path, home: Path | None) -> Path | None:
+    """The first that exists of `<repository>/.env` and `~/.env`; outside a repository: `<directory>/.env`."""
+    directory = directory.resolve()
+    root = next((p for p in (directory, *directory.parents) if (p / ".git").exists()), directory)
+    candidates = [folder / ".env" for folder in (root, home) if folder is not None]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def parse_dotenv(text: str, source: str) -> dict[str, str]:
+    """The variables of a `.env` file: `KEY=VALUE` lines, with `export`, quotes and `#` comments.
+
+    Raises ConfigError for any other line, naming `source` and its number, never its text: it may be secret.
+    """
+    variables: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _ASSIGNMENT.match(line)
+        value = _value(match["rest"]) if match else None
+        if match is None or value is None or "\0" in line:
+            raise ConfigError(f"{source}, line {number}: expected KEY=VALUE, with matching quotes if any")
+        name = match["name"]
+        if name in variables:
+            raise ConfigError(f"{source}, line {number}: {name} is set a second time; keep one line")
+        variables[name] = value
+    return variables
+
+
+def _value(rest: str) -> str | None:
+    """What stands behind `=`, without quotes and comment; None where the quotes do not match."""
+    if not rest.lstrip().startswith(("'", '"')):
+        return re.split(r"\s#", rest, maxsplit=1)[0].strip()
+    match = _QUOTED.match(rest.strip())
+    if match is None:
+        return None
+    if match["single"] is not None:
+        return match["single"]
+    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), match["double"])
+
+
+def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None) -> Path | None:
+    """Fills the unset variables of `environ` from the first `.env` file found; returns that file, or None.
+
+    `directory`: the working directory unless given. A variable that is set, even to nothing, stays as it is.
+    """
+    home = environ.get("HOME") or os.path.expanduser("~")
+    path = find_dotenv(directory or Path.cwd(), Path(home) if home != "~" else None)
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the file is not UTF-8 text") from None
+    for name, value in parse_dotenv(text, str(path)).items():
+        environ.setdefault(name, value)
+    return path

@@ -1,0 +1,217 @@
+"""The layers a user writes: a YAML file, `--set` and the environment, each as a list of settings.
+
+Data flow: text -> `parse_yaml` -> `Setting`s checked against the schema's keys -> `load.py` merges them. The
+YAML read here has the scalars of YAML 1.2 (`1e-6` is a number; `off` and `1:30` are text) and refuses
+repeated keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+
+from quatrain.config.errors import ConfigError, nearest_key, shown
+from quatrain.config.schema import Config, Section
+
+ENVIRONMENT_PREFIX = "QUATRAIN__"
+QUICKSTART = Path(__file__).with_name("quickstart.yaml")
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a layer gives: its key's path, the value, and the layer's name."""
+
+    path: KeyPath
+    value: Any
+    layer: str
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return ".".join(self.path)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the scalars of YAML 1.2, without repeated keys."""
+
+    yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012 - PyYAML's name for its own class attribute
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
+                )
+            # `<<` may come twice: each merges another mapping, and keys written out win over both.
+            if isinstance(key_node.value, str) and key_node.tag != "tag:yaml.org,2002:merge":
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    return int(text, 0 if text.lstrip("+-").startswith(("0x", "0o")) else 10)
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_SCALARS = {
+    "merge": (r"<<", "<"),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+for _name, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of one YAML document; raises ConfigError naming `source` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}, line {mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = getattr(error, "reason", None) or "it cannot be read"
+        raise ConfigError(f"{source}: not valid YAML: {reason}") from None
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of the configuration by name, in order."""
+    kinds = ((name, field.annotation) for name, field in Config.model_fields.items())
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key, without the sections themselves."""
+    nested = sections()
+    keys = [name for name in Config.model_fields if name not in nested]
+    return keys + [f"{name}.{key}" for name, kind in nested.items() for key in kind.model_fields]
+
+
+def is_mapping(path: KeyPath) -> bool:
+    """Whether the key at `path` holds a free mapping (`reward.functions`)."""
+    kind = sections().get(path[0])
+    if len(path) != 2 or kind is None or path[1] not in kind.model_fields:
+        return False
+    return get_origin(kind.model_fields[path[1]].annotation) is dict
+
+
+def file_layer(path: Path | None) -> list[Setting]:
+    """The settings of a YAML file, or of the embedded quickstart when `path` is None."""
+    file, layer = (QUICKSTART, "quickstart") if path is None else (path, f"file {path}")
+    data = parse_yaml(_read(file), str(file))
+    if data is None:
+        raise ConfigError(f"{file}: the file is empty; write a key, or leave CONFIG out for the quickstart")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
+    settings: list[Setting] = []
+    problems: list[str] = []
+    for name, value in data.items():
+        if value is None and name in sections():
+            continue  # a section whose keys are all commented out
+        _collect((str(name),), value, layer, settings, problems)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
+        found = f"; configurations nearby: {', '.join(near[:10])}" if near else ""
+        raise ConfigError(f"{path}: there is no such configuration file{found}") from None
+    except IsADirectoryError:
+        file = path / "config.yaml"
+        raise ConfigError(f"{path}: this is a folder; give the YAML file itself, as {file}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the file is not UTF-8 text; give a YAML file") from None
+
+
+def override_layer(overrides: Sequence[str]) -> list[Setting]:
+    """The settings of `--set key.sub=value`, in order."""
+    settings: list[Setting] = []
+    problems: list[str] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"--set needs KEY=VALUE, as --set rollout.n=16; got {shown(text.split('=')[0])}")
+            continue
+        _collect(tuple(key.split(".")), _parse_value(value, f"--set {key}"), "--set", settings, problems)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def environment_layer(environ: Mapping[str, str]) -> list[Setting]:
+    """The settings of the variables `QUATRAIN__SECTION__KEY`; no other variable is looked at."""
+    settings: list[Setting] = []
+    problems: list[str] = []
+    came_from: dict[KeyPath, str] = {}
+    for variable in sorted(environ):
+        if not variable.upper().startswith(ENVIRONMENT_PREFIX):
+            continue
+        path = tuple(variable[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
+        if path in came_from:
+            problems.append(f"{came_from[path]} and {variable} both set {'.'.join(path)}; unset one")
+            continue
+        came_from[path] = variable
+        value = _parse_value(environ[variable], variable)
+        _collect(path, value, f"environment {variable}", settings, problems)
+    if problems:
+        raise ConfigError(problems)
+    return settings
+
+
+def _parse_value(text: str, source: str) -> Any:
+    try:
+        return parse_yaml(text, source)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; put text with special characters in quotes") from None
+
+
+def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], problems: list[str]) -> None:
+    """Adds the settings below `path`, or a problem for a key that the schema does not have."""
+    nested = sections()
+    key = ".".join(path)
+    if path[0] in nested and len(path) == 1:
+        if not isinstance(value, dict):
+            some = next(iter(nested[key].model_fields))
+            problems.append(
+                f"{key} is a section and takes keys, as {key}.{some}; got {shown(value)} (from {layer})"
+            )
+            return
+        for name, inner in value.items():
+            _collect((*path, str(name)), inner, layer, settings, problems)
+        return
+    keys = valid_keys()
+    if len(path) > 2 and is_mapping(path[:2]):
+        # All that follows is one entry's name, which may have dots: `package.module:function`.
+        settings.append(Setting((*path[:2], ".".join(path[2:])), value, layer))
+    elif key in keys:
+        settings.append(Setting(path, value, layer))
+    else:
+        nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
+        problems.append(f"unknown key {key!r} (from {layer}); the nearest valid key is {nearest!r}")

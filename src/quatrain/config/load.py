@@ -1,0 +1,190 @@
+"""From layers to one frozen configuration that knows where each of its values came from.
+
+Data flow: schema defaults < YAML file (or the embedded quickstart) < `--set` < `QUATRAIN__A__B` environment
+< derived values for what is still null -> `Resolved` -> the command line, which hands each stage its section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quatrain.config.derive import derived_values, value_at, warnings_about
+from quatrain.config.errors import ConfigError, shown
+from quatrain.config.layers import (
+    QUICKSTART,
+    KeyPath,
+    Setting,
+    environment_layer,
+    file_layer,
+    is_mapping,
+    override_layer,
+    valid_keys,
+)
+from quatrain.config.schema import Config
+
+DEFAULT = "default"
+DERIVED = "derived"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A final configuration: `provenance` names the layer of each dotted key, `warnings` what may surprise.
+
+    Layers are called `default`, `quickstart` or `file PATH`, `--set`, `environment VARIABLE` and `derived`.
+    Entries of a mapping have keys of their own: `reward.functions.correct`.
+    """
+
+    config: Config
+    provenance: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    now: datetime | None = None,
+) -> Resolved:
+    """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
+
+    `environ` is the process's environment unless given, `now` the present unless given (it names the run).
+    Raises ConfigError with one message per bad key: the rule, the value that came and its layer.
+    """
+    environ = os.environ if environ is None else environ
+    file = None if path is None else Path(path)
+    from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
+    merged = _Merge()
+    merged.add(file_layer(file))
+    merged.add(from_overrides)
+    merged.add(from_environment)
+    config = merged.config()
+    stem = (file or QUICKSTART).stem
+    derived = derived_values(config, stem, environ, now or datetime.now(UTC))
+    merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
+    config = merged.config()
+    warnings = _overridden(from_overrides, from_environment) + warnings_about(config, environ)
+    return Resolved(config, merged.provenance(config), warnings)
+
+
+class _Merge:
+    """Values of the layers added so far, the later over the earlier, and the layer of each."""
+
+    def __init__(self) -> None:
+        self._values: dict[KeyPath, Any] = {}
+        self._layers: dict[str, str] = {}
+
+    def add(self, settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            if len(setting.path) > 2:
+                self._set_entry(setting)
+            else:
+                self._set(setting)
+
+    def _set(self, setting: Setting) -> None:
+        inside = f"{setting.key}."
+        self._layers = {k: layer for k, layer in self._layers.items() if not k.startswith(inside)}
+        self._layers[setting.key] = setting.layer
+        value = setting.value
+        if is_mapping(setting.path) and isinstance(value, dict):
+            value = {str(name): entry for name, entry in value.items()}
+            self._layers |= {inside + name: setting.layer for name in value}
+        self._values[setting.path] = value
+
+    def _set_entry(self, setting: Setting) -> None:
+        parent, name = setting.path[:2], setting.path[2]
+        current = self._values.get(parent, value_at(Config(), ".".join(parent)))
+        if not isinstance(current, dict):
+            return  # a lower layer gave no mapping here, which validation reports
+        if setting.layer.startswith("environment"):
+            # Variables are upper case by custom: an entry that is there already is meant whatever its case.
+            name = next((known for known in current if known.lower() == name), name)
+        self._values[parent] = {**current, name: setting.value}
+        self._layers[".".join((*parent, name))] = setting.layer
+
+    def config(self) -> Config:
+        """The validated configuration; raises ConfigError."""
+        nested: dict[str, Any] = {}
+        for path, value in self._values.items():
+            if len(path) == 1:
+                nested[path[0]] = value
+            else:
+                nested.setdefault(path[0], {})[path[1]] = value
+        try:
+            return Config.model_validate(nested)
+        except ValidationError as error:
+            raise ConfigError([self._problem(detail) for detail in error.errors()]) from None
+
+    def _problem(self, detail: Any) -> str:
+        context = detail.get("ctx", {})
+        across = detail["type"] == "across_sections"
+        key = context["key"] if across else ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        value = context["value"] if across else detail["input"]
+        known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
+        default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
+        layer = self._layers.get(key) or self._layers.get(known, DEFAULT)
+        return f"{key} {_rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default})"
+
+    def provenance(self, config: Config) -> dict[str, str]:
+        """The layer of every key of `config`, in the schema's order."""
+        layers: dict[str, str] = {}
+        for key in valid_keys():
+            value = value_at(config, key)
+            names = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+            layers |= {name: self._layers.get(name, DEFAULT) for name in names}
+        return layers
+
+
+_RULES = {
+    "string_type": "must be text; put it in quotes if it looks like something else",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "dict_type": "must be a mapping of names to values",
+    "tuple_type": "must be a list, as [a, b]",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must have at least one entry",
+}
+
+
+def _rule(detail: Any) -> str:
+    known = _RULES.get(detail["type"])
+    if known:
+        return known
+    text = detail["msg"]
+    for beginning in ("Input should be ", "Value error, "):
+        text = text.removeprefix(beginning)
+    return text if text.startswith("must") else f"must be {text}"
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return shown(list(value) if isinstance(value, tuple) else value)
+
+
+def _overridden(overrides: Sequence[Setting], environment: Sequence[Setting]) -> list[str]:
+    """A warning for each `--set` that a variable of the environment takes back."""
+    last = {setting.path: setting for setting in overrides}
+    warnings = []
+    for variable in environment:
+        for path, given in last.items():
+            shorter = min(len(path), len(variable.path))
+            same = [p.lower() for p in path[:shorter]] == [p.lower() for p in variable.path[:shorter]]
+            # One entry over a whole mapping replaces nothing else of it.
+            if same and len(variable.path) <= len(path) and given.value != variable.value:
+                name = variable.layer.removeprefix("environment ")
+                warnings.append(
+                    f"--set {given.key}={_as_yaml(given.value)} is overridden by the environment: {name} is "
+                    f"{_as_yaml(variable.value)}; unset the variable to use --set"
+                )
+    return warnings
