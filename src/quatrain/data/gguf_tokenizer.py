@@ -60,7 +60,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer, add_bos = _sentencepiece_bpe(metadata), True
     else:
         raise ValueError(
-            f"GGUF tokenizers of the kinds gpt2 and llama (tokenizer.ggml.model) are read; the file has {kind!r}; "
+            f"GGUF tokenizers of the kinds gpt2 and llama are read; tokenizer.ggml.model is {kind!r} here; "
             "set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     special = _special_tokens(metadata)
