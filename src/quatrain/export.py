@@ -29,9 +29,7 @@ def export(run: Path, output: Path, *, step: int | None = None) -> int:
     """
     config_file = run / "config.yaml"
     if not config_file.is_file():
-        raise ValueError(
-            f"{run} is not a run's folder: it has no config.yaml; give a folder such as runs/NAME"
-        )
+        raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
     loaded = load_policy(load_config(config_file, environ={}).config)

@@ -1,4 +1,4 @@
-"""The policy from its configuration: tokenizer, architecture, parameters, and the engine that samples from it.
+"""The policy from its configuration: tokenizer, architecture, parameters, and the engine to sample from it.
 
 Stands under training, evaluation, warm start and export, which all begin here.
 """
@@ -42,8 +42,8 @@ def load_policy(config: Config) -> LoadedPolicy:
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
-            f"the tokenizer of {config.model.tokenizer} has {len(tokenizer)} tokens, the model {config.model.path} "
-            f"a vocabulary of {model.arch.vocab_size}: set model.tokenizer to the one the model was trained with"
+            f"a tokenizer fits its model's vocabulary: {config.model.tokenizer} has {len(tokenizer)} tokens, "
+            f"{config.model.path} {model.arch.vocab_size}; set model.tokenizer to the one it was trained with"
         )
     return LoadedPolicy(
         tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from quatrain.sft import warm_start
 from quatrain.types import AdvantagedBatch, Metric, Metrics
 from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
 
+NEXT_COMMAND = "make smollm2 && quatrain train configs/gsm8k_smollm2_cpu.yaml"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -48,20 +51,38 @@ def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
 
     Raises ValueError for bad input, before anything is computed, and TooManyBadSteps, after a checkpoint.
     """
+    with _opened(resolved, resume) as run:
+        return run.train()
+
+
+def supervise(resolved: Resolved) -> Summary:
+    """`quatrain sft`: the supervised warm start by itself, evaluated before and after, and exported.
+
+    Raises ValueError for bad input, `sft.steps` of 0 included.
+    """
+    if not resolved.config.sft.steps:
+        raise ValueError("supervised training needs a number of steps: sft.steps is 0; set it to 1 or more")
+    with _opened(resolved, None) as run:
+        return run.supervise()
+
+
+@contextmanager
+def _opened(resolved: Resolved, resume: str | None) -> Iterator[_Run]:
+    """The run's folder, its report around everything, and what the run is made of."""
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
-    run = RunDir.create(config.run.dir, config.run.name, resume=resume)
-    run.write_config(dump_yaml(resolved))
+    folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
+    folder.write_config(dump_yaml(resolved))
     report = Report(
-        run,
+        folder,
         config.logging,
         redact=lambda text: redact(text, os.environ),
         run_config=config.model_dump(mode="json"),
     )
     try:
-        if run.note:
-            report.event(run.note)
-        return _Run(config, run, report).go()
+        if folder.note:
+            report.event(folder.note)
+        yield _Run(config, folder, report)
     finally:
         report.close()
 
@@ -91,9 +112,22 @@ class _Run:
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
 
-    def go(self) -> Summary:
+    def supervise(self) -> Summary:
+        """Evaluate, warm start, evaluate, export."""
+        steps = self.config.sft.steps
+        self._announce(f"{steps} supervised steps of {self.config.sft.batch_size} demonstrations")
+        count = self.config.eval.final_num_prompts
+        with Progress(steps) as self.progress:
+            self.before = self._evaluate(self.loaded.params, 0, count, "evaluation before training")
+            params = self._warm_start(log_every_step=True)
+            after = self._evaluate(params, steps, count, "final evaluation")
+            export_policy(self.run.final, self.loaded.arch, params, self.loaded.tokenizer)
+        return self._conclude(steps, after)
+
+    def train(self) -> Summary:
         """Warm start or restore, evaluate, train, evaluate, export."""
-        self._announce()
+        size = f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
+        self._announce(f"{self.steps} steps of {size}")
         with Progress(self.steps) as self.progress:
             state, stages = self._begin()
             try:
@@ -102,12 +136,12 @@ class _Run:
                 self._save(stopped.state)
                 self.checkpoints.close()
                 raise
-            after = self._evaluate(state, self.config.eval.final_num_prompts, "final evaluation")
+            count = self.config.eval.final_num_prompts
+            after = self._evaluate(state.params, state.train_step, count, "final evaluation")
             self.progress.stage("export")
             export_policy(self.run.final, self.loaded.arch, state.params, self.loaded.tokenizer)
             self.checkpoints.close()
-        self._conclude(after)
-        return Summary(self.run.path, state.train_step, self.before, after)
+        return self._conclude(state.train_step, after)
 
     def _load_prompts(self, spec: str) -> PromptSource:
         return load_prompts(
@@ -118,11 +152,9 @@ class _Run:
             required_columns=self.scorer.required_columns,
         )
 
-    def _announce(self) -> None:
+    def _announce(self, plan: str) -> None:
         config, event = self.config, self.report.event
-        event(
-            f"run {self.run.name}: {self.steps} steps of {config.data.batch_size} prompts x {config.rollout.n} samples"
-        )
+        event(f"run {self.run.name}: {plan}")
         for spec, source in ((config.data.train, self.prompts), (config.data.eval, self.heldout)):
             if source is not None and source.skipped + source.truncated:
                 event(
@@ -133,10 +165,7 @@ class _Run:
     def _begin(self) -> tuple[TrainState, _Stages]:
         """The state training starts from (warm start or checkpoint) and the stages around it."""
         config = self.config
-        if self.run.resumed:
-            params = self.loaded.params
-        else:
-            params = self._warm_start()
+        params = self.loaded.params if self.run.resumed else self._warm_start()
         self.loaded = replace(self.loaded, params=None)
         reference = self._reference(params) if config.update.kl_coef else None
         stages = _Stages(
@@ -146,21 +175,25 @@ class _Run:
         if self.run.resumed:
             state = self._restore(state)
         else:
-            self.before = self._evaluate(state, config.eval.num_prompts, "evaluation before training")
+            count = config.eval.num_prompts
+            self.before = self._evaluate(state.params, 0, count, "evaluation before training")
         return state, stages
 
-    def _warm_start(self) -> Any:
-        if not self.config.sft.steps:
+    def _warm_start(self, *, log_every_step: bool = False) -> Any:
+        steps = self.config.sft.steps
+        if not steps:
             return self.loaded.params
-        self.progress.phase("warm start", total=self.config.sft.steps)
-        with self.timer.stage("sft"):
-            params = warm_start(self.config, self.loaded, on_step=self._on_sft_step)
-        return params
+        self.progress.phase("warm start", total=steps)
 
-    def _on_sft_step(self, step: int, metrics: Metrics) -> None:
-        self.progress.step(step)
-        if step == self.config.sft.steps:
-            self.report.log(0, metrics)
+        def on_step(step: int, metrics: Metrics) -> None:
+            self.progress.step(step)
+            if log_every_step:
+                self.report.log(step, metrics)
+            elif step == steps:
+                self.report.log(0, metrics)
+
+        with self.timer.stage("sft"):
+            return warm_start(self.config, self.loaded, on_step=on_step)
 
     def _reference(self, params: Any) -> Any:
         """A frozen copy of the policy training started from, kept beside the checkpoints for resuming."""
@@ -193,7 +226,8 @@ class _Run:
             self._record(state, advantaged)
             every, last = self.config.eval.every_steps, state.train_step == self.steps
             if every and state.train_step % every == 0 and not last:
-                self._evaluate(state, self.config.eval.num_prompts, "evaluation")
+                count = self.config.eval.num_prompts
+                self._evaluate(state.params, state.train_step, count, "evaluation")
             every = self.config.checkpoint.every_steps
             if last or (every and state.train_step % every == 0):
                 self._save(state)
@@ -240,15 +274,14 @@ class _Run:
             tokens_per_s=tokens_per_s,
         )
 
-    def _evaluate(self, state: TrainState, count: int | None, name: str) -> dict[str, float]:
+    def _evaluate(self, params: Any, step: int, count: int | None, name: str) -> dict[str, float]:
         if self.heldout is None:
             return {}
         self.progress.stage(name)
-        self.engine.sync_weights(state.params, state.step)
+        self.engine.sync_weights(params, step)
         with self.timer.stage("eval"):
             metrics = evaluate(self.engine, self.scorer, self.heldout.head(count), self.config.eval)
-        timing = {} if state.train_step else self.timer.metrics()
-        self.report.log(state.train_step, {**metrics, **timing})
+        self.report.log(step, {**metrics, **self.timer.metrics()})
         numbers = {key: metric.result() for key, metric in metrics.items()}
         self.accuracy = numbers.get("eval/accuracy_strict")
         return numbers
@@ -286,18 +319,14 @@ class _Run:
             state, **arrays, step=host["step"], train_step=host["train_step"], bad_steps=host["bad_steps"]
         )
 
-    def _conclude(self, after: Mapping[str, float]) -> None:
-        event, strict = self.report.event, "eval/accuracy_strict"
-        if strict in after:
-            event(
-                f"held-out accuracy: {self.before.get(strict, math.nan):.3f} before, {after[strict]:.3f} after"
-            )
-        elif "eval/reward" in after:
-            event(
-                f"held-out reward: {self.before.get('eval/reward', math.nan):.3f} before, {after['eval/reward']:.3f} after"
-            )
-        event(
-            f"files: {self.run.path} (metrics.jsonl, samples/, checkpoints/, run.log); model: {self.run.final}"
-        )
+    def _conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
+        event = self.report.event
+        for key, name in (("eval/accuracy_strict", "accuracy"), ("eval/reward", "reward")):
+            if key in after:
+                before = self.before.get(key, math.nan)
+                event(f"held-out {name}: {before:.3f} before, {after[key]:.3f} after {steps} steps")
+        event(f"metrics, samples, checkpoints and log: {self.run.path}")
+        event(f"the trained model, for transformers: {self.run.final}")
         if self.config.model.path.startswith("builtin:"):
-            event("next, a real model: make smollm2 && quatrain train configs/gsm8k_smollm2_cpu.yaml")
+            event(f"next, a real model: {NEXT_COMMAND}")
+        return Summary(self.run.path, steps, self.before, after)

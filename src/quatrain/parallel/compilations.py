@@ -11,7 +11,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
-def _listen(event: str, duration_s: float, **_: str | int) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _count
     _count += event == _EVENT
 

@@ -112,9 +112,9 @@ def start(
     prompts, width = input_ids.shape
     columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), input_ids.shape)
     segments = (columns < lengths[:, None]).astype(jnp.int32)
-    cache = init_cache(arch, prompts, width + new, dtype)
+    empty = init_cache(arch, prompts, width + new, dtype)
     hidden, cache = forward(
-        params, arch, input_ids, columns, segments, cache=cache, cache_start=jnp.int32(0), dtype=dtype
+        params, arch, input_ids, columns, segments, cache=empty, cache_start=jnp.int32(0), dtype=dtype
     )
     assert cache is not None
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
