@@ -1,0 +1,260 @@
+"""Decides whether a completion's answer equals the gold answer; text is parsed here, never evaluated.
+
+Stands under the reward `correct` (`reward/functions.py`) and evaluation, which counts the same verdicts.
+Numbers are compared exactly as fractions. math-verify is asked only about what is more than a number (roots,
+powers, symbols), and only where length, depth and exponents bound the work: its own time limits rest on
+signals, which exist on the main thread alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+# An answer stands at the end: what is read of a long text.
+_TAIL_CHARS = 4000
+_NUMBER_CHARS = 300
+_EXPRESSION_CHARS = 100
+
+_INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+# Digits inside a word (H2O), an exponent (cm^2) or an index (x_1) are not numbers of their own.
+_NUMBER = re.compile(
+    r"(?<![A-Za-z0-9])(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)(?<![A-Za-z]_)(?<![A-Za-z]_\{)"
+    rf"(?P<value>{_DECIMAL})(?P<exponent>[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?"
+    rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{_DECIMAL}))?"
+    r"(?P<percent>[ ]?(?:%|percent\b|per cent\b))?"
+)
+# A minus that touches its number is a sign unless an operand stands before it (10-3); with a space between it
+# is one only where nothing else can be meant (= - 3): "10 - 3" subtracts and "- 3" begins a list item.
+_MINUS = re.compile(r"(?:(?:\A|[^0-9A-Za-z)\]}%.-])-[$£€]?|(?:\A|[=≈(:$])[ ]{0,2}-[ ]?[$£€]?[ ]?|[$£€]-)\Z")
+# What makes the number beside it only a part of the value.
+_MORE_THAN_A_NUMBER = re.compile(
+    r"\\(?:sqrt|pi|frac|binom)\b|[√π]|[0-9)]\s?\^|[0-9)]\*\*[0-9(]|[0-9)][⁰¹²³⁴-⁹]|(?:×|\\times)\s*10\s*\^"
+)
+_FRACTION = re.compile(
+    r"\\[dtc]?frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
+)
+_VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
+_PLAIN = str.maketrans(
+    {"−": "-", "–": "-", "‒": "-", "﹣": "-", "-": "-", "\u00a0": " ", "\u202f": "", "\u2009": ""}
+)
+
+
+class Number(NamedTuple):
+    """A number as written: its value (before the percent sign) and whether a percent sign follows."""
+
+    value: Fraction
+    percent: bool
+
+
+def is_correct(completion: str, answer: Any) -> bool:
+    """Whether the last number of the completion's answer equals the gold number of `answer`.
+
+    The completion's answer is the content of its last `<answer>…</answer>`; without one, of its last
+    `\\boxed{…}`; without that, the whole completion. The gold answer is the text after the last `####` of
+    `answer`, or all of it. Signs, thousands separators, fractions, mixed numbers, percents (50% equals both
+    50 and 0.5) and decimals are read; a fraction without a finite decimal is compared to six places. A gold
+    answer that is an expression rather than a number is compared as text, then by math-verify.
+
+    Raises ValueError for a gold answer without text. Source: the GSM8K convention; the rest is ours.
+    """
+    gold = str(answer).rpartition("####")[2].strip()
+    if answer is None or not gold:
+        raise ValueError(f"the gold answer must have text (after its last ####, if any); got {answer!r}")
+    said = _answer_of(completion)[-_TAIL_CHARS:]
+    gold_number = whole_number(gold)
+    if gold_number is None:
+        return _as_text(said) == _as_text(gold) or _same_expression(_last_line(said), gold)
+    said = _tidy(said)
+    match = _last_match(said)
+    if match is None:
+        return False
+    segment = _segment(said, match)
+    if _MORE_THAN_A_NUMBER.search(segment):
+        return _same_expression(segment, str(gold_number.value))
+    number = _to_number(said, match)
+    return number is not None and _equal(number, gold_number)
+
+
+def last_number(text: str) -> Number | None:
+    """The last number written in `text`, None where there is none (or one divided by zero)."""
+    tidy = _tidy(text[-_TAIL_CHARS:])
+    match = _last_match(tidy)
+    return _to_number(tidy, match) if match else None
+
+
+def whole_number(text: str) -> Number | None:
+    """The number that `text` is, with at most a currency sign and words around it; None for anything else."""
+    tidy = _tidy(text)
+    match = _last_match(tidy)
+    if match is None or _MORE_THAN_A_NUMBER.search(tidy):
+        return None
+    rest = tidy[: match.start()] + " " + tidy[match.end() :]
+    rest = re.sub(r"\\(?:boxed|text|mathrm|mathbf|textbf|circ)\b|[{}$£€]", " ", rest)
+    if not re.fullmatch(r"(?:[^\W\d_]{2,}+|a\b|[\s.,:;'\"°+-])*", rest):
+        return None
+    return _to_number(tidy, match)
+
+
+def _answer_of(completion: str) -> str:
+    end = completion.rfind(_CLOSE)
+    start = completion.rfind(_OPEN, 0, max(end, 0))
+    if start >= 0:
+        return completion[start + len(_OPEN) : end]
+    boxed = re.match(
+        r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", completion[max(completion.rfind("\\boxed"), 0) :]
+    )
+    return boxed[1] if boxed else completion
+
+
+def _tidy(text: str) -> str:
+    """`text` in one notation: plain minus signs and spaces, LaTeX fractions of numbers as a/b."""
+    text = text.translate(_PLAIN)
+    text = re.sub(r"\\[dtc]frac\b", r"\\frac", text.replace("{,}", ","))
+    text = re.sub(r"\\(?:[,!;:]|left\b|right\b)", "", text)
+    text = re.sub(r"\\([$%])", r"\1", text)
+    text = re.sub(r"\^\s?\{?\\circ\b\s?\}?", "", text)
+    text = re.sub(
+        r"([0-9]?)([½⅓⅔¼¾⅕⅛])", lambda m: f"{m[1]} {_VULGAR[m[2]]}" if m[1] else _VULGAR[m[2]], text
+    )
+    text = _FRACTION.sub(_fraction_text, text)
+    return re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", text)
+
+
+def _fraction_text(match: re.Match[str]) -> str:
+    after_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()
+    return f"{' ' if after_digit else ''}{match['a'] or match['c']}/{match['b'] or match['d']}"
+
+
+def _last_match(text: str) -> re.Match[str] | None:
+    match = None
+    for found in _NUMBER.finditer(text):
+        match = found
+    return match
+
+
+def _to_number(text: str, match: re.Match[str]) -> Number | None:
+    if len(match[0]) > _NUMBER_CHARS:
+        return None
+    value = _fraction(match["value"]) * Fraction(10) ** int((match["exponent"] or "e0")[1:])
+    try:
+        if match["bottom"]:
+            value += Fraction(int(match["top"]), int(match["bottom"]))
+        elif match["divisor"]:
+            value /= _fraction(match["divisor"])
+    except ZeroDivisionError:
+        return None
+    negative = _MINUS.search(text[max(0, match.start() - 20) : match.start()])
+    return Number(-value if negative else value, bool(match["percent"]))
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))
+
+
+def _equal(said: Number, gold: Number) -> bool:
+    if _close(said.value, gold.value):
+        return True
+    if said.percent == gold.percent:
+        return False
+    one, other = (said, gold) if said.percent else (gold, said)
+    return _close(one.value / 100, other.value)
+
+
+def _close(x: Fraction, y: Fraction) -> bool:
+    """Equal; where one has no finite decimal (1/3), equal to six places and five significant digits."""
+    if x == y or (_is_decimal(x) and _is_decimal(y)):
+        return x == y
+    return abs(x - y) <= min(Fraction(5, 10**7), abs(y) / 10**5)
+
+
+def _is_decimal(x: Fraction) -> bool:
+    # A denominator of twos and fives divides a high enough power of ten.
+    return pow(10, x.denominator.bit_length(), x.denominator) == 0
+
+
+def _segment(text: str, match: re.Match[str]) -> str:
+    """The expression around a number: its line, from the last equals sign before the number on."""
+    start = max(text.rfind(sign, 0, match.start()) for sign in ("\n", "=", "≈"))
+    end = min((at for sign in ("\n", "=") if (at := text.find(sign, match.end())) >= 0), default=len(text))
+    return text[start + 1 : end]
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _as_text(text: str) -> str:
+    return re.sub(r"[\s$]|\.$|\\left|\\right", "", text.strip()).casefold()
+
+
+# What math-verify may see: numbers, single letters, arithmetic, roots, pi, tuples and intervals.
+_ALLOWED = re.compile(
+    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|infty|cup|left|right)(?![A-Za-z])"
+    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ ])*"
+)
+_EXPONENT = re.compile(
+    r"\^\s*(?:\{\s*(-?(?:[0-9]{1,2}|[0-9]/[0-9]|[A-Za-z]))\s*\}|(-?[0-9A-Za-z]))(?![0-9^])"
+)
+
+
+def _same_expression(said: str, gold: str) -> bool:
+    said, gold = _math_of(said), _math_of(gold)
+    if not said or not _is_bounded(said) or _letters(said) - _letters(gold):
+        return False
+    return _math_verify()(gold, said)
+
+
+def _math_of(text: str) -> str:
+    """The mathematics of a line in LaTeX: its last $…$ or all of it, without words and end punctuation."""
+    inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", text)
+    text = next(filter(None, inline[-1])) if inline else text
+    text = re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|[$%]", " ", text)
+    text = re.sub(
+        r"√\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ").replace("π", r"\pi ")
+    )
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]", lambda m: f"^{'⁰¹²³⁴⁵⁶⁷⁸⁹'.index(m[0])}", text.replace("**", "^"))
+    return text.strip(" .,;:")
+
+
+def _is_bounded(text: str) -> bool:
+    """Whether comparing `text` is little work: short, few roots and powers, small exponents, no tower."""
+    if len(text) > _EXPRESSION_CHARS or not _ALLOWED.fullmatch(text):
+        return False
+    exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
+    small = all(len(exponent.lstrip("-")) < 2 for exponent in exponents) or len(exponents) == 1
+    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 3
+
+
+def _letters(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
+
+
+# sympy's caches and the parser's are shared by all threads.
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _math_verify() -> Any:
+    """`same(gold, said)` by math-verify, which takes a second to import."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # It warns, once, that it runs without its time limit; what it is given is bounded instead.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # LaTeX alone: the extraction of plain expressions hands text to Python's eval.
+    latex = [LatexExtractionConfig()]
+
+    def same(gold: str, said: str) -> bool:
+        with _LOCK:
+            expected, got = (parse(f"${text}$", latex, parsing_timeout=None) for text in (gold, said))
+            return bool(expected and got and verify(expected, got, timeout_seconds=None))
+
+    return same

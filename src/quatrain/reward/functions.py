@@ -1,0 +1,48 @@
+"""The built-in reward functions, in the convention of every reward function.
+
+Called by `reward/scorer.py`: f(prompts, completions, **columns) -> one number, or None to abstain, per
+completion. Prompts are strings or lists of messages, completions are strings, and each data column is a list
+with one item per completion.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quatrain.reward.answers import is_correct
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_FORMAT = re.compile(r"<think>.*</think>\n<answer>.*</answer>", re.DOTALL)
+
+
+def has_format(completion: str) -> bool:
+    """Whether the whole completion is `<think>…</think>`, a newline, `<answer>…</answer>`, each tag once."""
+    return _FORMAT.fullmatch(completion) is not None and all(completion.count(tag) == 1 for tag in TAGS)
+
+
+def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
+    """1 where the last number of the completion's answer equals the gold number (see `is_correct`), else 0.
+
+    The format is not required: that is `format`'s to reward. Abstains where the gold answer is None.
+    """
+    return [
+        None if gold is None else float(is_correct(completion, gold))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def format(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    """1 where the whole completion has the format (see `has_format`), else 0."""
+    return [float(has_format(completion)) for completion in completions]
+
+
+def tag_count(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    """0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once."""
+    return [0.25 * sum(completion.count(tag) == 1 for tag in TAGS) for completion in completions]
+
+
+BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"correct": correct, "format": format, "tag_count": tag_count}
