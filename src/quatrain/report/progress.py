@@ -66,7 +66,7 @@ class Progress:
                 get_renderable=self._render,
                 console=self._console,
                 refresh_per_second=4,
-                redirect_stdout=False,
+                redirect_stdout=sys.stdout.isatty(),  # a piped stdout stays its own
             )
             self._live.start()
         return self
@@ -127,8 +127,7 @@ class Progress:
             *(Text(fact) for fact in self._facts()),
             Text(state.stage, "cyan"),
         ]
-        line = Text("  ", no_wrap=True, overflow="crop", end="").join(cells)
-        return line
+        return Text("  ", no_wrap=True, overflow="crop", end="").join(cells)
 
     def _facts(self) -> list[str]:
         state = self._state

@@ -1,0 +1,195 @@
+"""Every metric a run logs, with unit, reduction and meaning; writes docs/metrics.md when run as a module.
+
+The stages emit these names, `sinks` writes them; a name that is not here is a mistake in one or the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class MetricDoc(NamedTuple):
+    """What a name means. `reduction`: how the parts of a step become its one number."""
+
+    unit: str
+    reduction: str
+    meaning: str
+
+
+PAGE = Path("docs/metrics.md")
+
+_STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Least", "max": "Greatest"}
+
+
+def _stats(name: str, unit: str, of: str, stats: Iterable[str] = tuple(_STATS)) -> dict[str, MetricDoc]:
+    return {f"{name}/{stat}": MetricDoc(unit, stat, f"{_STATS[stat]} {of}.") for stat in stats}
+
+
+def _seconds(meanings: dict[str, str]) -> dict[str, MetricDoc]:
+    return {f"time/{stage}_s": MetricDoc("s", "sum", meaning) for stage, meaning in meanings.items()}
+
+
+CATALOGUE: dict[str, MetricDoc] = {
+    "loss": MetricDoc(
+        "nats", "mean", "Whole loss: policy loss, KL and entropy terms, aggregated as configured."
+    ),
+    "update/policy_loss": MetricDoc("nats", "mean", "Policy loss alone, mean over tokens."),
+    "update/kl": MetricDoc(
+        "nats", "mean", "KL to the frozen reference, mean over tokens; only with `update.kl_coef`."
+    ),
+    "update/entropy": MetricDoc(
+        "nats", "mean", "Entropy of the policy at the sampling temperature, mean over tokens."
+    ),
+    "update/ratio_mean": MetricDoc("1", "mean", "Probability ratio new / old policy, mean over tokens."),
+    "update/ratio_max": MetricDoc("1", "max", "Greatest probability ratio of a token."),
+    "update/clip_fraction": MetricDoc(
+        "fraction", "mean", "Tokens whose ratio was clipped, in any of the three ways."
+    ),
+    "update/clip_low_fraction": MetricDoc("fraction", "mean", "Tokens clipped at 1 - `update.clip_low`."),
+    "update/clip_high_fraction": MetricDoc("fraction", "mean", "Tokens clipped at 1 + `update.clip_high`."),
+    "update/clip_dual_fraction": MetricDoc(
+        "fraction", "mean", "Tokens whose loss was bounded by `update.dual_clip`."
+    ),
+    "update/grad_norm": MetricDoc(
+        "1", "mean", "Global norm of the gradient before clipping, mean over optimizer steps."
+    ),
+    "update/learning_rate": MetricDoc("1", "last", "Learning rate of the last optimizer step."),
+    "update/optimizer_steps": MetricDoc("steps", "sum", "Optimizer steps applied in this training step."),
+    "update/bad_steps": MetricDoc(
+        "steps", "sum", "Optimizer steps not applied: loss or gradient was not finite."
+    ),
+    "update/skipped_steps": MetricDoc(
+        "steps", "sum", "Optimizer steps skipped: no token had a weight or an advantage."
+    ),
+    "update/compilations": MetricDoc(
+        "programs", "sum", "Programs compiled during the update; 0 once shapes settled."
+    ),
+    **_stats("reward", "reward", "total reward of a sequence, abstentions left out"),
+    **_stats("reward/<name>", "reward", "raw value of one reward function, abstentions left out"),
+    "reward/<name>/errors": MetricDoc(
+        "sequences", "sum", "Sequences on which this function raised and cost -1."
+    ),
+    "reward/<name>/abstained": MetricDoc(
+        "sequences", "sum", "Sequences on which this function returned None."
+    ),
+    **_stats("advantage", "1", "advantage of a sequence"),
+    "advantage/zero_signal_fraction": MetricDoc(
+        "fraction", "mean", "Groups whose advantages are all zero: nothing is learned from them."
+    ),
+    **_stats("length/prompt", "tokens", "prompt length", ("mean", "max")),
+    **_stats("length/completion", "tokens", "completion length, stop token included", ("mean", "max")),
+    **_stats("length/total", "tokens", "length of prompt and completion", ("mean", "max")),
+    "rollout/truncated_fraction": MetricDoc(
+        "fraction", "mean", "Completions cut at `rollout.max_new_tokens`."
+    ),
+    "rollout/logprob_diff_mean": MetricDoc(
+        "nats", "mean", "Absolute difference of a token's log-probability between sampler and trainer."
+    ),
+    "rollout/logprob_diff_max": MetricDoc("nats", "max", "Greatest such difference of a token."),
+    "rollout/tokens_per_s": MetricDoc(
+        "tokens/s", "mean", "Completion tokens over the seconds of generation."
+    ),
+    "rollout/prefill_s": MetricDoc("s", "sum", "Part of generation that read the prompts."),
+    "rollout/decode_s": MetricDoc("s", "sum", "Part of generation that sampled tokens."),
+    "rollout/compilations": MetricDoc(
+        "programs", "sum", "Programs compiled during the rollout; 0 once shapes settled."
+    ),
+    "data/skipped_prompts": MetricDoc(
+        "prompts", "sum", "Prompts left out so far as longer than `data.max_prompt_length`."
+    ),
+    "data/truncated_prompts": MetricDoc(
+        "prompts", "sum", "Prompts cut on the left so far to `data.max_prompt_length`."
+    ),
+    **_seconds(
+        {
+            "rollout": "Rollout, all of it.",
+            "rollout_sync": "Rollout: taking over the new weights.",
+            "rollout_generate": "Rollout: prefill and decode.",
+            "rollout_flush": "Rollout: tokens to text and training arrays.",
+            "reward": "Reward functions.",
+            "advantage": "Advantages.",
+            "shard": "Moving the batch to the devices.",
+            "update": "Update, all of it.",
+            "update_logprobs": "Update: old and reference log-probabilities.",
+            "eval": "Evaluation.",
+            "checkpoint": "Starting a checkpoint: waiting for the one before and copying the arrays.",
+            "step": "The whole training step, evaluation and checkpoint included.",
+        }
+    ),
+    "time/<stage>_s_mean10": MetricDoc(
+        "s", "mean", "Mean of `time/<stage>_s` over the last 10 steps that had it."
+    ),
+    "throughput/tokens_per_s": MetricDoc(
+        "tokens/s", "mean", "Prompt and completion tokens over the seconds of the step."
+    ),
+    "throughput/update_tokens_per_s": MetricDoc(
+        "tokens/s", "mean", "Tokens trained on over the seconds of the update."
+    ),
+    "eval/accuracy_strict": MetricDoc(
+        "fraction", "mean", "Greedy completions with the right answer and the format."
+    ),
+    "eval/accuracy_lenient": MetricDoc("fraction", "mean", "Greedy completions with the right answer."),
+    "eval/reward": MetricDoc("reward", "mean", "Total reward of greedy completions."),
+    "eval/completion_length": MetricDoc("tokens", "mean", "Length of greedy completions."),
+    "eval/truncated_fraction": MetricDoc(
+        "fraction", "mean", "Greedy completions cut at `rollout.max_new_tokens`."
+    ),
+    "eval/mean_at_n": MetricDoc(
+        "fraction", "mean", "Right answers among `eval.n` sampled completions a prompt."
+    ),
+    "eval/pass_at_n": MetricDoc(
+        "fraction", "mean", "Prompts with a right answer among `eval.n` sampled completions."
+    ),
+    "eval/num_prompts": MetricDoc("prompts", "sum", "Prompts evaluated."),
+    "eval/skipped_prompts": MetricDoc("prompts", "sum", "Evaluation prompts left out as too long."),
+    "eval/truncated_prompts": MetricDoc("prompts", "sum", "Evaluation prompts cut on the left."),
+    "sft/loss": MetricDoc("nats", "mean", "Warm start: negative log-likelihood of a demonstrated token."),
+    "sft/entropy": MetricDoc(
+        "nats", "mean", "Warm start: entropy of the model, mean over demonstrated tokens."
+    ),
+}
+"""Name -> meaning. `<name>` and `<stage>` stand for any reward function and any timed stage."""
+
+
+def unknown_metrics(names: Iterable[str]) -> list[str]:
+    """The names that the catalogue does not explain, sorted."""
+    return sorted(name for name in set(names) if not any(_matches(pattern, name) for pattern in CATALOGUE))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.sub("<[a-z]+>", ".+", re.escape(pattern)), name) is not None
+
+
+INTRODUCTION = """\
+# Metrics
+
+<!-- Written by `python -m quatrain.report.catalogue` from report/catalogue.py. Edit that file. -->
+
+A run writes one JSON object per training step to `metrics.jsonl`, and the same numbers to Weights & Biases
+and TensorBoard where these are on. Step 0 is the state before training. Every line is on disk before the run
+goes on. A step that is logged twice (an evaluation after the step) is merged into its line.
+
+- **Reduction** says how the parts of a step (sequences, tokens, micro-batches, optimizer steps) become one
+  number. A mean is kept as sum and count and divided once, so that it does not depend on how a batch was cut.
+- A mean over nothing is left out. A number that is not finite is `null`, and its name is listed in
+  `non_finite`.
+- After `--resume`, lines after the restored step are moved to `metrics.discarded.jsonl`: one line per step.
+- Lengths, rewards and advantages are over the step's rollout batch; losses over the tokens trained on.
+
+| name | unit | reduction | meaning |
+|---|---|---|---|
+"""
+
+
+def metrics_page() -> str:
+    """docs/metrics.md: the catalogue as a table."""
+    rows = (f"| `{name}` | {doc.unit} | {doc.reduction} | {doc.meaning} |" for name, doc in CATALOGUE.items())
+    return INTRODUCTION + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(metrics_page(), encoding="utf-8")

@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import numpy as np
+
+from quatrain.report.catalogue import PAGE, metrics_page, unknown_metrics
+from quatrain.report.metrics import StageTimer
+from quatrain.types import describe
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_catalogue_says():
+    hint = "run `python -m quatrain.report.catalogue`"
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == metrics_page(), hint
+
+
+def test_names_and_patterns_are_known():
+    timer = StageTimer()
+    timer.add("rollout", 1.0)
+    names = {
+        "loss",
+        "reward/correct/errors",
+        *describe("reward/tag_count", np.ones(2), ("mean", "std", "min", "max")),
+        *describe("length/prompt", np.ones(2), ("mean", "max")),
+        *timer.metrics(),
+    }
+    assert unknown_metrics(names) == []
+
+
+def test_other_names_are_told_sorted():
+    names = ["update/kl2", "time/rollout", "reward//mean", "losses", "loss", "x_reward/mean"]
+    assert unknown_metrics(names) == ["losses", "reward//mean", "time/rollout", "update/kl2", "x_reward/mean"]

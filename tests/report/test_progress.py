@@ -1,0 +1,95 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from quatrain.report import progress as module
+from quatrain.report.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_pipe_gets_plain_lines(clock):
+    out = io.StringIO()
+    with Progress(4, console=Console(file=out, width=20)) as progress:
+        progress.phase("warm start", total=2)
+        for step in (1, 2):
+            progress.stage("update")
+            clock[0] += 30
+            progress.step(step, tokens_per_s=1234.5)
+        progress.phase("train")
+        for step in range(1, 5):
+            clock[0] += 1800
+            progress.step(step, reward=step / 4, accuracy=0.5 if step == 2 else None)
+    assert out.getvalue().splitlines() == [
+        "warm start 1/2 | 1,234 tokens/s | 0:30 elapsed | 0:30 left",
+        "warm start 2/2 | 1,234 tokens/s | 1:00 elapsed",
+        "train 1/4 | reward 0.250 | 30:00 elapsed | 1:30:00 left",
+        "train 2/4 | reward 0.500 | accuracy 0.500 | 1:00:00 elapsed | 1:00:00 left",
+        "train 3/4 | reward 0.750 | accuracy 0.500 | 1:30:00 elapsed | 30:00 left",
+        "train 4/4 | reward 1.000 | accuracy 0.500 | 2:00:00 elapsed",
+    ]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", out.getvalue())
+
+
+def test_fast_steps_do_not_flood_a_pipe(clock):
+    out = io.StringIO()
+    with Progress(100, console=Console(file=out)) as progress:
+        for step in range(1, 101):
+            clock[0] += 0.1
+            progress.step(step)
+    steps = [int(re.match(r"train (\d+)/100", line)[1]) for line in out.getvalue().splitlines()]
+    assert (steps[0], steps[-1]) == (1, 100)
+    assert 4 <= len(steps) <= 7
+
+
+def test_time_left_of_a_resumed_run_counts_only_its_own_steps(clock):
+    out = io.StringIO()
+    with Progress(100, console=Console(file=out)) as progress:
+        clock[0] += 10
+        progress.step(91)
+    assert out.getvalue() == "train 91/100 | 0:10 elapsed | 1:30 left\n"
+
+
+def test_a_terminal_gets_one_live_line():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    with Progress(10, console=console) as progress:
+        progress.phase("train")
+        progress.stage("evaluate")
+        progress.step(5, reward=1.5, accuracy=0.25, tokens_per_s=900)
+    text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue())
+    assert "train  5/10" in text
+    assert "reward 1.500  accuracy 0.250  900 tokens/s" in text
+    assert "evaluate" in text
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    out = io.StringIO()
+    with Progress(1, console=Console(file=out, force_terminal=True, _environ={"TERM": "dumb"})) as progress:
+        progress.step(1)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_display_ends_with_an_error():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, _environ={"TERM": "xterm"})
+    with pytest.raises(KeyError), Progress(1, console=console):
+        raise KeyError
+    assert out.getvalue().endswith("\x1b[?25h")
+
+
+def test_other_processes_show_nothing(monkeypatch):
+    monkeypatch.setattr(module, "is_main_process", lambda: False)
+    out = io.StringIO()
+    with Progress(1, console=Console(file=out, force_terminal=True)) as progress:
+        progress.phase("train")
+        progress.step(1)
+    assert out.getvalue() == ""

@@ -1,0 +1,120 @@
+import logging
+import os
+
+import pytest
+
+from quatrain.report import run_dir as module
+from quatrain.report.metrics import MetricsFile, read_metrics
+from quatrain.report.run_dir import RunDir, checkpoint_steps
+
+
+def with_checkpoint(run, *steps, age_s=0):
+    for step in steps:
+        folder = run.checkpoints / str(step)
+        folder.mkdir(parents=True)
+        stamp = folder.stat().st_mtime - age_s
+        os.utime(folder, (stamp, stamp))
+    return run
+
+
+def test_a_fresh_run_has_its_folder_and_names(tmp_path):
+    run = RunDir.create(tmp_path / "runs", "first")
+    assert run == RunDir(tmp_path / "runs" / "first")
+    assert (run.name, run.resumed, run.note) == ("first", False, "")
+    names = [
+        p.name for p in (run.config, run.metrics, run.samples, run.checkpoints, run.final, run.log, run.plot)
+    ]
+    assert names == ["config.yaml", "metrics.jsonl", "samples", "checkpoints", "final", "run.log", "plot.png"]
+    assert [p.name for p in run.path.iterdir()] == ["samples"]
+
+
+def test_a_taken_name_is_refused_with_both_remedies(tmp_path):
+    RunDir.create(tmp_path, "first")
+    with pytest.raises(ValueError, match=r"first exists; .*run\.name=.* `--resume first`"):
+        RunDir.create(tmp_path, "first")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "auto", "a\\b"])
+def test_a_name_is_one_folder(tmp_path, name):
+    with pytest.raises(ValueError, match="a run's name is one folder name"):
+        RunDir.create(tmp_path, name)
+
+
+def test_a_run_is_resumed_by_name_and_by_path(tmp_path):
+    made = with_checkpoint(RunDir.create(tmp_path, "first"), 9, 10)
+    (made.checkpoints / "11.orbax-checkpoint-tmp").mkdir()
+    assert checkpoint_steps(made.path) == [9, 10]
+    for resume in ("first", str(made.path)):
+        run = RunDir.create(tmp_path, "second", resume=resume)
+        assert (run.path, run.resumed) == (made.path, True)
+        assert run.note.endswith("first from step 10")
+    assert not (tmp_path / "second").exists()
+
+
+def test_auto_takes_the_newest_checkpoint(tmp_path):
+    with_checkpoint(RunDir.create(tmp_path, "older"), 900, age_s=100)
+    with_checkpoint(RunDir.create(tmp_path, "newer"), 5)
+    RunDir.create(tmp_path, "without")
+    assert RunDir.create(tmp_path, "third", resume="auto").name == "newer"
+
+
+def test_auto_without_a_checkpoint_starts_afresh_and_says_so(tmp_path):
+    run = RunDir.create(tmp_path / "runs", "third", resume="auto")
+    assert (run.name, run.resumed) == ("third", False)
+    assert "has a checkpoint: starting third afresh" in run.note
+
+
+def test_what_cannot_be_resumed_is_an_error(tmp_path):
+    RunDir.create(tmp_path, "empty")
+    with pytest.raises(ValueError, match=r"'gone' is neither a run .* runs there: empty"):
+        RunDir.create(tmp_path, "x", resume="gone")
+    with pytest.raises(ValueError, match="runs there: none"):
+        RunDir.create(tmp_path / "nowhere", "x", resume="gone")
+    with pytest.raises(ValueError, match=r"only a run with a checkpoint can be resumed: .*empty has none"):
+        RunDir.create(tmp_path, "x", resume="empty")
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"must be writable: .*run\.dir="):
+        RunDir.create(tmp_path / "file", "first")
+
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"must be writable: .*No space left on device.*free space"):
+        RunDir.create(tmp_path, "second")
+
+
+def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "is_main_process", lambda: False)
+    run = RunDir.create(tmp_path, "first")
+    run.write_config("seed: 1\n")
+    assert run.rewind(3) == 0
+    assert not run.path.exists()
+    run.path.mkdir()
+    assert RunDir.create(tmp_path, "first") == run
+
+
+def test_an_earlier_configuration_is_kept(tmp_path, caplog):
+    run = RunDir.create(tmp_path, "first")
+    for text in ("seed: 1\n", "seed: 1\n", "seed: 2\n", "seed: 3\n"):
+        run.write_config(text)
+    assert run.config.read_text() == "seed: 3\n"
+    assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
+    assert (run.path / "config.2.yaml").read_text() == "seed: 2\n"
+    assert sum("differs" in message for message in caplog.messages) == 2
+
+
+def test_rewinding_is_counted_and_logged(tmp_path, caplog):
+    run = RunDir.create(tmp_path, "first")
+    file = MetricsFile(run.metrics)
+    for step in range(4):
+        file.write(step, {})
+    with caplog.at_level(logging.WARNING, "quatrain"):
+        assert run.rewind(1) == 2
+    assert caplog.messages == [
+        "2 lines after step 1 removed from metrics.jsonl, kept in metrics.discarded.jsonl"
+    ]
+    assert [row["step"] for row in read_metrics(run.metrics)] == [0, 1]

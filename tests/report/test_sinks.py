@@ -1,0 +1,238 @@
+import json
+import logging
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from quatrain.config.schema import LoggingConfig
+from quatrain.report import sinks as module
+from quatrain.report.metrics import read_metrics
+from quatrain.report.run_dir import RunDir
+from quatrain.report.sinks import Report
+from quatrain.types import AdvantagedBatch, Metric, RewardedBatch, RolloutBatch
+
+
+def plain(text: str) -> str:
+    return text
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path, "first")
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_stays():
+    before = list(logging.getLogger("quatrain").handlers)
+    yield
+    assert logging.getLogger("quatrain").handlers == before
+
+
+def batch(completions=("four", "4 \u00e9\ud83d")):
+    ids = np.array([[1, 2, 3, 4], [1, 2, 3, 0]], np.int32)
+    attention = ids > 0
+    completion = attention & (np.arange(4) >= 2)
+    rollouts = RolloutBatch(
+        input_ids=ids,
+        attention_mask=attention,
+        completion_mask=completion,
+        rollout_logprobs=np.where(completion, -0.5, 0).astype(np.float32),
+        policy_version=np.where(completion, 0, -1).astype(np.int32),
+        finish_reason=np.array(["length", "stop"]),
+        group_ids=np.array([7, 7]),
+        prompts=("2+2?", ({"role": "user", "content": "2+2?"},)),
+        completions=completions,
+    )
+    rewarded = RewardedBatch(
+        rollouts,
+        np.array([0.1, np.nan], np.float32),
+        np.array([[0.1, np.nan]], np.float32),
+        ("correct",),
+    )
+    return AdvantagedBatch(rewarded, np.where(completion, [[0.25], [-0.5]], 0).astype(np.float32))
+
+
+def test_metrics_are_reduced_into_one_line_per_step(run):
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.log(0, {"eval/reward": 0.5})
+    report.log(1, {"loss": Metric(3.0, 2), "update/kl": Metric(np.nan), "none": Metric(0.0, 0)})
+    report.log(1, {"eval/reward": 0.75})
+    report.close()
+    assert read_metrics(run.metrics) == [
+        {"step": 0, "eval/reward": 0.5},
+        {"step": 1, "loss": 1.5, "update/kl": None, "eval/reward": 0.75, "non_finite": ["update/kl"]},
+    ]
+
+
+def test_samples_show_what_happened_to_each_sequence(run):
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.samples(10, batch())
+    report.close()
+    lines = (run.samples / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "group_id": 7,
+            "prompt": "2+2?",
+            "completion": "four",
+            "rewards": {"correct": 0.1},
+            "reward": 0.1,
+            "advantage": 0.25,
+            "finish_reason": "length",
+            "completion_tokens": 2,
+        },
+        {
+            "group_id": 7,
+            "prompt": [{"role": "user", "content": "2+2?"}],
+            "completion": "4 \u00e9\ud83d",
+            "rewards": {"correct": None},
+            "reward": None,
+            "advantage": -0.5,
+            "finish_reason": "stop",
+            "completion_tokens": 1,
+        },
+    ]
+    assert "\u00e9" in lines[1]
+
+
+@pytest.mark.parametrize(("asked", "written"), [(1, 1), (0, 0), (99, 2)])
+def test_as_many_samples_as_asked_for(run, asked, written):
+    report = Report(run, LoggingConfig(samples_per_step=asked), redact=plain)
+    report.samples(3, batch())
+    report.close()
+    found = [line for path in run.samples.iterdir() for line in path.read_text().splitlines()]
+    assert len(found) == written
+
+
+def test_messages_reach_console_and_log_without_secrets(run, capsys):
+    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    report.event("starting with hunter2")
+    logging.getLogger("quatrain.rollout").warning("slow %s", "hunter2")
+    try:
+        raise RuntimeError("hunter2")
+    except RuntimeError:
+        logging.getLogger("quatrain").exception("failed")
+    report.close()
+    report.event("after the end")
+    console, log = capsys.readouterr().err, run.log.read_text()
+    for text in (console, log):
+        assert "starting with ***" in text
+        assert "RuntimeError: ***" in text
+        assert "hunter2" not in text
+        assert "after the end" not in text
+    assert "WARNING: slow ***" in console
+    assert "WARNING quatrain.rollout: slow ***" in log
+
+
+def test_how_a_run_began_is_said_first(tmp_path):
+    run = RunDir.create(tmp_path, "first", resume="auto")
+    Report(run, LoggingConfig(), redact=plain).close()
+    assert "starting first afresh" in run.log.read_text()
+
+
+def test_other_processes_write_nothing(run, monkeypatch, capsys):
+    monkeypatch.setattr(module, "is_main_process", lambda: False)
+    report = Report(run, LoggingConfig(wandb="offline", tensorboard=True), redact=plain)
+    report.log(1, {"loss": 1.0})
+    report.samples(1, batch())
+    report.event("hello")
+    report.close()
+    assert [path.name for path in run.path.iterdir()] == ["samples"]
+    assert not list(run.samples.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+class FakeWandB(types.ModuleType):
+    """Records what it is told; raises in the call named `fails`."""
+
+    def __init__(self, fails=""):
+        super().__init__("wandb")
+        self.fails, self.told, self.started = fails, [], []
+
+    def _call(self, name):
+        if self.fails == name:
+            raise ConnectionError(f"{name} is down")
+
+    def init(self, **settings):
+        self._call("init")
+        self.started.append(settings)
+        return self
+
+    def log(self, numbers, step):
+        self._call("log")
+        self.told.append((step, numbers))
+
+    def finish(self):
+        self._call("finish")
+        self.told.append("finished")
+
+
+def test_wandb_gets_the_finite_numbers_and_keeps_its_id(run, monkeypatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = LoggingConfig(wandb="offline", wandb_project="p")
+    for step in (1, 2):
+        report = Report(run, config, redact=plain, run_config={"seed": 1})
+        report.log(step, {"loss": Metric(1.0, 2), "update/kl": float("inf")})
+        report.close()
+    assert fake.told == [(1, {"loss": 0.5}), "finished", (2, {"loss": 0.5}), "finished"]
+    first, second = fake.started
+    assert first == second
+    assert (first["project"], first["name"], first["mode"]) == ("p", "first", "offline")
+    assert (first["config"], first["resume"]) == ({"seed": 1}, "allow")
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_a_failing_service_is_reported_once_and_never_stops_the_run(run, monkeypatch, capsys, fails):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(fails))
+    report = Report(run, LoggingConfig(wandb="online"), redact=plain)
+    for step in (1, 2, 3):
+        report.log(step, {"loss": 1.0})
+    report.close()
+    assert len(read_metrics(run.metrics)) == 3
+    assert capsys.readouterr().err.count(f"ConnectionError: {fails} is down") == 1
+
+
+def test_a_missing_package_is_reported_once(run, monkeypatch, capsys):
+    for name in ("wandb", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
+    report = Report(run, LoggingConfig(wandb="online", tensorboard=True), redact=plain)
+    report.log(1, {"loss": 1.0})
+    report.close()
+    console = capsys.readouterr().err
+    assert console.count("W&B failed to start") == 1
+    assert console.count("TensorBoard failed to start") == 1
+    assert "pip install 'quatrain[wandb,tensorboard]'" in console
+
+
+def test_disabled_services_are_not_imported(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB("init"))
+    for mode in ("disabled", None):
+        report = Report(run, LoggingConfig(wandb=mode), redact=plain)
+        report.close()
+    assert "failed" not in run.log.read_text()
+
+
+def test_tensorboard_gets_scalars(run, monkeypatch):
+    told = []
+    writer = types.SimpleNamespace(
+        add_scalar=lambda name, value, step: told.append((name, value, step)),
+        close=lambda: told.append("closed"),
+    )
+    fake = types.ModuleType("tensorboardX")
+    fake.SummaryWriter = lambda folder: told.append(folder) or writer
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    report = Report(run, LoggingConfig(tensorboard=True), redact=plain)
+    report.log(4, {"loss": 2.0})
+    report.close()
+    assert told == [str(run.path / "tensorboard"), ("loss", 2.0, 4), "closed"]
+
+
+def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
+    monkeypatch.setattr(module, "can_plot", lambda: True)
+    monkeypatch.setattr(module, "plot_run", lambda *paths: 1 / 0)
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.log(1, {"loss": 1.0})
+    report.close()
+    assert "WARNING: no plot.png was drawn: division by zero" in capsys.readouterr().err

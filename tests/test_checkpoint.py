@@ -1,0 +1,162 @@
+import subprocess
+import sys
+import textwrap
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from quatrain.checkpoint import Checkpointer
+
+
+def some_state(seed: int = 0):
+    key = jax.random.key(seed)
+    params = {
+        "embed": jax.random.normal(key, (7, 4)).astype(jnp.bfloat16),
+        "layers": [{"w": jax.random.normal(key, (4, 3))}, {"w": jnp.full((3,), jnp.nan)}],
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return {
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "step": jnp.asarray(2**31 - 1, jnp.int32),
+        "reference": None,
+        "empty": (),
+        "key": jax.random.key_data(key),
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def same_bits(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right)):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    made = Checkpointer(tmp_path / "checkpoints", keep=2)
+    yield made
+    made.close()
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_tree(checkpointer):
+    state, host = some_state(), {"data_index": 12, "seed": 2**40, "config": "ab", "none": None}
+    checkpointer.save(3, state, host)
+    step, restored, found = checkpointer.restore(abstract(state))
+    assert (step, found) == (3, host)
+    same_bits(restored, state)
+    assert type(restored["opt_state"]) is type(state["opt_state"])
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+
+
+def test_it_restores_into_concrete_arrays_and_from_another_process_view(checkpointer, tmp_path):
+    checkpointer.save(1, some_state(0), {})
+    checkpointer.wait()
+    reader = Checkpointer(tmp_path / "checkpoints")
+    same_bits(reader.restore(some_state(1))[1], some_state(0))
+
+
+def test_buffers_may_be_donated_right_after_save(checkpointer):
+    @partial(jax.jit, donate_argnums=0)
+    def overwrite(tree):
+        return jax.tree.map(lambda x: x * 0 - 1, tree)
+
+    for step in range(3):
+        state = {f"w{i}": jnp.arange(1 << 18, dtype=jnp.float32) + i + step for i in range(8)}
+        expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
+        checkpointer.save(step, state, {})
+        overwritten = jax.block_until_ready(overwrite(state))
+        again = jax.block_until_ready(overwrite(overwritten))
+        same_bits(checkpointer.restore(abstract(again))[1], expected)
+
+
+def test_the_newest_are_kept(checkpointer):
+    assert checkpointer.latest_step() is None
+    for step in (5, 10, 15):
+        checkpointer.save(step, some_state(step), {"step": step})
+    checkpointer.wait()
+    assert (checkpointer.steps(), checkpointer.latest_step()) == ([10, 15], 15)
+    step, restored, host = checkpointer.restore(abstract(some_state()), 10)
+    assert (step, host) == (10, {"step": 10})
+    same_bits(restored, some_state(10))
+
+
+def test_part_of_a_state_can_be_read(checkpointer):
+    checkpointer.save(1, some_state(), {})
+    wanted = {"params": abstract(some_state()["params"])}
+    same_bits(checkpointer.restore(wanted, partial=True)[1], {"params": some_state()["params"]})
+    with pytest.raises(
+        ValueError, match=r"'params\.lm_head' this run has float32\[2\], step 1 .* has nothing"
+    ):
+        checkpointer.restore({"params": {"lm_head": jnp.zeros(2)}}, partial=True)
+
+
+def test_no_checkpoint_and_no_such_step_are_errors(checkpointer, tmp_path):
+    with pytest.raises(ValueError, match="has none that is complete"):
+        checkpointer.restore(abstract(some_state()))
+    assert not (tmp_path / "checkpoints").exists()
+    checkpointer.save(4, some_state(), {})
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7 .*choose one of \[4\]"):
+        checkpointer.restore(abstract(some_state()), 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": jnp.zeros(2, jnp.int32)}, r"'step' this run has int32\[2\], step 1 .* has int32\[\]"),
+        ({"step": jnp.zeros((), jnp.float32)}, r"'step' this run has float32\[\], .* has int32\[\]"),
+        ({"step": None}, r"'step' this run has nothing, .* has int32\[\]"),
+        ({"extra": jnp.zeros(3)}, r"'extra' this run has float32\[3\], .* has nothing"),
+    ],
+)
+def test_a_different_tree_names_its_first_leaf(checkpointer, change, message):
+    checkpointer.save(1, some_state(), {})
+    with pytest.raises(ValueError, match=message):
+        checkpointer.restore(some_state() | change)
+
+
+def test_steps_come_in_order_and_only_arrays_are_saved(checkpointer):
+    checkpointer.save(2, some_state(), {})
+    with pytest.raises(ValueError, match=r"step 2 came, .* has step 2"):
+        checkpointer.save(2, some_state(), {})
+    with pytest.raises(ValueError, match=r"'n\.0' is int; put Python values into `host`"):
+        checkpointer.save(3, {"n": [1]}, {})
+    with pytest.raises(ValueError, match=r"'k' is key<fry>\[\]"):
+        checkpointer.save(3, {"k": jax.random.key(0)}, {})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        checkpointer.save(3, some_state(), {"reward": float("nan")})
+
+
+def test_an_interrupted_save_is_ignored_and_cleaned_up(tmp_path):
+    """The process dies while the files are written: what remains is never taken for a checkpoint."""
+    folder = tmp_path / "checkpoints"
+    script = f"""
+        import os, numpy as np
+        from quatrain.checkpoint import Checkpointer
+        c = Checkpointer({str(folder)!r}, keep=2)
+        state = lambda n: {{f"w{{i}}": np.random.default_rng(i).random(n, np.float32) for i in range(10)}}
+        c.save(1, state(10), {{"step": 1}})
+        c.wait()
+        c.save(2, state(1_000_000), {{"step": 2}})
+        os._exit(9)
+    """
+    died = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert died.returncode == 9
+    partial_folders = [path.name for path in folder.iterdir() if path.name.startswith("2")]
+    assert partial_folders
+    assert partial_folders != ["2"]
+    checkpointer = Checkpointer(folder, keep=2)
+    step, restored, host = checkpointer.restore({f"w{i}": jnp.zeros(10) for i in range(10)})
+    assert (step, host) == (1, {"step": 1})
+    assert np.array_equal(restored["w3"], np.random.default_rng(3).random(10, np.float32))
+    checkpointer.save(2, some_state(), {})
+    checkpointer.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
