@@ -50,7 +50,7 @@ def plot_run(run_dir: str | Path, output: str | Path) -> None:
             right.plot(steps, values, color=color, linewidth=1.0, marker="o", markersize=4, label=label)
     right.set_ylim(-0.03, 1.03)
     if right.get_lines():
-        right.legend(frameon=False, fontsize=8, labelcolor=_INK)
+        right.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=_INK)
     figure.savefig(output, facecolor="white")
 
 
