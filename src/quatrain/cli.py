@@ -98,10 +98,11 @@ def train(
         config = _config_of_run(resume, set_)
     resolved = _resolve(config, set_)
     if print_config:
-        return _print_config(resolved)
+        _print_config(resolved)
+        return
     from quatrain.train import train as run
 
-    return run(resolved, resume=resume)
+    run(resolved, resume=resume)
 
 
 @app.command(

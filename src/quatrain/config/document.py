@@ -63,8 +63,8 @@ Keys and passwords (`WANDB_API_KEY`, `HF_TOKEN`) come from the environment or fr
 configuration. The file is the first that exists of `.env` in the repository (or the working directory,
 outside one) and `~/.env`; it fills only variables that are not set. `.env.example` shows the form, and git
 ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and whether
-`WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`, `*_TOKEN`, `*_SECRET` or
-`*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
+`WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`, `*_TOKEN`,
+`*_SECRET` or `*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
 
 `QUATRAIN_DEBUG=1` shows a traceback with every error.
 """

@@ -1,0 +1,35 @@
+from quatrain.config.errors import ConfigError, nearest_key, shown
+
+KEYS = [
+    "seed",
+    "rollout.n",
+    "rollout.max_new_tokens",
+    "optimizer.learning_rate",
+    "update.epochs",
+    "run.epochs",
+]
+
+
+def test_the_nearest_key_is_found_by_its_full_path():
+    assert nearest_key("rolout.n", KEYS) == "rollout.n"
+    assert nearest_key("rollout.max_tokens", KEYS) == "rollout.max_new_tokens"
+    assert nearest_key("update.epoch", KEYS) == "update.epochs"
+    assert nearest_key("sed", KEYS) == "seed"
+
+
+def test_the_nearest_key_is_found_in_another_section():
+    assert nearest_key("learning_rate", KEYS) == "optimizer.learning_rate"
+    assert nearest_key("train.max_new_tokens", KEYS) == "rollout.max_new_tokens"
+
+
+def test_an_error_has_a_line_for_each_problem():
+    error = ConfigError(["one", "two"])
+    assert error.problems == ("one", "two")
+    assert str(error) == "one\ntwo"
+    assert ConfigError("one").problems == ("one",)
+    assert isinstance(error, ValueError)
+
+
+def test_long_values_are_shortened():
+    assert shown("abc") == "'abc'"
+    assert len(shown("x" * 500)) == 80

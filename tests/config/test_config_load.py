@@ -1,0 +1,168 @@
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from quatrain.config.errors import ConfigError
+from quatrain.config.layers import valid_keys
+from quatrain.config.load import load_config
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_each_layer_wins_over_the_one_below(tmp_path):
+    path = write(tmp_path, "rollout: {n: 2, max_new_tokens: 20, temperature: 0.7, top_k: 5}")
+    overrides = ["rollout.max_new_tokens=30", "rollout.temperature=0.8", "rollout.temperature=0.9"]
+    resolved = load_config(path, overrides, {"QUATRAIN__ROLLOUT__MAX_NEW_TOKENS": "40"}, now=NOW)
+    rollout = resolved.config.rollout
+    assert (rollout.min_p, rollout.n, rollout.temperature, rollout.max_new_tokens) == (0.0, 2, 0.9, 40)
+    layers = {
+        key: resolved.provenance[f"rollout.{key}"] for key in ("min_p", "n", "temperature", "max_new_tokens")
+    }
+    assert layers == {
+        "min_p": "default",
+        "n": f"file {path}",
+        "temperature": "--set",
+        "max_new_tokens": "environment QUATRAIN__ROLLOUT__MAX_NEW_TOKENS",
+    }
+    assert resolved.config.run.name == "mine-20260102-030405"
+    assert resolved.provenance["run.name"] == "derived"
+
+
+def test_without_a_file_the_quickstart_is_taken():
+    resolved = load_config(None, [], {}, now=NOW)
+    assert resolved.config.data.train == "builtin:arithmetic"
+    assert resolved.config.sft.steps > 0
+    assert resolved.provenance["sft.steps"] == "quickstart"
+    assert resolved.config.run.name == "quickstart-20260102-030405"
+    assert resolved.warnings == []
+
+
+def test_a_given_file_does_not_see_the_quickstart(tmp_path):
+    resolved = load_config(write(tmp_path, "seed: 1"), [], {})
+    assert resolved.config.sft.steps == 0
+    assert resolved.provenance["sft.steps"] == "default"
+
+
+def test_every_key_has_a_layer(tmp_path):
+    resolved = load_config(write(tmp_path, "seed: 1"), [], {})
+    entries = {f"reward.functions.{name}" for name in ("correct", "format", "tag_count")}
+    assert set(resolved.provenance) == (set(valid_keys()) - {"reward.functions"}) | entries
+
+
+def test_derived_values_fill_nulls_only(tmp_path):
+    path = write(tmp_path, "run: {name: null}\nmodel: {tokenizer: my/tokenizer}")
+    resolved = load_config(path, [], {}, now=NOW)
+    assert resolved.config.model.tokenizer == "my/tokenizer"
+    assert resolved.config.run.name == "mine-20260102-030405"
+    assert resolved.provenance["model.tokenizer"] == f"file {path}"
+    assert resolved.config.run.steps is None
+
+
+def test_a_mapping_is_replaced_whole_by_a_layer_that_gives_it(tmp_path):
+    path = write(tmp_path, "reward: {functions: {format: 1.0}}")
+    resolved = load_config(path, [], {})
+    assert resolved.config.reward.functions == {"format": 1.0}
+    assert resolved.provenance["reward.functions.format"] == f"file {path}"
+    assert "reward.functions.correct" not in resolved.provenance
+    given = load_config(path, ["reward.functions={tag_count: 2}"], {})
+    assert given.config.reward.functions == {"tag_count": 2.0}
+
+
+def test_one_entry_of_a_mapping_can_be_changed(tmp_path):
+    resolved = load_config(write(tmp_path, "seed: 1"), ["reward.functions.correct=2"], {})
+    assert resolved.config.reward.functions == {"correct": 2.0, "format": 0.5, "tag_count": 0.5}
+    assert resolved.provenance["reward.functions.correct"] == "--set"
+    assert resolved.provenance["reward.functions.format"] == "default"
+
+
+def test_a_variable_changes_the_entry_it_means_whatever_its_case(tmp_path):
+    path = write(tmp_path, "reward: {functions: {Mine: 1.0}}")
+    environ = {"QUATRAIN__REWARD__FUNCTIONS__MINE": "3", "QUATRAIN__REWARD__FUNCTIONS__CORRECT": "1"}
+    assert load_config(path, [], environ).config.reward.functions == {"correct": 1.0, "Mine": 3.0}
+
+
+def test_the_environment_over_set_is_reported():
+    environ = {"QUATRAIN__ROLLOUT__N": "16", "QUATRAIN__SEED": "5"}
+    resolved = load_config(None, ["rollout.n=4", "seed=5"], environ)
+    assert resolved.config.rollout.n == 16
+    assert resolved.warnings == [
+        "--set rollout.n=4 is overridden by the environment: QUATRAIN__ROLLOUT__N is 16; "
+        "unset the variable to use --set"
+    ]
+
+
+def test_the_environment_over_an_entry_of_a_mapping_is_reported():
+    entry = load_config(None, ["reward.functions.correct=2"], {"QUATRAIN__REWARD__FUNCTIONS__CORRECT": "3"})
+    assert len(entry.warnings) == 1
+    whole = load_config(None, ["reward.functions.correct=2"], {"QUATRAIN__REWARD__FUNCTIONS": "{format: 1}"})
+    assert len(whole.warnings) == 1
+    beside = load_config(
+        None, ["reward.functions={correct: 2}"], {"QUATRAIN__REWARD__FUNCTIONS__FORMAT": "3"}
+    )
+    assert beside.warnings == []
+    assert beside.config.reward.functions == {"correct": 2.0, "format": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.n=0", "rollout.n must be greater than or equal to 1; got 0 (from --set; default: 8)"),
+        ("rollout.n=2.5", "rollout.n must be a whole number; got 2.5 (from --set; default: 8)"),
+        ("rollout.n=true", "rollout.n must be a whole number; got true (from --set; default: 8)"),
+        (
+            "model.dtype=fp16",
+            "model.dtype must be 'float32' or 'bfloat16'; got 'fp16' (from --set; default: 'float32')",
+        ),
+        (
+            "run.name=2024",
+            "run.name must be text; put it in quotes if it looks like something else; got 2024 "
+            "(from --set; default: null)",
+        ),
+        ("rollout.stop=x", "rollout.stop must be a list, as [a, b]; got 'x' (from --set; default: [])"),
+        (
+            "update.mini_batch_size=99",
+            "update.mini_batch_size must be at most data.batch_size (32), the prompts there are in a "
+            "training step; set a smaller number, or null for all of them; got 99 (from --set; "
+            "default: null)",
+        ),
+        (
+            "reward.functions.correct=high",
+            "reward.functions.correct must be a number; got 'high' (from --set; default: {'correct': 1.0, "
+            "'format': 0.5, 'tag_count': 0.5})",
+        ),
+    ],
+)
+def test_a_bad_value_gives_rule_value_and_layer(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override, "data.batch_size=32"], {})
+    assert caught.value.problems == (message,)
+
+
+def test_every_bad_key_is_reported_with_its_own_layer(tmp_path):
+    path = write(tmp_path, "rollout: {n: 0}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["data.batch_size=0"], {"QUATRAIN__SEED": "-1"})
+    problems = sorted(caught.value.problems)
+    assert [p.split(" ", 1)[0] for p in problems] == ["data.batch_size", "rollout.n", "seed"]
+    assert "from --set" in problems[0]
+    assert f"from file {path}" in problems[1]
+    assert "from environment QUATRAIN__SEED" in problems[2]
+
+
+def test_a_mapping_that_is_none_is_an_error_even_with_an_entry_over_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"reward\.functions must be a mapping"):
+        load_config(write(tmp_path, "reward: {functions: correct}"), ["reward.functions.format=1"], {})
+
+
+def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
+    environ = {"QUATRAIN__ROLLOUT__N": "1"}
+    resolved = load_config(None, [], environ)
+    assert len(resolved.warnings) == len(set(resolved.warnings)) == 1
+    assert environ == {"QUATRAIN__ROLLOUT__N": "1"}

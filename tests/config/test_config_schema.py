@@ -1,0 +1,96 @@
+import pytest
+from pydantic import ValidationError
+
+from quatrain.config.layers import sections, valid_keys
+from quatrain.config.schema import (
+    AdvantageConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+
+
+def test_every_key_is_described():
+    for name, kind in {"": Config, **sections()}.items():
+        for key, field in kind.model_fields.items():
+            if key not in sections():
+                assert field.description, f"{name}.{key}"
+                assert field.description.endswith("."), f"{name}.{key}"
+
+
+def test_the_keys_that_were_agreed_are_there():
+    agreed = """
+    seed run.name run.dir run.steps run.epochs model.path model.dtype model.param_dtype model.remat
+    data.train data.eval data.batch_size data.max_prompt_length data.on_long_prompt data.system_prompt
+    sft.steps rollout.n rollout.max_new_tokens rollout.temperature rollout.top_p rollout.top_k
+    rollout.min_p rollout.stop reward.functions advantage.estimator advantage.scale
+    update.mini_batch_size update.epochs update.micro_batch_size update.loss update.clip_low
+    update.clip_high update.dual_clip update.loss_aggregation update.kl_coef update.kl_estimator
+    update.entropy_coef update.old_logprobs logprob.micro_batch_size optimizer.learning_rate
+    eval.every_steps checkpoint.every_steps checkpoint.keep logging.wandb logging.tensorboard
+    """
+    assert set(agreed.split()) <= set(valid_keys())
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().rollout.n = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (RolloutConfig, {"n": 0}),
+        (RolloutConfig, {"n": "8"}),
+        (RolloutConfig, {"n": True}),
+        (RolloutConfig, {"n": 8.0}),
+        (RolloutConfig, {"top_p": 0.0}),
+        (RolloutConfig, {"top_p": 1.5}),
+        (RolloutConfig, {"temperature": -1.0}),
+        (RolloutConfig, {"temperature": float("nan")}),
+        (RolloutConfig, {"stop": "###"}),
+        (RolloutConfig, {"stop": [""]}),
+        (RolloutConfig, {"stop": [1]}),
+        (DataConfig, {"train": ""}),
+        (RewardConfig, {"functions": {}}),
+        (RewardConfig, {"functions": {"": 1.0}}),
+        (RewardConfig, {"functions": {"correct": float("inf")}}),
+        (RewardConfig, {"functions": ["correct"]}),
+        (RunConfig, {"name": "../elsewhere"}),
+        (RunConfig, {"name": ".."}),
+        (RunConfig, {"name": "a b"}),
+        (UpdateConfig, {"dual_clip": 1.0}),
+        (LoggingConfig, {"tensorboard": "yes"}),
+        (Config, {"seed": -1}),
+        (Config, {"seed": 2**32}),
+        (Config, {"rollout": {"num": 3}}),
+    ],
+)
+def test_bad_values_are_refused(kind, values):
+    with pytest.raises(ValidationError):
+        kind(**values)
+
+
+def test_good_values_at_the_bounds():
+    assert Config(seed=2**32 - 1).seed == 4294967295
+    assert RunConfig(name="gsm8k_2.v-1").name == "gsm8k_2.v-1"
+    assert RolloutConfig(stop=["###", "\n\n"]).stop == ("###", "\n\n")
+    assert UpdateConfig(clip_low=0).clip_low == 0.0
+
+
+def test_a_mini_batch_larger_than_the_batch_is_refused():
+    update = UpdateConfig(mini_batch_size=17)
+    with pytest.raises(ValidationError, match=r"at most data\.batch_size \(16\)"):
+        Config(update=update)
+    assert Config(update=update, data=DataConfig(batch_size=17)).update.mini_batch_size == 17
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
+def test_a_scale_without_effect_is_refused(estimator):
+    with pytest.raises(ValidationError, match=f"must be none for advantage.estimator {estimator}"):
+        Config(advantage=AdvantageConfig(estimator=estimator, scale="group"))
+    assert Config(advantage=AdvantageConfig(estimator=estimator, scale="none")).advantage.scale == "none"

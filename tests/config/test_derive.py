@@ -1,0 +1,129 @@
+from datetime import UTC, datetime
+
+import pytest
+
+from quatrain.config.derive import derived_values, warnings_about
+from quatrain.config.schema import Config
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def derived(environ=None, stem="mine", **sections):
+    return derived_values(Config(**sections), stem, environ or {}, NOW)
+
+
+def test_all_of_the_defaults():
+    assert derived() == {
+        "run.name": "mine-20260102-030405",
+        "model.tokenizer": "builtin:tiny",
+        "data.eval": "builtin:arithmetic-heldout",
+        "sft.data": "builtin:arithmetic",
+        "advantage.scale": "group",
+        "update.mini_batch_size": 16,
+        "update.micro_batch_size": 21,  # 16384 // (512 + 256)
+        "logprob.micro_batch_size": 42,
+        "logging.wandb": "disabled",
+    }
+
+
+def test_values_that_are_set_are_left_alone():
+    values = derived(
+        run={"name": "x"},
+        data={"eval": "e.jsonl"},
+        update={"mini_batch_size": 3, "micro_batch_size": 5},
+        advantage={"scale": "none"},
+    )
+    assert values.keys() == {"model.tokenizer", "sft.data", "logprob.micro_batch_size", "logging.wandb"}
+    assert values["logprob.micro_batch_size"] == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "mini", "n", "micro"),
+    [(512, 512, 64, 8, 16), (10000, 10000, 64, 8, 1), (16, 16, 2, 3, 6), (64, 24, 32, 8, 186)],
+)
+def test_micro_batches_fit_the_tokens_and_the_mini_batch(prompt, completion, mini, n, micro):
+    values = derived(
+        data={"max_prompt_length": prompt, "batch_size": 64},
+        rollout={"max_new_tokens": completion, "n": n},
+        update={"mini_batch_size": mini},
+    )
+    assert values["update.micro_batch_size"] == micro
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale"), [("grpo", "group"), ("reinforce", "batch"), ("rloo", "none"), ("dr_grpo", "none")]
+)
+def test_the_scale_follows_the_estimator(estimator, scale):
+    assert derived(advantage={"estimator": estimator})["advantage.scale"] == scale
+
+
+@pytest.mark.parametrize("train", ["rows.jsonl", "openai/gsm8k:main", "builtin:arithmetic-heldout"])
+def test_only_a_builtin_has_a_held_out_part(train):
+    assert "data.eval" not in derived(data={"train": train})
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode"),
+    [
+        ({}, "disabled"),
+        ({"WANDB_API_KEY": "k"}, "online"),
+        ({"WANDB_API_KEY": ""}, "disabled"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "dryrun"}, "disabled"),
+    ],
+)
+def test_wandb_follows_the_key_unless_a_mode_was_set(environ, mode):
+    assert derived(environ)["logging.wandb"] == mode
+    assert "logging.wandb" not in derived(environ, logging={"wandb": "offline"})
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [("a b/c", "a-b-c-20260102-030405"), ("...", "run-20260102-030405"), ("-x", "x-20260102-030405")],
+)
+def test_a_run_name_is_always_a_folder_name(stem, name):
+    values = derived(stem=stem)
+    assert values["run.name"] == name
+    assert Config(run={"name": name}).run.name == name
+
+
+def warnings(environ=None, **sections):
+    data = {"eval": "e.jsonl"} | sections.pop("data", {})
+    return warnings_about(Config(data=data, **sections), environ or {})
+
+
+def test_an_ordinary_configuration_gives_no_warning():
+    assert warnings() == []
+    assert warnings(rollout={"n": 1}, advantage={"estimator": "reinforce"}) == []
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_one_sample_with_a_group_estimator(estimator):
+    (warning,) = warnings(rollout={"n": 1}, advantage={"estimator": estimator})
+    assert "nothing will be learned" in warning
+    assert estimator in warning
+
+
+def test_greedy_sampling():
+    (warning,) = warnings(rollout={"temperature": 0.0, "n": 4})
+    assert "explores nothing, so the 4 samples of a prompt are all equal" in warning
+    (single,) = warnings(rollout={"temperature": 0, "n": 1}, advantage={"estimator": "reinforce"})
+    assert "explores nothing; set it above 0" in single
+
+
+@pytest.mark.parametrize(
+    ("rollout", "named"),
+    [({"top_p": 0.9}, "top_p < 1"), ({"top_k": 5}, "top_k > 0"), ({"min_p": 0.1}, "min_p > 0")],
+)
+def test_filters(rollout, named):
+    (warning,) = warnings(rollout=rollout)
+    assert warning.startswith(f"with rollout.{named} the sampled and the trained distribution differ")
+
+
+def test_other_surprises():
+    assert "every reward is 0" in warnings(reward={"functions": {"correct": 0.0}})[0]
+    assert "leaves the weights" in warnings(optimizer={"learning_rate": 0.0})[0]
+    assert "data.eval is null" in warnings(data={"eval": None})[0]
+    assert "run.epochs (2) has no effect" in warnings(run={"steps": 5, "epochs": 2.0})[0]
+    (mode,) = warnings({"WANDB_MODE": "dryrun"}, logging={"wandb": "disabled"})
+    assert "WANDB_MODE is none of disabled, offline, online" in mode

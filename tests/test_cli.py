@@ -1,0 +1,267 @@
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from quatrain import cli
+
+HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """An empty working directory and home, and none of the environment's own settings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in list(os.environ):
+        if name.startswith(("QUATRAIN_", "WANDB_")):
+            monkeypatch.delenv(name)
+
+
+def call(monkeypatch, capsys, *arguments):
+    """Exit status, stdout and stderr of `quatrain ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["quatrain", *arguments])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def quatrain(monkeypatch, capsys):
+    return lambda *arguments: call(monkeypatch, capsys, *arguments)
+
+
+def stand_in(monkeypatch, module, name, function):
+    """Puts `function` in place of `quatrain.MODULE.NAME`, so that no JAX is imported and nothing runs."""
+    fake = types.ModuleType(f"quatrain.{module}")
+    setattr(fake, name, function)
+    monkeypatch.setitem(sys.modules, f"quatrain.{module}", fake)
+
+
+def imported_by(*arguments):
+    """Seconds and heavy modules of a fresh process that runs `quatrain ARGUMENTS`."""
+    code = (
+        "import sys; sys.argv = ['quatrain', *sys.argv[1:]]\n"
+        "from quatrain.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print('\\nIMPORTED', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    return time.perf_counter() - started, done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("config",), ("config", "--json"), ("train", "--print-config"), ("--help",)]
+)
+def test_configuration_and_help_import_nothing_heavy(arguments):
+    seconds, output = imported_by(*arguments)
+    assert output.splitlines()[-1] == "IMPORTED []"
+    # A second on an idle machine; this one may be busy.
+    assert seconds < 10
+
+
+def test_config_prints_values_with_their_layers(quatrain):
+    status, out, err = quatrain("config", "--set", "rollout.n=4", "--set", "rollout.temperature=0.5")
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["n:", "4", "#", "--set"] in lines
+    assert ["temperature:", "0.5", "#", "--set"] in lines
+
+
+def test_print_config_is_the_same_text(quatrain):
+    arguments = ("--set", "run.name=x")
+    assert quatrain("train", "--print-config", *arguments) == quatrain("config", *arguments)
+
+
+def test_config_prints_json(quatrain, monkeypatch):
+    monkeypatch.setenv("QUATRAIN__ROLLOUT__N", "16")
+    status, out, err = quatrain("config", "--json", "--set", "rollout.n=4")
+    content = json.loads(out)
+    assert status == 0
+    assert content["config"]["rollout"]["n"] == 16
+    assert content["provenance"]["rollout.n"] == "environment QUATRAIN__ROLLOUT__N"
+    assert err.count("--set rollout.n=4 is overridden") == 1
+    assert err.startswith("warning: ")
+
+
+def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / ".env").write_text("WANDB_API_KEY=very-secret\nQUATRAIN__SEED=7\n")
+    status, out, err = quatrain("config", "--set", "data.system_prompt=very-secret")
+    assert status == 0
+    assert "wandb: online" in out
+    assert "seed: 7" in out
+    assert "very-secret" not in out + err
+    assert "system_prompt: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("config", "--set", "rolout.n=1"),
+            "error: unknown key 'rolout.n' (from --set); the nearest valid key is 'rollout.n'",
+        ),
+        (
+            ("config", "--set", "rollout.n"),
+            "error: --set needs KEY=VALUE, as --set rollout.n=16; got 'rollout.n'",
+        ),
+        (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
+        (
+            ("train", "--resume", "gone"),
+            "error: no run 'gone' to resume: there is neither gone/config.yaml nor runs/gone/config.yaml",
+        ),
+    ],
+)
+def test_a_users_error_is_one_line_without_a_traceback(quatrain, arguments, message):
+    assert quatrain(*arguments) == (2, "", f"{message}\n")
+
+
+def test_each_problem_has_a_line_of_its_own(quatrain):
+    status, _, err = quatrain("config", "--set", "rollout.n=0", "--set", "seed=x")
+    assert status == 2
+    assert [line.split()[:2] for line in err.splitlines()] == [["error:", "seed"], ["error:", "rollout.n"]]
+
+
+def test_a_mistyped_option_or_command_exits_with_2(quatrain):
+    assert quatrain("config", "--sett", "a=1")[0] == 2
+    assert quatrain("trane")[0] == 2
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("QUATRAIN_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["quatrain", "config", "--set", "rollout.n=0"])
+    with pytest.raises(ValueError, match=r"rollout\.n must be"):
+        cli.main()
+
+
+class Stopped(RuntimeError):
+    pass
+
+
+Stopped.__module__ = "quatrain.update.learner"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            OSError(28, "No space left on device", "runs/x"),
+            2,
+            "error: [Errno 28] No space left on device: 'runs/x'",
+        ),
+        (ValueError("bad rows"), 2, "error: bad rows"),
+        (Stopped("too many bad steps"), 1, "error: too many bad steps"),
+    ],
+)
+def test_errors_of_a_run_are_one_line(quatrain, monkeypatch, error, status, line):
+    def fail(resolved, *, resume):
+        raise error
+
+    stand_in(monkeypatch, "train", "train", fail)
+    assert quatrain("train") == (status, "", f"{line}\n")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(quatrain, monkeypatch):
+    def fail(resolved, *, resume):
+        raise KeyError("x")
+
+    stand_in(monkeypatch, "train", "train", fail)
+    with pytest.raises(KeyError):
+        quatrain("train")
+
+
+def test_an_error_never_shows_a_secret(quatrain, monkeypatch):
+    def fail(resolved, *, resume):
+        raise ValueError("cannot log in with hunter2-token")
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    stand_in(monkeypatch, "train", "train", fail)
+    assert quatrain("train") == (2, "", "error: cannot log in with [redacted]\n")
+
+
+def test_an_interrupt_exits_with_130(quatrain, monkeypatch):
+    def interrupt(resolved, *, resume):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "train", "train", interrupt)
+    assert quatrain("train")[0] == 130
+
+
+def test_train_hands_over_configuration_and_resume(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, resume)),
+    )
+    assert quatrain("train", "--set", "seed=3")[0] == 0
+    assert quatrain("train", "--resume", "auto")[0] == 0
+    assert calls == [(3, None), (0, "auto")]
+
+
+@pytest.mark.parametrize("run", ["elsewhere/mine", "mine"])
+def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
+    calls = []
+    stand_in(
+        monkeypatch, "train", "train", lambda resolved, *, resume: calls.append((resolved.config, resume))
+    )
+    folder = Path(run)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 9\nrun: {name: mine}\ndata: {eval: e.jsonl}\n")
+    if run == "mine":
+        Path("elsewhere").mkdir()
+        folder.rename("elsewhere/mine")
+        arguments = ("--set", "run.dir=elsewhere")
+    else:
+        arguments = ()
+    status, _, err = quatrain("train", "--resume", run, *arguments, "--set", "run.steps=5")
+    assert (status, err) == (0, "")
+    ((config, resume),) = calls
+    assert (config.seed, config.run.name, config.run.steps, resume) == (9, "mine", 5, run)
+
+
+def test_the_other_commands_hand_over(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch, "evaluate", "evaluate_run", lambda resolved: calls.append(("eval", resolved.config.seed))
+    )
+    stand_in(monkeypatch, "sft", "sft", lambda resolved: calls.append(("sft", resolved.config.sft.steps)))
+    stand_in(monkeypatch, "export", "export", lambda run, output: calls.append(("export", run, output)))
+    stand_in(monkeypatch, "bench", "bench", lambda resolved, steps: calls.append(("bench", steps)))
+    assert quatrain("eval", "--set", "seed=3")[0] == 0
+    assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
+    assert quatrain("export", "runs/x", "out")[0] == 0
+    assert quatrain("bench", "--steps", "2")[0] == 0
+    assert calls == [("eval", 3), ("sft", 5), ("export", Path("runs/x"), Path("out")), ("bench", 2)]
+
+
+def test_help_lists_the_commands_with_examples(quatrain):
+    status, out, _ = quatrain("--help")
+    assert status == 0
+    assert all(f"│ {command} " in out for command in ("train", "eval", "sft", "config", "export", "bench"))
+    for command in ("train", "eval", "sft", "config", "export", "bench"):
+        status, out, _ = quatrain(command, "--help")
+        assert status == 0
+        assert "Examples" in out
+        assert f"quatrain {command}" in out
+
+
+def test_version(quatrain):
+    assert quatrain("--version")[1].startswith("quatrain 0.")
