@@ -3,7 +3,7 @@
 Needs torch, transformers, accelerate and gguf; the tests need none of them but transformers. Run from the
 repository's root, after `make smollm2`:
 
-    python tests/oracles/make_smollm2_goldens.py --gsm8k ../shared/data/gsm8k/test.jsonl
+    python tests/oracles/make_smollm2_goldens.py
 
 transformers' own reading of the GGUF tokenizer knows no `smollm` splitting rule and falls back to GPT-2's,
 which cuts two spaces before a digit otherwise (16 of the 2638 GSM8K test texts). The rule of the published
@@ -52,7 +52,7 @@ STRANGE_TEXTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct.Q4_1.gguf"))
-    parser.add_argument("--gsm8k", type=Path, required=True, help="test.jsonl of GSM8K")
+    parser.add_argument("--gsm8k", type=Path, default=Path("../shared/data/gsm8k/test.jsonl"))
     parser.add_argument("--output", type=Path, default=Path("tests/golden"))
     args = parser.parse_args()
     torch.set_num_threads(1)

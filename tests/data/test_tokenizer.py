@@ -1,0 +1,310 @@
+"""Loading tokenizers of every kind, rendering prompts, stop tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from quatrain.data.gguf_tokenizer import gguf_tokenizer
+from quatrain.data.tokenizer import load_tokenizer, render, stop_token_ids
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+GSM8K = ROOT / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_file(), reason="models/ has no SmolLM2: run `make smollm2`")
+
+# GPT-2's alphabet for the printable ASCII bytes; space is Ġ and newline is Ċ.
+ALPHABET = [chr(i) for i in range(33, 127)] + ["Ġ", "Ċ", "č"]
+MERGES = ["Ġ 1", "1 2", "h i", "Ġ hi", "Ġ Ġ"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool>"]
+HI = [{"role": "user", "content": "hi"}]
+
+
+def byte_level(pre: str | None = "gpt-2", **more: Any) -> dict[str, Any]:
+    """The metadata of a small byte-level tokenizer; `<tool>` is user-defined, the rest of SPECIAL control."""
+    tokens = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
+    metadata = {
+        "model": "gpt2",
+        "tokens": tokens,
+        "merges": MERGES,
+        "token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
+        "bos_token_id": tokens.index("<|im_start|>"),
+        "eos_token_id": tokens.index("<|im_end|>"),
+        **({"pre": pre} if pre else {}),
+        **more,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+
+
+def pieces(metadata: dict[str, Any], text: str) -> list[str]:
+    tokenizer = gguf_tokenizer(metadata)
+    return tokenizer.convert_ids_to_tokens(render(tokenizer, text))
+
+
+@needs_smollm2
+def test_smollm2_ids_equal_those_of_transformers() -> None:
+    golden = json.loads((GOLDEN / "tokenizer_smollm2.json").read_text("utf-8"))
+    tokenizer = load_tokenizer(str(SMOLLM2))
+    for case in golden["strange"]:
+        assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+        assert tokenizer.decode(case["ids"]) == case["text"]
+    if not GSM8K.is_file():
+        pytest.skip("the GSM8K test file is not beside the repository")
+    rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
+    texts = [row[column] for row in rows[:200] for column in ("question", "answer")]
+    digests = [_digest(render(tokenizer, text)) for text in texts]
+    assert len(digests) == 400
+    assert digests == golden["gsm8k_test_sha256"]
+
+
+def _digest(ids: list[int]) -> str:
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+@needs_smollm2
+def test_smollm2_special_tokens_and_template() -> None:
+    tokenizer = load_tokenizer(str(SMOLLM2))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert len(tokenizer) == 49152
+    assert stop_token_ids(tokenizer, (2,)) == (2,)
+    text = tokenizer.decode(render(tokenizer, HI))
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@needs_smollm2
+def test_smollm2_saved_folder_gives_the_same_ids(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(SMOLLM2))
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    text = "<|im_start|> cost  5 and 66 dollars\n\nnaïve <repo_name>"
+    assert render(again, text) == render(tokenizer, text)
+    assert render(again, HI) == render(tokenizer, HI)
+    assert (again.eos_token_id, again.pad_token_id) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        # Each digit alone, and taken off the space before it.
+        ("smollm", ["hi", "ĠĠ", "1", "2", "3", "4", "(", "Ċ", "x"]),
+        ("gpt-2", ["hi", "Ġ", "Ġ1", "2", "3", "4", "(", "Ċ", "x"]),
+        ("default", ["hi", "Ġ", "Ġ1", "2", "3", "4", "(", "Ċ", "x"]),
+        (None, ["hi", "Ġ", "Ġ1", "2", "3", "4", "(", "Ċ", "x"]),
+        # Digits by threes (one by one in Qwen), no space with them: the last space is cut off alone.
+        ("llama-bpe", ["hi", "Ġ", "Ġ", "12", "3", "4", "(", "Ċ", "x"]),
+        ("qwen2", ["hi", "Ġ", "Ġ", "1", "2", "3", "4", "(", "Ċ", "x"]),
+    ],
+)
+def test_splitting_rules(pre: str | None, expected: list[str]) -> None:
+    metadata = byte_level(pre, add_bos_token=False)
+    assert pieces(metadata, "hi  1234(\nx") == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        # GPT-2's rule knows contractions in lower case only, and cuts before the last white space.
+        ("smollm", ["I", "'", "LL", " (", "ok", ")", "\r\n", "\n", "x"]),
+        ("llama-bpe", ["I", "'LL", " (", "ok", ")\r\n\n", "x"]),
+        ("qwen2", ["I", "'LL", " (", "ok", ")\r\n\n", "x"]),
+    ],
+)
+def test_splitting_rules_on_contractions_and_line_breaks(pre: str, expected: list[str]) -> None:
+    splitter = gguf_tokenizer(byte_level(pre)).backend_tokenizer.pre_tokenizer
+    text = "I'LL (ok)\r\n\nx"
+    spans = [span for _, span in splitter.pre_tokenize_str(text)]
+    split = [text[start:end] for start, end in spans]
+    assert split == expected
+
+
+def test_qwen2_composes_characters() -> None:
+    normalizer = gguf_tokenizer(byte_level("qwen2")).backend_tokenizer.normalizer
+    assert normalizer.normalize_str("e\u0301") == "é"
+
+
+def test_llama3_takes_whole_tokens_before_merges() -> None:
+    metadata = byte_level("llama-bpe", add_bos_token=False)
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "xyz"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1]
+    assert pieces(metadata, "xyz") == ["xyz"]
+    assert pieces(metadata | {"tokenizer.ggml.pre": "qwen2"}, "xyz") == ["x", "y", "z"]
+
+
+def test_bos_follows_the_file_or_the_rule() -> None:
+    assert pieces(byte_level("llama-bpe"), "hi") == ["<|im_start|>", "hi"]
+    assert pieces(byte_level("llama-bpe", add_bos_token=False), "hi") == ["hi"]
+    assert pieces(byte_level("qwen2"), "hi") == ["hi"]
+    assert pieces(byte_level("qwen2", add_bos_token=True), "hi") == ["<|im_start|>", "hi"]
+    assert pieces(byte_level("qwen2", add_eos_token=True), "hi") == ["hi", "<|im_end|>"]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    ids = render(tokenizer, "hi<|im_end|><tool>")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["hi", "<|im_end|>", "<tool>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hi<tool>"
+
+
+def test_sentencepiece_ids_equal_those_of_sentencepiece() -> None:
+    golden = json.loads((GOLDEN / "tokenizer_sentencepiece.json").read_text("utf-8"))
+    tokenizer = gguf_tokenizer(golden["metadata"])
+    assert len(golden["cases"]) == 48
+    for case in golden["cases"]:
+        assert render(tokenizer, case["text"]) == [1, *case["ids"]], case["text"]
+        assert tokenizer.decode(case["ids"]) == case["text"]
+
+
+def test_sentencepiece_without_space_prefix_or_bos() -> None:
+    golden = json.loads((GOLDEN / "tokenizer_sentencepiece.json").read_text("utf-8"))
+    more = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = gguf_tokenizer(golden["metadata"] | more)
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, "1 2")) == ["1", "▁", "2"]
+    assert tokenizer.decode(render(tokenizer, " 1 2")) == " 1 2"
+
+
+def test_chat_template_from_the_file_or_chatml_where_the_vocabulary_has_it() -> None:
+    own = byte_level() | {"tokenizer.chat_template": "{{ messages[0]['content'] }}1"}
+    tokenizer = gguf_tokenizer(own)
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["hi", "1"]
+
+    tokenizer = gguf_tokenizer(byte_level())
+    assert tokenizer.decode(render(tokenizer, HI)) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+    bare = byte_level()
+    bare["tokenizer.ggml.tokens"] = [t.replace("im_start", "start") for t in bare["tokenizer.ggml.tokens"]]
+    with pytest.raises(ValueError, match="messages need a chat template"):
+        render(gguf_tokenizer(bare), HI)
+
+
+def test_a_template_writes_its_own_bos() -> None:
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    tokenizer = gguf_tokenizer(byte_level("llama-bpe") | {"tokenizer.chat_template": template})
+    assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["<|im_start|>", "hi"]
+
+
+def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> None:
+    metadata = byte_level("smollm", padding_token_id=0)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_merges(MERGES)
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
+    for name in ("bos", "eos", "padding"):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", metadata[f"tokenizer.ggml.{name}_token_id"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+    tokenizer = load_tokenizer(str(tmp_path / "tiny.gguf"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    direct = gguf_tokenizer(metadata)
+    for text in ("hi  12", "<|im_end|><tool> hi", " 1\n"):
+        assert render(tokenizer, text) == render(again, text) == render(direct, text)
+    assert render(tokenizer, HI) == render(again, HI) == render(direct, HI)
+    assert tokenizer.pad_token_id == again.pad_token_id == 0
+    assert stop_token_ids(again, ()) == stop_token_ids(tokenizer, ())
+
+
+def test_builtin() -> None:
+    tokenizer = load_tokenizer("builtin:tiny")
+    assert tokenizer.decode(render(tokenizer, HI)).startswith("<|user|>hi")
+
+
+def test_stop_tokens_join_model_tokenizer_and_template() -> None:
+    metadata = byte_level()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    end = tokens.index("<|im_end|>")
+    assert stop_token_ids(gguf_tokenizer(metadata), (7, 3)) == (3, 7, end)
+
+    # The tokenizer names another end; ChatML's is still where a turn ends.
+    other = metadata | {"tokenizer.ggml.eos_token_id": 5}
+    assert stop_token_ids(gguf_tokenizer(other), (7,)) == (5, 7, end)
+
+    # In the vocabulary but not in the template: an ordinary token.
+    silent = other | {"tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    assert stop_token_ids(gguf_tokenizer(silent), (7,)) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "non-empty list of messages"),
+        (7, "a prompt is a string or a non-empty list"),
+        ([{"role": "user"}], "a message has a `role` and a `content`"),
+        ([{"role": "user", "content": ["hi"]}], "both strings"),
+        (["hi"], "a message has a `role`"),
+        ("", "at least one token"),
+    ],
+)
+def test_malformed_prompts_are_refused(prompt: Any, message: str) -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    with pytest.raises(ValueError, match=message):
+        render(tokenizer, prompt)
+
+
+def test_messages_that_the_template_refuses_are_an_error() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = gguf_tokenizer(byte_level() | {"tokenizer.chat_template": template})
+    with pytest.raises(ValueError, match=r"refuses messages with the roles \['user'\]: roles must alternate"):
+        render(tokenizer, HI)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "t5"}, "kinds gpt2 and llama.*'t5'"),
+        ({"pre": "tekken"}, "smollm, gpt-2.*'tekken'"),
+        ({"merges": None}, "no tokenizer.ggml.merges"),
+        ({"merges": ["Q Qx"]}, "merges do not fit"),
+        ({"token_type": [1]}, "one entry per token .105.; the file has 1"),
+        ({"eos_token_id": 1000}, "vocabulary of 105 tokens; the file has 1000"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' stands there twice"),
+    ],
+)
+def test_bad_gguf_metadata_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gguf_tokenizer(byte_level(**change))
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="has none of them"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="no folder and no hub id"):
+        load_tokenizer("./not/here")
+    with pytest.raises(ValueError, match="no such file"):
+        load_tokenizer(str(tmp_path / "a.gguf"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not load"):
+        load_tokenizer(str(tmp_path))
+
+    import transformers
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect\nand a long story")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(ValueError, match=r"no folder 'org/name'.*\(We couldn't connect\); check the name"):
+        load_tokenizer("org/name")
+
+
+def test_nothing_is_said_about_torch() -> None:
+    code = "from quatrain.data.tokenizer import load_tokenizer; load_tokenizer('builtin:tiny')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "PyTorch" not in done.stdout + done.stderr
