@@ -251,7 +251,6 @@ def architecture_to_hf(arch: Architecture) -> Json:
         "num_hidden_layers": arch.num_layers,
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
         "max_position_embeddings": arch.max_position,
         "rms_norm_eps": arch.norm_eps,
         "tie_word_embeddings": arch.tie_embeddings,
@@ -261,7 +260,9 @@ def architecture_to_hf(arch: Architecture) -> Json:
         **_rope_to_hf(arch),
     }
     if arch.family != "qwen2":
-        config["attention_bias"] = arch.output_bias
+        config |= {"head_dim": arch.head_dim, "attention_bias": arch.output_bias}
+    elif arch.head_dim * arch.num_heads != arch.hidden_size:
+        config["head_dim"] = arch.head_dim
     if arch.family == "llama":
         return {**config, "hidden_act": arch.activation, "mlp_bias": arch.mlp_bias}
     config |= {"sliding_window": arch.sliding_window, "layer_types": list(arch.layer_types)}

@@ -1,0 +1,194 @@
+import functools
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import CASES, read_golden, weights_crc
+
+from quatrain.models.decoder import forward, logits
+from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.hf import load_hf
+from quatrain.models.kv_cache import init_cache
+from quatrain.models.params import init_params
+
+TOLERANCE = 1e-4
+
+
+@partial(jax.jit, static_argnames=("arch", "dtype", "remat"))
+def run(params, arch, ids, positions, segments, dtype=jnp.float32, remat=False):
+    hidden, _ = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
+    return logits(params, arch, hidden)
+
+
+@partial(jax.jit, static_argnames="arch", donate_argnames="cache")
+def run_cached(params, arch, ids, positions, segments, cache, start):
+    hidden, cache = forward(params, arch, ids, positions, segments, cache=cache, cache_start=start)
+    return logits(params, arch, hidden), cache
+
+
+@functools.cache
+def small_model() -> tuple[Architecture, dict]:
+    """A model with every kind of layer: sliding and full, q/k norms, post norms, softcaps, biases."""
+    arch = replace(
+        builtin_architecture("tiny", 50, (1,)),
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        head_dim=8,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=4,
+        local_rope_theta=100.0,
+        qk_norm=True,
+        post_norms=True,
+        qkv_bias=True,
+        scale_embeddings=True,
+        attention_softcap=5.0,
+        final_softcap=10.0,
+    )
+    return arch, init_params(arch, jax.random.key(0))
+
+
+def rows(*lengths: int, vocab: int = 50, seed: int = 0):
+    """Right-padded rows of these lengths: ids, positions, segments."""
+    shape = (len(lengths), max(lengths))
+    ids = np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return ids, positions, (positions < np.asarray(lengths)[:, None]).astype(np.int32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, tmp_path):
+    golden = read_golden(case)
+    assert weights_crc(golden.weights()) == golden.weights_crc
+    arch, params = load_hf(golden.write_model(tmp_path / "model"))
+    ids, positions, segments = golden.input_ids, golden.position_ids, golden.attention_mask
+    real = segments > 0
+
+    ours = run(params, arch, ids, positions, segments)
+    assert np.abs(np.asarray(ours) - golden.logits)[real].max() < TOLERANCE
+
+    cache, parts = init_cache(arch, len(ids), ids.shape[1] + 3), []
+    for start in range(0, ids.shape[1], 8):
+        columns = np.s_[:, start : start + 8]
+        part, cache = run_cached(
+            params, arch, ids[columns], positions[columns], segments[columns], cache, start
+        )
+        parts.append(part)
+    assert np.abs(np.concatenate(parts, axis=1) - golden.logits)[real].max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("llama_rope_llama3", {"rope_scaling": None}),
+        ("llama_rope_linear", {"rope_scaling": None}),
+        ("qwen2_sliding", {"sliding_window": 8}),
+        ("qwen3_sliding", {"layer_types": ("full_attention",) * 2}),
+        ("gemma2", {"attention_softcap": None}),
+        ("gemma2", {"query_pre_attn_scalar": None}),
+        ("gemma3_text", {"local_rope_theta": None}),
+    ],
+)
+def test_goldens_notice_a_missing_feature(case, change, tmp_path):
+    golden = read_golden(case)
+    arch, params = load_hf(golden.write_model(tmp_path / "model"))
+    changed = replace(arch, **change)
+    ours = run(params, changed, golden.input_ids, golden.position_ids, golden.attention_mask)
+    assert np.abs(np.asarray(ours) - golden.logits)[golden.attention_mask > 0].max() > 100 * TOLERANCE
+
+
+def test_packed_segments_equal_separate_rows():
+    arch, params = small_model()
+    ids, positions, segments = rows(9, 5, 7)
+    separate = run(params, arch, ids, positions, segments)
+    lengths = segments.sum(1)
+    packed_ids = np.concatenate([row[:n] for row, n in zip(ids, lengths)] + [[0, 0]])[None].astype(np.int32)
+    packed_positions = np.concatenate([np.arange(n) for n in lengths] + [[0, 0]])[None].astype(np.int32)
+    packed_segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None].astype(np.int32)
+    packed = run(params, arch, packed_ids, packed_positions, packed_segments)[0]
+    start = 0
+    for row, n in zip(separate, lengths):
+        np.testing.assert_allclose(packed[start : start + n], row[:n], atol=1e-5)
+        start += n
+
+
+def test_packed_segments_may_be_laid_out_in_any_order():
+    arch, params = small_model()
+    ids, positions, segments = rows(6, 6)
+    separate = np.asarray(run(params, arch, ids, positions, segments))
+    woven = np.stack([ids[0], ids[1]], axis=1).reshape(1, -1)
+    packed = run(params, arch, woven, np.repeat(np.arange(6), 2)[None], np.tile([1, 2], 6)[None])
+    np.testing.assert_allclose(packed[0].reshape(6, 2, -1).transpose(1, 0, 2), separate, atol=1e-5)
+
+
+def test_prefill_and_decode_equal_one_pass():
+    arch, params = small_model()
+    ids, positions, segments = rows(10, 10)
+    whole = run(params, arch, ids, positions, segments)
+    # Rows with prompts of 6 and 3 tokens: the second's padding stays a hole in the cache.
+    prompt = np.array([6, 3])
+    in_prompt = (np.arange(6) < prompt[:, None]).astype(np.int32)
+    prefill, cache = run_cached(
+        params, arch, ids[:, :6], positions[:, :6], in_prompt, init_cache(arch, 2, 12), 0
+    )
+    np.testing.assert_allclose(prefill[1, :3], whole[1, :3], atol=1e-5)
+    np.testing.assert_array_equal(cache.positions[1], [0, 1, 2] + [-1] * 9)
+    for step in range(4):
+        at = (prompt + step)[:, None]
+        token = np.take_along_axis(ids, at, axis=1)
+        out, cache = run_cached(params, arch, token, at, np.ones((2, 1), np.int32), cache, 6 + step)
+        expected = np.take_along_axis(np.asarray(whole), at[..., None], axis=1)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_padding_changes_nothing_and_gives_no_nan():
+    arch, params = small_model()
+    ids, positions, segments = rows(5, 8)
+    padded = run(params, arch, ids, positions, segments)
+    other = np.where(segments > 0, ids, 7)
+    np.testing.assert_array_equal(run(params, arch, other, positions, segments)[0, :5], padded[0, :5])
+    assert bool(jnp.isfinite(run(params, arch, ids, positions, np.zeros_like(ids))).all())
+
+
+def test_remat_gives_the_same_gradient():
+    arch, params = small_model()
+    inputs = rows(5, 8)
+
+    def loss(params, remat):
+        return jnp.sum(jax.nn.log_softmax(run(params, arch, *inputs, remat=remat))[..., 3])
+
+    plain, again = (jax.grad(loss)(params, remat) for remat in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
+    assert float(jnp.abs(plain["layers"][0]["q"]).max()) > 0
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_logits():
+    arch, params = small_model()
+    inputs = rows(5, 8)
+    hidden, _ = jax.eval_shape(lambda p: forward(p, arch, *inputs, dtype=jnp.bfloat16), params)
+    assert hidden.dtype == jnp.bfloat16
+    rough, exact = run(params, arch, *inputs, dtype=jnp.bfloat16), run(params, arch, *inputs)
+    assert rough.dtype == jnp.float32
+    error = np.abs(np.asarray(rough) - np.asarray(exact)).max()
+    assert 0 < error < 0.1 * np.asarray(exact).std() + 0.05
+
+
+def test_tied_logits_use_the_embeddings():
+    arch = replace(builtin_architecture("tiny", 5, ()), hidden_size=4, final_softcap=2.0)
+    params = {"embed": jnp.arange(20.0).reshape(5, 4) / 10}
+    hidden = jnp.array([1.0, 0.0, -1.0, 2.0])
+    # embed @ hidden = [0.4, 1.2, 2.0, 2.8, 3.6]
+    expected = 2 * np.tanh(np.array([0.4, 1.2, 2.0, 2.8, 3.6]) / 2)
+    np.testing.assert_allclose(logits(params, arch, hidden), expected, rtol=1e-6)
+
+
+def test_cache_too_short_is_an_error():
+    arch, params = small_model()
+    inputs = rows(6)
+    with pytest.raises(ValueError, match="4 columns, 6 tokens"):
+        forward(params, arch, *inputs, cache=init_cache(arch, 1, 4), cache_start=0)
+    with pytest.raises(ValueError, match="cache_start None"):
+        forward(params, arch, *inputs, cache=init_cache(arch, 1, 8))

@@ -1,0 +1,173 @@
+"""Runs transformers (torch, CPU) on small random models and keeps its logits in tests/golden/.
+
+Run by `make oracles`, which needs torch; the tests that read the files do not. It also checks what only
+torch can tell: that transformers loads what quatrain exports, to the same config and the same logits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from goldens import CASES, GOLDEN, draw, weights_crc
+
+from quatrain.models.hf import load_hf, save_hf
+
+ROWS, TOKENS, PREFILL = 3, 40, 25
+SMALL: dict[str, Any] = {
+    "vocab_size": 72,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rms_norm_eps": 1e-5}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama_rope_linear": ("llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    "llama_rope_llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 16, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "eos_token_id": [3, 5]}),
+    "qwen2_sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_sliding": (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 1.5}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3_text_rope_linear": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+}
+
+
+def main() -> None:
+    """Writes every golden file, or stops at the first check that fails."""
+    logging.disable_progress_bar()
+    assert set(CONFIGS) == set(CASES), "goldens.CASES lists the files that the tests read"
+    GOLDEN.mkdir(exist_ok=True)
+    for case, (model_type, fields) in CONFIGS.items():
+        config = AutoConfig.for_model(model_type, **{**SMALL, **fields})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        weights = {name: draw(name, shape) for name, shape in shapes.items()}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.from_numpy(weights[name]))
+        inputs = make_inputs(case)
+        logits = run(model, inputs)
+        off_cached = np.abs(run_cached(model, inputs) - logits)[inputs["attention_mask"] > 0].max()
+        assert off_cached < 1e-4, f"{case}: transformers differs from itself with a cache by {off_cached}"
+        written, off = check_export(model, inputs, logits)
+        about = {
+            "config": written,
+            "shapes": shapes,
+            "weights_crc": weights_crc(weights),
+            "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+        }
+        np.savez_compressed(GOLDEN / f"{case}.npz", about=json.dumps(about), logits=logits, **inputs)
+        print(f"{case}: logits std {logits.std():.2f}, cached {off_cached:.1e}, re-loaded export {off:.1e}")
+
+
+def make_inputs(case: str) -> dict[str, np.ndarray]:
+    """One full row, one padded on the right, one padded on the left."""
+    ids = (draw(f"input_ids of {case}", (ROWS, TOKENS)) * 1e4).astype(np.int64) % SMALL["vocab_size"]
+    mask = np.ones((ROWS, TOKENS), np.int64)
+    mask[1, 31:] = 0
+    mask[2, :9] = 0
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """[B, T, V] logits of one pass over whole rows."""
+    tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+    return model(**tensors, use_cache=False).logits.float().numpy()
+
+
+@torch.no_grad()
+def run_cached(model: torch.nn.Module, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """[B, T, V] logits with a cache: PREFILL columns at once, then one by one."""
+    cache, parts = None, []
+    for start, end in [(0, PREFILL), *((t, t + 1) for t in range(PREFILL, TOKENS))]:
+        step = model(
+            input_ids=torch.from_numpy(inputs["input_ids"][:, start:end]),
+            attention_mask=torch.from_numpy(inputs["attention_mask"][:, :end]),
+            position_ids=torch.from_numpy(inputs["position_ids"][:, start:end]),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = step.past_key_values
+        parts.append(step.logits.numpy())
+    return np.concatenate(parts, axis=1)
+
+
+def check_export(
+    model: Any, inputs: dict[str, np.ndarray], logits: np.ndarray
+) -> tuple[dict[str, Any], np.ndarray]:
+    """The config.json transformers writes, and how far its logits of our export are from its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs, ours, half = (Path(folder) / name for name in ("theirs", "ours", "half"))
+        model.save_pretrained(theirs)
+        arch, params = load_hf(theirs)
+        save_hf(ours, arch, params)
+        loaded = AutoModelForCausalLM.from_pretrained(ours, attn_implementation="eager").eval()
+        assert loaded.dtype == torch.float32
+        before, after = model.config.to_dict(), loaded.config.to_dict()
+        differ = {k: (before.get(k), after.get(k)) for k in before | after if before.get(k) != after.get(k)}
+        unread = {"max_window_layers", "_name_or_path"}
+        assert not set(differ) - unread, f"the exported config differs: {differ}"
+        save_hf(half, *load_hf(theirs, jnp.bfloat16))
+        assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
+        off = np.abs(run(loaded, inputs) - logits).max()
+        assert off == 0, f"the exported model's logits differ by {off}"
+        return json.loads((theirs / "config.json").read_text()), off
+
+
+if __name__ == "__main__":
+    main()
