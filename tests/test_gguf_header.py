@@ -1,0 +1,94 @@
+"""The header of a GGUF file: metadata of every kind, the tensor table, damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from quatrain.gguf_header import read_header
+
+
+def write_small(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("a.count", 7)
+    writer.add_int32("a.negative", -7)
+    writer.add_uint64("a.large", 2**40)
+    writer.add_float32("a.half", 0.5)
+    writer.add_bool("a.flag", True)
+    writer.add_string("a.text", "naïve")
+    writer.add_array("a.words", ["x", "", "yz"])
+    writer.add_array("a.numbers", [1, 2, 3])
+    writer.add_tensor("first", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add_tensor("second", np.arange(4, dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_and_tensors(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "small.gguf")
+    header = read_header(path)
+    assert header.metadata == {
+        "general.architecture": "llama",
+        "a.count": 7,
+        "a.negative": -7,
+        "a.large": 2**40,
+        "a.half": 0.5,
+        "a.flag": True,
+        "a.text": "naïve",
+        "a.words": ["x", "", "yz"],
+        "a.numbers": [1, 2, 3],
+    }
+    first, second = header.tensors
+    assert (first.name, first.shape, first.type_id) == ("first", (2, 3), 0)
+    assert (second.name, second.shape, second.type_id) == ("second", (4,), 1)
+    assert header.file_size == path.stat().st_size
+    raw = path.read_bytes()
+    assert np.frombuffer(raw, np.float32, 6, first.offset).tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.frombuffer(raw, np.float16, 4, second.offset).tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_cut_anywhere_in_its_header_is_an_error(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "small.gguf")
+    raw = path.read_bytes()
+    table_end = raw.index(b"second") + len(b"second") + 4 + 8 + 4 + 8
+    cut = tmp_path / "cut.gguf"
+    for size in range(4, table_end):
+        cut.write_bytes(raw[:size])
+        with pytest.raises(ValueError, match=r"truncated: fetch it again"):
+            read_header(cut)
+    cut.write_bytes(raw[:table_end])
+    assert len(read_header(cut).tensors) == 2
+
+
+def test_what_is_not_gguf_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    with pytest.raises(ValueError, match=r"there is no such file"):
+        read_header(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"starts with the bytes b'GGUF'"):
+        read_header(path)
+    path.write_bytes(b"PK\x03\x04 a zip file, in fact")
+    with pytest.raises(ValueError, match=r"starts with b'PK"):
+        read_header(path)
+
+
+def test_other_versions_and_damage_are_errors(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "small.gguf")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:4] + (1).to_bytes(4, "little") + raw[8:])
+    with pytest.raises(ValueError, match=r"has version 1"):
+        read_header(path)
+    kind = raw.index(b"a.count") + len(b"a.count")
+    path.write_bytes(raw[:kind] + (99).to_bytes(4, "little") + raw[kind + 4 :])
+    with pytest.raises(ValueError, match=r"value types are 0 to 12.*has 99"):
+        read_header(path)
+    text = raw.index("naïve".encode())
+    path.write_bytes(raw[:text] + b"\xff" + raw[text + 1 :])
+    with pytest.raises(ValueError, match=r"UTF-8"):
+        read_header(path)
