@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+_Outputs = tuple[jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_STATISTICS = "token_statistics"
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk at most: 64 MiB as float32."""
@@ -55,8 +60,10 @@ def token_logprobs(
         logits = logits_fn(hidden_chunk).astype(jnp.float32) / jnp.float32(temperature)
         return _logprobs_and_entropy(logits, targets_chunk)
 
+    # Saving two numbers per token leaves only the logits to compute again.
+    keep = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
     if num_tokens <= chunk:
-        return jax.checkpoint(one_chunk)(hidden, targets)
+        return one_chunk(hidden, targets)
     # As many chunks as the cap asks for, of equal size: less padding than full chunks and a small last one.
     num_chunks = -(-num_tokens // chunk)
     size = -(-num_tokens // num_chunks)
@@ -65,7 +72,7 @@ def token_logprobs(
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1),
         jnp.pad(targets, (0, padding)).reshape(num_chunks, size),
     )
-    step = jax.checkpoint(one_chunk, prevent_cse=False)
+    step = jax.checkpoint(one_chunk, prevent_cse=False, policy=keep)
     _, outputs = jax.lax.scan(lambda carry, xs: (carry, step(*xs)), None, chunks)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
@@ -87,16 +94,41 @@ def _check(hidden: jax.Array, targets: jax.Array, temperature: float, chunk: int
     return hidden.shape[0]
 
 
+@jax.custom_vjp
 def _logprobs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The target's logit is a masked sum, not a gather: it fuses with the other reductions, its gradient
-    # is no scatter, and it works on a vocabulary split over devices.
-    peak = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    shifted = logits - peak
-    weights = jnp.exp(shifted)
-    total = weights.sum(axis=-1)
-    log_total = jnp.log(total)
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
-    target_logits = jnp.where(is_target, shifted, 0.0).sum(axis=-1)
-    # A logit of -inf (a masked token) has weight 0 and must add nothing, where 0 * -inf is NaN.
-    entropy = log_total - (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1) / total
-    return target_logits - log_total, entropy
+    """(log-probability of the target, entropy) of each row; the gradient by hand, in one pass over [n, V]."""
+    outputs, _ = _logprobs_and_entropy_forward(logits, targets)
+    return outputs
+
+
+def _logprobs_and_entropy_forward(logits: jax.Array, targets: jax.Array) -> tuple[_Outputs, _Residuals]:
+    peak = logits.max(axis=-1, keepdims=True)
+    weights = jnp.exp(logits - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
+    mean_shifted = (weights * jnp.where(weights > 0, logits - peak, 0.0)).sum(axis=-1, keepdims=True) / total
+    # A masked sum, not a gather: it stays local on a vocabulary split over devices.
+    target_logits = jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
+    log_total = checkpoint_name(jnp.log(total) + peak, _STATISTICS)
+    entropy = checkpoint_name(jnp.log(total) - mean_shifted, _STATISTICS)
+    outputs = (target_logits - log_total[:, 0], entropy[:, 0])
+    return outputs, (logits, targets, log_total, entropy)
+
+
+def _logprobs_and_entropy_backward(residuals: _Residuals, cotangents: _Outputs) -> tuple[jax.Array, None]:
+    logits, targets, log_total, entropy = residuals
+    by_logprob, by_entropy = (cotangent[:, None] for cotangent in cotangents)
+    logprobs = logits - log_total
+    probs = jnp.exp(logprobs)
+    surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy
+    gradient = jnp.where(_is_target(logits, targets), by_logprob, 0.0) - probs * (
+        by_logprob + by_entropy * surprise
+    )
+    return gradient, None
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+
+
+_logprobs_and_entropy.defvjp(_logprobs_and_entropy_forward, _logprobs_and_entropy_backward)

@@ -14,6 +14,7 @@ import numpy as np
 
 from quatrain.ops.kl import MAX_LOG_RATIO
 
+
 def ppo_clip(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
