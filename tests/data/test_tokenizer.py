@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import pytest
+import transformers
 
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
 from quatrain.data.tokenizer import load_tokenizer, render, stop_token_ids
@@ -222,6 +224,28 @@ def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> N
     assert stop_token_ids(again, ()) == stop_token_ids(tokenizer, ())
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_folder_of_a_model_keeps_the_tokenizers_own_rule(model_type: str, tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(byte_level("smollm"))
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    again = load_tokenizer(str(tmp_path))
+    assert render(again, "hi  12(\nx") == render(tokenizer, "hi  12(\nx")
+
+
+@pytest.mark.parametrize(
+    ("pre", "model_type"), [("qwen2", "qwen2"), ("llama-bpe", "llama"), ("smollm", "llama")]
+)
+def test_transformers_loads_what_is_saved_to_the_same_ids(pre: str, model_type: str, tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(byte_level(pre))
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("I'LL hi  1234(\nx", "<|im_end|><tool> hi\n\n", " 1\n"):
+        assert again.encode(text) == tokenizer.encode(text)
+    assert again.apply_chat_template(HI, tokenize=False) == tokenizer.apply_chat_template(HI, tokenize=False)
+
+
 def test_builtin() -> None:
     tokenizer = load_tokenizer("builtin:tiny")
     assert tokenizer.decode(render(tokenizer, HI)).startswith("<|user|>hi")
@@ -294,12 +318,10 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="does not load"):
         load_tokenizer(str(tmp_path))
 
-    import transformers
-
-    def unreachable(*_: Any, **__: Any) -> None:
+    def unreachable(*_: Any) -> None:
         raise OSError("We couldn't connect\nand a long story")
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     with pytest.raises(ValueError, match=r"no folder 'org/name'.*\(We couldn't connect\); check the name"):
         load_tokenizer("org/name")
 

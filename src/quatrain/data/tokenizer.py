@@ -51,12 +51,12 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
             f"a tokenizer folder holds one of {', '.join(names)}; {path} has none of them; "
             "set model.tokenizer to a folder or hub id that has"
         )
-    from transformers import AutoTokenizer
-
+    loader = _loader(has_json=(Path(path) / "tokenizer.json").is_file())
     try:
-        return _fast(AutoTokenizer.from_pretrained(path, local_files_only=True), path)
-    except (OSError, ImportError, KeyError) as error:
+        tokenizer = loader.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a broken folder makes transformers raise errors of any kind
         raise ValueError(f"the tokenizer in {path} does not load: {error}") from error
+    return _fast(tokenizer, path)
 
 
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
@@ -65,16 +65,35 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
             f"a tokenizer is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
             f"{model_id!r} is no folder and no hub id; check the path"
         )
-    from transformers import AutoTokenizer
-
     try:
-        return _fast(AutoTokenizer.from_pretrained(model_id), model_id)
-    except (OSError, ImportError, KeyError) as error:
+        tokenizer = _loader(has_json=_hub_has_json(model_id)).from_pretrained(model_id)
+    except Exception as error:  # no network, no such name, a broken repository
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"there is no folder {model_id!r}, and the hub gave no tokenizer of that name ({reason}); "
             "check the name and the network, or give a local folder"
         ) from error
+    return _fast(tokenizer, model_id)
+
+
+def _hub_has_json(model_id: str) -> bool:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        hf_hub_download(model_id, "tokenizer.json")
+    except RemoteEntryNotFoundError:
+        return False
+    return True
+
+
+def _loader(has_json: bool) -> Any:
+    """The transformers class that reads a tokenizer as it was saved."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer puts its own splitting rule for the model's type (qwen2, ...) in place of that of
+    # tokenizer.json, so it is only asked where that file is missing and has to be made from another.
+    return PreTrainedTokenizerFast if has_json else AutoTokenizer
 
 
 def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:

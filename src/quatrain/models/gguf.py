@@ -25,6 +25,7 @@ ARCHITECTURES = ("llama", "qwen2")
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_READ_VALUES = 2**22  # dequantised at a time
 _LAYER_NAMES = {
     "attention_norm": "attn_norm",
     "q": "attn_q",
@@ -57,10 +58,8 @@ def load_gguf(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Archite
     tree = param_specs(arch)
     slots = list(_slots(tree))
     _check_names(header.path, {name for name, _, _ in slots}, set(tensors) - {_ROPE_FACTORS})
-    target = np.dtype(dtype)
     for name, parent, key in sorted(slots, key=lambda slot: -math.prod(slot[1][slot[2]].shape)):
-        weight = _parameter(header, tensors[name], gguf, parent[key], arch, key)
-        parent[key] = jnp.asarray(weight.astype(target, copy=False))
+        parent[key] = jnp.asarray(_parameter(header, tensors[name], gguf, parent[key], arch, key, dtype))
     return arch, tree
 
 
@@ -129,24 +128,38 @@ def _num_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     return math.prod(tensor.shape[:-1]) * _row_bytes(tensor, gguf)
 
 
-def _read(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType) -> np.ndarray:
-    """The tensor as float32, in numpy's order of dimensions."""
-    # Read, not memory-mapped: mapped pages would count as memory until the whole model is loaded.
-    raw = np.fromfile(header.path, np.uint8, _num_bytes(tensor, gguf), offset=tensor.offset)
-    rows = raw.reshape(*tensor.shape[:-1], _row_bytes(tensor, gguf))
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.type_id))
+def _read(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType, dtype: DTypeLike) -> np.ndarray:
+    """The tensor in `dtype`, in numpy's order of dimensions."""
+    weight = np.empty(tensor.shape, dtype)
+    rows = weight.reshape(-1, tensor.shape[-1])
+    row_bytes, kind = _row_bytes(tensor, gguf), gguf.GGMLQuantizationType(tensor.type_id)
+    # A few rows at a time, and not memory-mapped: what is read and its float32 values never pile up.
+    step = max(1, _READ_VALUES // tensor.shape[-1])
+    with header.path.open("rb") as file:
+        file.seek(tensor.offset)
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            raw = np.fromfile(file, np.uint8, len(part) * row_bytes)
+            part[...] = gguf.quants.dequantize(raw.reshape(len(part), row_bytes), kind)
+    return weight
 
 
 def _parameter(
-    header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType, spec: ParamSpec, arch: Architecture, key: str
+    header: GGUFHeader,
+    tensor: TensorInfo,
+    gguf: ModuleType,
+    spec: ParamSpec,
+    arch: Architecture,
+    key: str,
+    dtype: DTypeLike,
 ) -> np.ndarray:
     """The tensor as the decoder wants it: matrices [in, out], rotary halves one after the other."""
     transposed = len(spec.shape) == 2 and key != "embed"
     shape = spec.shape[::-1] if transposed else spec.shape
     if tensor.shape != shape:
         raise ValueError(f"{tensor.name} in {header.path} has shape {tensor.shape}; the model's is {shape}")
-    weight = _read(header, tensor, gguf)
-    if arch.family == "llama" and key[0] in "qk" and key.removesuffix("_bias") in ("q", "k"):
+    weight = _read(header, tensor, gguf, dtype)
+    if arch.family == "llama" and key.removesuffix("_bias") in ("q", "k"):
         weight = _halves(weight, arch.head_dim)
     return weight.T if transposed else weight
 
@@ -226,7 +239,7 @@ def _rope_scaling(
     linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
     if tensor is None:
         return linear
-    factors = _read(header, tensor, gguf)
+    factors = _read(header, tensor, gguf, np.float32)
     if (factors == 1.0).all():
         return linear
     # The factors are all the file has: the published Llama 3 settings are tried, and must give them again.
