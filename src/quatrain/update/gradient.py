@@ -102,7 +102,7 @@ def _accumulate(
 def _apply(
     params: Any, opt_state: Any, grads: Any, loss: jax.Array, *, optimizer: optax.GradientTransformation
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     updates, new_state = optimizer.update(grads, opt_state, master)

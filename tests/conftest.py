@@ -1,0 +1,75 @@
+"""A model small enough to compile in seconds, and batches of random ragged sequences for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import init_params
+from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return builtin_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def small_arch(tokenizer):
+    arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
+    return dataclasses.replace(
+        arch,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        layer_types=arch.layer_types[:2],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+    )
+
+
+@pytest.fixture(scope="session")
+def small_params(small_arch):
+    # Larger than a usual initialisation, so that distributions are far from uniform.
+    return jax.tree.map(lambda x: x * 3.0, init_params(small_arch, jax.random.key(7)))
+
+
+@pytest.fixture
+def make_batch(small_arch):
+    """make_batch(seed, groups, n) -> AdvantagedBatch of random ragged sequences, completions of 0 to 9 tokens."""
+
+    def make(seed: int, groups: int = 4, n: int = 3, longest: int = 9) -> AdvantagedBatch:
+        rng = np.random.default_rng(seed)
+        rows = groups * n
+        prompts = np.repeat(rng.integers(1, 7, groups), n)
+        completions = rng.integers(0, longest + 1, rows)
+        completions[: min(3, rows)] = (0, 1, longest)[: min(3, rows)]
+        columns = np.arange((prompts + completions).max())
+        attention = columns < (prompts + completions)[:, None]
+        mask = attention & (columns >= prompts[:, None])
+        tokens = rng.integers(0, small_arch.vocab_size, attention.shape)
+        rollouts = RolloutBatch(
+            input_ids=np.where(attention, tokens, 0).astype(np.int32),
+            attention_mask=attention,
+            completion_mask=mask,
+            rollout_logprobs=np.where(mask, -rng.exponential(3.0, mask.shape), 0).astype(np.float32),
+            policy_version=np.where(mask, 0, -1).astype(np.int32),
+            finish_reason=np.full(rows, "stop"),
+            group_ids=np.repeat(rng.permutation(groups * 10)[:groups], n).astype(np.int64),
+            prompts=("",) * rows,
+            completions=("",) * rows,
+        )
+        advantages = np.where(mask, rng.normal(size=(rows, 1)), 0).astype(np.float32)
+        rewards = rng.normal(size=rows).astype(np.float32)
+        return AdvantagedBatch(RewardedBatch(rollouts, rewards, rewards[None], ("r",)), advantages)
+
+    return make

@@ -1,0 +1,180 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.models.decoder import forward, logits
+from quatrain.types import AdvantagedBatch
+from quatrain.update.batcher import TokenTable
+from quatrain.update.gradient import Policy
+from quatrain.update.learner import Learner, TooManyBadSteps
+
+
+@pytest.fixture
+def make_learner(small_arch):
+    def make(
+        update=None, optimizer=None, *, mini_batch_size=4, micro_batch_size=5, reference=None, **knobs
+    ) -> Learner:
+        config = UpdateConfig(
+            mini_batch_size=mini_batch_size, micro_batch_size=micro_batch_size, **(update or {})
+        )
+        optimizer = OptimizerConfig(**{"name": "sgd", "learning_rate": 0.5, "beta1": 0.0, **(optimizer or {})})
+        return Learner(
+            Policy(small_arch, temperature=0.8, remat=False),
+            config,
+            LogprobConfig(micro_batch_size=7),
+            optimizer,
+            max_new_tokens=9,
+            total_steps=10,
+            seed=3,
+            reference=reference,
+            **knobs,
+        )
+
+    return make
+
+
+def _copy(params):
+    return jax.tree.map(jnp.array, params)
+
+
+def _changes(before, after) -> float:
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after))
+    return max(float(jnp.abs(a - b).max()) for a, b in pairs)
+
+
+def _logprobs(learner: Learner, params, batch: AdvantagedBatch) -> np.ndarray:
+    r = batch.rollouts
+    return learner.logprobs(params, TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {}))
+
+
+def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arch, small_params):
+    batch = make_batch(0)
+    r = batch.rollouts
+    positions = np.broadcast_to(np.arange(r.input_ids.shape[1]), r.input_ids.shape)
+    hidden, _ = forward(small_params, small_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
+    all_logprobs = jax.nn.log_softmax(logits(small_params, small_arch, hidden)[:, :-1] / 0.8)
+    picked = np.take_along_axis(np.asarray(all_logprobs), r.input_ids[:, 1:, None], axis=2)[..., 0]
+    expected = np.where(r.completion_mask, np.pad(picked, ((0, 0), (1, 0))), 0)
+    np.testing.assert_allclose(
+        _logprobs(make_learner(), small_params, batch), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_step_makes_good_completions_likelier(make_learner, make_batch, small_params):
+    learner, batch = make_learner(), make_batch(1)
+    before = _logprobs(learner, small_params, batch)
+    state = learner.step(learner.init(_copy(small_params)), batch)
+    gain = ((_logprobs(learner, state.params, batch) - before) * batch.advantages).sum()
+    assert gain > 0
+    assert (state.step, state.train_step) == (1, 1)
+    assert state.metrics["update/ratio_mean"].result() == pytest.approx(1.0)
+    assert state.metrics["update/ratio_max"].result() == pytest.approx(1.0)
+
+
+def test_on_policy_step_is_plain_policy_gradient(make_learner, make_batch, small_params):
+    """With old = current the clipped loss has the gradient of -A log p, and its value is -mean(A)."""
+    learner, batch = make_learner(), make_batch(2)
+    state = learner.step(learner.init(_copy(small_params)), batch)
+    mean = batch.advantages.sum() / batch.rollouts.completion_mask.sum()
+    assert state.metrics["loss"].result() == pytest.approx(-mean, rel=1e-4)
+
+
+def test_no_learning_rate_no_change(make_learner, make_batch, small_params):
+    learner = make_learner(optimizer={"name": "adamw", "learning_rate": 0.0})
+    state = learner.step(learner.init(_copy(small_params)), make_batch(3))
+    assert _changes(small_params, state.params) == 0.0
+
+
+def test_epochs_and_mini_batches_count_and_move_the_ratio(make_learner, make_batch, small_params):
+    learner = make_learner({"epochs": 3}, mini_batch_size=2)
+    batch = make_batch(4, groups=5)
+    state = learner.step(learner.init(_copy(small_params)), batch)
+    assert state.metrics["update/optimizer_steps"].result() == 9  # 3 epochs of ceil(5 / 2) mini-batches
+    assert state.step == 9
+    assert state.metrics["update/ratio_max"].result() > 1.001
+    tokens = batch.rollouts.completion_mask.sum()
+    assert state.metrics["update/ratio_mean"].count == 3 * tokens  # every token, once an epoch
+
+
+def test_old_logprobs_of_the_rollout_set_the_ratio(make_learner, make_batch, small_params):
+    batch = make_batch(5)
+    learner = make_learner({"old_logprobs": "rollout"})
+    state = learner.step(learner.init(_copy(small_params)), batch)
+    gap = _logprobs(learner, small_params, batch) - batch.rollouts.rollout_logprobs
+    ratio = np.exp(np.clip(gap, -20, 20))[batch.rollouts.completion_mask]
+    assert state.metrics["update/ratio_mean"].result() == pytest.approx(ratio.mean(), rel=1e-3)
+    assert state.metrics["rollout/logprob_diff_mean"].result() == pytest.approx(
+        np.abs(gap)[batch.rollouts.completion_mask].mean(), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_pulls_back_to_the_reference(make_learner, make_batch, small_arch, small_params, estimator):
+    batch = make_batch(6)
+    reference = jax.tree.map(lambda x: x * 1.1, small_params)
+    silent = replace(batch, advantages=np.zeros_like(batch.advantages))
+    learner = make_learner(
+        {"kl_coef": 1.0, "kl_estimator": estimator, "old_logprobs": "recompute"}, reference=reference
+    )
+    state = learner.step(learner.init(_copy(small_params)), silent)
+    mask = batch.rollouts.completion_mask
+    gap = (_logprobs(learner, small_params, batch) - _logprobs(learner, reference, batch))[mask]
+    expected = {"k1": gap, "k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap}[estimator].mean()
+    assert state.metrics["update/kl"].result() == pytest.approx(expected, rel=1e-3)
+    assert state.metrics["loss"].result() == pytest.approx(expected, rel=1e-3)
+    assert _changes(small_params, state.params) > 0
+
+
+def test_entropy_bonus_raises_entropy(make_learner, make_batch, small_params):
+    batch = make_batch(7)
+    silent = replace(batch, advantages=np.zeros_like(batch.advantages))
+    learner = make_learner({"entropy_coef": 1.0})
+    state = learner.init(_copy(small_params))
+    entropies = []
+    for _ in range(4):
+        state = learner.step(state, silent)
+        entropies.append(state.metrics["update/entropy"].result())
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0]
+
+
+def test_a_batch_without_signal_is_skipped_and_counted(make_learner, make_batch, small_params):
+    batch = make_batch(8)
+    learner = make_learner(optimizer={"name": "adamw"})
+    state = learner.step(learner.init(_copy(small_params)), make_batch(9))
+    before = _copy(state.params)
+    state = learner.step(state, replace(batch, advantages=np.zeros_like(batch.advantages)))
+    assert _changes(before, state.params) == 0.0  # momentum would have moved it
+    assert state.metrics["update/skipped_steps"].result() == 1
+    assert (state.step, state.train_step) == (1, 2)
+    assert "loss" not in state.metrics
+
+
+def test_a_step_that_is_not_finite_is_not_applied(make_learner, make_batch, small_params):
+    broken = _copy(small_params)
+    broken["final_norm"] = broken["final_norm"].at[0].set(jnp.nan)
+    learner = make_learner({"max_bad_steps": 2}, optimizer={"name": "adamw"})
+    state = learner.init(broken)
+    state = learner.step(state, make_batch(10))
+    assert (state.step, state.bad_steps) == (0, 1)
+    assert state.metrics["update/bad_steps"].result() == 1
+    assert _changes(small_params["embed"], state.params["embed"]) == 0.0
+    assert not any(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    with pytest.raises(TooManyBadSteps, match="max_bad_steps=2") as stopped:
+        learner.step(state, make_batch(11))
+    assert stopped.value.state.bad_steps == 2
+    assert _changes(small_params["embed"], stopped.value.state.params["embed"]) == 0.0
+
+
+def test_bfloat16_parameters_have_float32_moments(make_learner, make_batch, small_params):
+    learner = make_learner(optimizer={"name": "adamw", "learning_rate": 0.1})
+    state = learner.init(jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_params))
+    moments = [leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert set(moments) == {jnp.dtype("float32")}
+    state = learner.step(state, make_batch(12))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    assert state.step == 1

@@ -1,0 +1,48 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.config.schema import OptimizerConfig
+from quatrain.update.optimizer import build_optimizer, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
+    ],
+)
+def test_schedules(schedule, expected):
+    config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=4, final_fraction=0.2)
+    rate = learning_rate(config, total_steps=8)
+    np.testing.assert_allclose([float(rate(step)) for step in range(9)], expected, rtol=1e-5)
+
+
+def test_one_step_of_warm_up_is_the_peak():
+    rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup_steps=1), total_steps=5)
+    assert [float(rate(step)) for step in range(3)] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sgd", [-0.3, -0.4]),  # clipped from norm 10 to norm 0.5, times the learning rate
+        ("lion", [-1.0, -1.0]),
+        ("adamw", [-1.0, -1.0]),
+    ],
+)
+def test_first_update(name, expected):
+    config = OptimizerConfig(name=name, learning_rate=1.0, max_grad_norm=0.5)
+    optimizer = build_optimizer(config, total_steps=1)
+    params = jnp.zeros(2)
+    updates, _ = optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(params), params)
+    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+
+
+def test_no_clipping_without_a_bound():
+    optimizer = build_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=None), 1)
+    params = jnp.zeros(2)
+    updates, _ = optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(params), params)
+    np.testing.assert_allclose(updates, [-6.0, -8.0], rtol=1e-6)
