@@ -2,7 +2,8 @@
 
 Data flow: `Prompt` -> rollout -> `RolloutBatch` -> reward -> `RewardedBatch` -> advantage ->
 `AdvantagedBatch` -> update. The stage order is in the types: a step out of order cannot be written.
-All arrays are host-side numpy, read-only and right-padded: B sequences, T positions, F reward functions.
+All arrays are host-side numpy and right-padded: B sequences, T positions, F reward functions. A batch takes
+its arrays over: they are made read-only in place. Batches compare by identity.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class Metric:
     def combine(self, other: Metric) -> Metric:
         """This metric and `other`, of the same reduction, as one; raises ValueError otherwise."""
         if self.reduction != other.reduction:
-            raise ValueError(f"metrics with reductions {self.reduction!r} and {other.reduction!r} do not combine")
-        merge = {"mean": sum, "sum": sum, "max": max, "min": min}[self.reduction]
-        return Metric(float(merge((self.value, other.value))), self.count + other.count, self.reduction)
+            raise ValueError(
+                f"metrics with reductions {self.reduction!r} and {other.reduction!r} do not combine"
+            )
+        both = (self.value, other.value)
+        value = {"max": max, "min": min}.get(self.reduction, sum)(both)
+        return Metric(float(value), self.count + other.count, self.reduction)
 
     def result(self) -> float:
         """The number to log."""
@@ -49,7 +53,11 @@ Metrics = Mapping[str, Metric]
 
 
 def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[str]) -> dict[str, Metric]:
-    """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`."""
+    """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`.
+
+    Nothing where no entry is finite. `std` is the population standard deviation; it is no sum over items,
+    so combining two gives their mean, not the deviation of the union.
+    """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     if not finite.size:
@@ -63,9 +71,12 @@ def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[st
     return {f"{name}/{stat}": known[stat]() for stat in stats}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt as the rollout takes it: tokens, text, and the data columns its rewards will see."""
+    """One prompt as the rollout takes it: tokens, text, and the data columns its rewards will see.
+
+    Raises ValueError for `input_ids` that are not [P] int32 with P >= 1.
+    """
 
     group_id: int
     """Globally unique: its position in the endless shuffled stream of prompts. Same prompt draw, same id."""
@@ -75,15 +86,24 @@ class Prompt:
     """What was rendered: a string, or the chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check = _Checker("data")
+        check.array("input_ids", self.input_ids, np.shape(self.input_ids)[:1], np.int32)
+        check.rule(self.input_ids.size > 0, "input_ids", "at least one token", "none")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class RolloutBatch:
     """Completions sampled from the policy. Made by the rollout stage.
 
-    `prompts`, `completions` and each entry of `columns` have one item per sequence. `completion_mask`
-    covers the tokens the policy produced, the stop token among them; `rollout_logprobs` are under the
-    distribution sampled from, 0 outside the mask; `policy_version` is the optimizer step whose weights
-    produced the token, -1 outside the mask.
+    `prompts`, `completions` and each entry of `columns` have one item per sequence. Equal `group_ids` mean
+    the same prompt; rows of a group need not be neighbours, nor groups of one size. Each row starts with at
+    least one prompt token. `completion_mask` covers the tokens the policy produced, the stop token among
+    them; `rollout_logprobs` (nats) are under the distribution sampled from, 0 outside the mask;
+    `policy_version` is the optimizer step whose weights produced the token, -1 outside the mask.
+    `finish_reason` is `stop` or `length` (cut at the longest allowed completion).
+
+    Raises ValueError, naming stage, field, what was expected and what came, where any of this does not hold.
     """
 
     input_ids: np.ndarray  # [B, T] int32
@@ -112,21 +132,43 @@ class RolloutBatch:
         check.length("completions", self.completions, rows)
         for name, values in self.columns.items():
             check.length(f"columns[{name!r}]", values, rows)
-        check.length("finish_reason", self.finish_reason, rows)
-        strange = sorted({str(r) for r in self.finish_reason} - set(FINISH_REASONS))
+        reasons = self.finish_reason
+        check.rule(isinstance(reasons, np.ndarray), "finish_reason", "a numpy array", type(reasons).__name__)
+        check.rule(reasons.shape == (rows,), "finish_reason", f"shape {(rows,)}", f"shape {reasons.shape}")
+        strange = sorted({str(r) for r in reasons} - set(FINISH_REASONS))
         check.rule(not strange, "finish_reason", f"one of {FINISH_REASONS}", f"{strange}")
+        reasons.setflags(write=False)
         self._check_masks(check)
+        self._check_groups(check)
+
+    def _check_groups(self, check: _Checker) -> None:
+        prompt_of_group: dict[int, PromptText] = {}
+        for group, prompt in zip(self.group_ids.tolist(), self.prompts, strict=True):
+            same = prompt_of_group.setdefault(group, prompt) == prompt
+            check.rule(same, "group_ids", "one prompt to a group", f"two different prompts in group {group}")
 
     def _check_masks(self, check: _Checker) -> None:
         outside = ~self.completion_mask
         padded = np.sort(~self.attention_mask, axis=1)
         check.rule(
-            bool((padded == ~self.attention_mask).all()), "attention_mask", "right padding only", "a gap in a row"
+            bool((padded == ~self.attention_mask).all()),
+            "attention_mask",
+            "right padding only",
+            "a gap in a row",
+        )
+        check.rule(
+            bool(self.attention_mask[:, :1].all()) and (len(self) == 0 or self.attention_mask.shape[1] > 0),
+            "attention_mask",
+            "a prompt of at least one token in each row",
+            "a row without a token",
         )
         nested = not (self.completion_mask & ~self.attention_mask).any()
         check.rule(nested, "completion_mask", "True only where attention_mask is", "True on padding")
         check.rule(
-            not self.completion_mask[:, :1].any(), "completion_mask", "a prompt of at least one token", "none"
+            not self.completion_mask[:, :1].any(),
+            "completion_mask",
+            "False on the first token, which belongs to the prompt",
+            "True there",
         )
         check.rule(
             not self.rollout_logprobs[outside].any(),
@@ -159,12 +201,14 @@ class RolloutBatch:
         return self.attention_mask.sum(axis=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RewardedBatch:
     """A rollout batch with its rewards. Made by the reward stage.
 
-    `rewards` is the weighted sum over the functions that did not abstain; NaN where all abstained.
-    `rewards_per_function` holds the raw values, NaN where a function abstained (returned None).
+    `rewards` is the weighted sum over the functions that did not abstain; NaN where all abstained, and only
+    there. `rewards_per_function` holds the raw values, NaN where a function abstained (returned None).
+
+    Raises ValueError for arrays that do not fit, infinite rewards, NaN in the one and not in the other.
     """
 
     rollouts: RolloutBatch
@@ -179,11 +223,21 @@ class RewardedBatch:
         check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
         shape = (len(self.function_names), rows)
         check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
+        abstained = np.isnan(self.rewards_per_function).all(axis=0)
+        check.rule(
+            bool((np.isnan(self.rewards) == abstained).all()),
+            "rewards",
+            "NaN exactly where every function abstained",
+            f"NaN in {int(np.isnan(self.rewards).sum())} rows, {int(abstained.sum())} rows of abstentions",
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AdvantagedBatch:
-    """A rewarded batch with per-token advantages, 0 outside the completion mask. Made by the advantage stage."""
+    """A rewarded batch with per-token advantages, 0 outside the completion mask. Made by the advantage stage.
+
+    Raises ValueError for advantages that are not [B, T] float32, finite, and 0 outside the mask.
+    """
 
     rewarded: RewardedBatch
     advantages: np.ndarray  # [B, T] float32
@@ -221,7 +275,9 @@ class _Checker:
         self.rule(value.ndim == 2, name, "rank 2 [B, T]", f"shape {value.shape}")
         return value.shape
 
-    def array(self, name: str, value: np.ndarray, shape: tuple, dtype: type, *, allow_nan: bool = False) -> None:
+    def array(
+        self, name: str, value: np.ndarray, shape: tuple, dtype: type, *, allow_nan: bool = False
+    ) -> None:
         self.rule(isinstance(value, np.ndarray), name, "a numpy array", type(value).__name__)
         self.rule(value.shape == shape, name, f"shape {shape}", f"shape {value.shape}")
         self.rule(value.dtype == dtype, name, f"dtype {np.dtype(dtype).name}", f"dtype {value.dtype.name}")

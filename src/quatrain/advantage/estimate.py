@@ -8,23 +8,26 @@ from __future__ import annotations
 import numpy as np
 
 from quatrain.config.schema import AdvantageConfig
-from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS
+from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_SCALES, check_scale
 from quatrain.types import AdvantagedBatch, Metric, RewardedBatch, describe
 
 
 class AdvantageEstimator:
-    """The estimator named in `config`, with its scale (derived before it comes here)."""
+    """The estimator named in `config`, with its scale; null is the estimator's own default.
+
+    Raises ValueError for a scale the estimator does not know.
+    """
 
     def __init__(self, config: AdvantageConfig):
-        assert config.scale is not None, "advantage.scale is derived before it comes here"
         self._estimator = ADVANTAGE_ESTIMATORS[config.estimator]
-        self._scale = config.scale
+        self._scale = config.scale or ADVANTAGE_SCALES[config.estimator][0]
+        check_scale(config.estimator, self._scale)
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """One advantage per sequence by its group, the same for each of its completion tokens.
 
         A batch in which every group has zero signal is no error: its advantages are all 0 and
-        `advantage/zero_signal_fraction` is 1. Raises ValueError for a scale the estimator does not know.
+        `advantage/zero_signal_fraction` is 1. The other metrics are over the sequences with a reward.
         """
         rollouts = rewarded.rollouts
         per_sequence = self._estimator(rewarded.rewards, rollouts.group_ids, self._scale)

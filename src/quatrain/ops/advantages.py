@@ -45,7 +45,7 @@ def grpo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "group") -> np
             return centred
         return centred / (segment_stds(rewards, groups if scale == "group" else _everyone(rewards)) + STD_EPS)
 
-    _check_scale("grpo", scale, ("group", "batch", "none"))
+    check_scale("grpo", scale)
     return _apply(formula, rewards, group_ids)
 
 
@@ -54,7 +54,7 @@ def dr_grpo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> 
 
     Arguments, result and errors as `grpo`; `scale` can only be `none`. A group of one has advantage 0.
     """
-    _check_scale("dr_grpo", scale, ("none",))
+    check_scale("dr_grpo", scale)
     return _apply(lambda rewards, groups: rewards - segment_means(rewards, groups), rewards, group_ids)
 
 
@@ -69,7 +69,7 @@ def rloo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> np.
         sizes = segment_sizes(groups)
         return (rewards - segment_means(rewards, groups)) * (sizes / np.maximum(sizes - 1, 1))
 
-    _check_scale("rloo", scale, ("none",))
+    check_scale("rloo", scale)
     return _apply(formula, rewards, group_ids)
 
 
@@ -86,9 +86,17 @@ def reinforce(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "batch") 
         everyone = _everyone(rewards)
         return (rewards - segment_means(rewards, everyone)) / (segment_stds(rewards, everyone) + STD_EPS)
 
-    _check_scale("reinforce", scale, ("batch", "none"))
+    check_scale("reinforce", scale)
     return _apply(formula, rewards, group_ids)
 
+
+ADVANTAGE_SCALES: dict[str, tuple[str, ...]] = {
+    "grpo": ("group", "batch", "none"),
+    "dr_grpo": ("none",),
+    "rloo": ("none",),
+    "reinforce": ("batch", "none"),
+}
+"""The values of `scale` each estimator knows, its default first."""
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray, str], np.ndarray]] = {
     "grpo": grpo,
@@ -98,16 +106,18 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray, str], np.ndarr
 }
 
 
-def _everyone(rewards: np.ndarray) -> np.ndarray:
-    return np.zeros(len(rewards), np.int64)
-
-
-def _check_scale(name: str, scale: str, known: tuple[str, ...]) -> None:
+def check_scale(estimator: str, scale: str) -> None:
+    """Raises ValueError for a `scale` that `estimator` does not know."""
+    known = ADVANTAGE_SCALES[estimator]
     if scale not in known:
         raise ValueError(
-            f"advantage.scale={scale!r} does not go with advantage.estimator={name!r}; "
-            f"use {' or '.join(known)}, or leave it unset"
+            f"advantage.scale={scale!r} does not go with advantage.estimator={estimator!r}: "
+            f"use {' or '.join(known)}, or leave it null"
         )
+
+
+def _everyone(rewards: np.ndarray) -> np.ndarray:
+    return np.zeros(len(rewards), np.int64)
 
 
 def _apply(
