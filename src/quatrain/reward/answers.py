@@ -1,25 +1,21 @@
 """Decides whether a completion's answer equals the gold answer; text is parsed here, never evaluated.
 
 Stands under the reward `correct` (`reward/functions.py`) and evaluation, which counts the same verdicts.
-Numbers are compared exactly as fractions. math-verify is asked only about what is more than a number (roots,
-powers, symbols), and only where length, depth and exponents bound the work: its own time limits rest on
-signals, which exist on the main thread alone.
+Numbers are compared exactly, as fractions; `reward/expressions.py` is asked about what is more than a number.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
-import threading
 from fractions import Fraction
 from typing import Any, NamedTuple
+
+from quatrain.reward.expressions import same_expression
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 # An answer stands at the end: what is read of a long text.
 _TAIL_CHARS = 4000
 _NUMBER_CHARS = 300
-_EXPRESSION_CHARS = 100
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -70,14 +66,14 @@ def is_correct(completion: str, answer: Any) -> bool:
     said = _answer_of(completion)[-_TAIL_CHARS:]
     gold_number = whole_number(gold)
     if gold_number is None:
-        return _as_text(said) == _as_text(gold) or _same_expression(_last_line(said), gold)
+        return _as_text(said) == _as_text(gold) or same_expression(_last_line(said), gold)
     said = _tidy(said)
     match = _last_match(said)
     if match is None:
         return False
     segment = _segment(said, match)
     if _MORE_THAN_A_NUMBER.search(segment):
-        return _same_expression(segment, str(gold_number.value))
+        return same_expression(segment, str(gold_number.value))
     number = _to_number(said, match)
     return number is not None and _equal(number, gold_number)
 
@@ -193,68 +189,3 @@ def _last_line(text: str) -> str:
 
 def _as_text(text: str) -> str:
     return re.sub(r"[\s$]|\.$|\\left|\\right", "", text.strip()).casefold()
-
-
-# What math-verify may see: numbers, single letters, arithmetic, roots, pi, tuples and intervals.
-_ALLOWED = re.compile(
-    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|infty|cup|left|right)(?![A-Za-z])"
-    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ ])*"
-)
-_EXPONENT = re.compile(
-    r"\^\s*(?:\{\s*(-?(?:[0-9]{1,2}|[0-9]/[0-9]|[A-Za-z]))\s*\}|(-?[0-9A-Za-z]))(?![0-9^])"
-)
-
-
-def _same_expression(said: str, gold: str) -> bool:
-    said, gold = _math_of(said), _math_of(gold)
-    if not said or not _is_bounded(said) or _letters(said) - _letters(gold):
-        return False
-    return _math_verify()(gold, said)
-
-
-def _math_of(text: str) -> str:
-    """The mathematics of a line in LaTeX: its last $…$ or all of it, without words and end punctuation."""
-    inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", text)
-    text = next(filter(None, inline[-1])) if inline else text
-    text = re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|[$%]", " ", text)
-    text = re.sub(
-        r"√\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ").replace("π", r"\pi ")
-    )
-    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]", lambda m: f"^{'⁰¹²³⁴⁵⁶⁷⁸⁹'.index(m[0])}", text.replace("**", "^"))
-    return text.strip(" .,;:")
-
-
-def _is_bounded(text: str) -> bool:
-    """Whether comparing `text` is little work: short, few roots and powers, small exponents, no tower."""
-    if len(text) > _EXPRESSION_CHARS or not _ALLOWED.fullmatch(text):
-        return False
-    exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
-    small = all(len(exponent.lstrip("-")) < 2 for exponent in exponents) or len(exponents) == 1
-    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 3
-
-
-def _letters(text: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
-
-
-# sympy's caches and the parser's are shared by all threads.
-_LOCK = threading.Lock()
-
-
-@functools.cache
-def _math_verify() -> Any:
-    """`same(gold, said)` by math-verify, which takes a second to import."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    # It warns, once, that it runs without its time limit; what it is given is bounded instead.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # LaTeX alone: the extraction of plain expressions hands text to Python's eval.
-    latex = [LatexExtractionConfig()]
-
-    def same(gold: str, said: str) -> bool:
-        with _LOCK:
-            expected, got = (parse(f"${text}$", latex, parsing_timeout=None) for text in (gold, said))
-            return bool(expected and got and verify(expected, got, timeout_seconds=None))
-
-    return same

@@ -39,10 +39,6 @@ class RewardScorer:
     """
 
     def __init__(self, config: RewardConfig):
-        if not config.functions:
-            raise ValueError(
-                "reward.functions is empty: at least one reward function is needed, e.g. {correct: 1.0}"
-            )
         names = _short_names(list(config.functions))
         self._functions = [_load(spec, names[spec], weight) for spec, weight in config.functions.items()]
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}

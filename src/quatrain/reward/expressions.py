@@ -1,0 +1,133 @@
+"""Compares answers that are more than a number (roots, powers, symbols, tuples) through math-verify.
+
+Stands under `reward/answers.py`. math-verify runs in a child process with limits on time and memory: a few
+characters can keep it busy for ever, and its own time limit works on a process's main thread alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHARS = 100
+# What math-verify may see: numbers, single letters, arithmetic, roots, pi, tuples and intervals.
+_ALLOWED = re.compile(
+    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|infty|cup|left|right)(?![A-Za-z])"
+    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ ])*"
+)
+_EXPONENT = re.compile(
+    r"\^\s*(?:\{\s*(-?(?:[0-9]{1,2}|[0-9]/[0-9]|[A-Za-z]))\s*\}|(-?[0-9A-Za-z]))(?![0-9^])"
+)
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+
+
+def same_expression(said: str, gold: str) -> bool:
+    """Whether the line `said` holds an expression equal to `gold`, both in LaTeX or plain notation.
+
+    False for what math-verify is not asked: text over 100 characters, relations, functions, towers of powers,
+    and symbols that the gold answer lacks. False, and logged, where it takes too long.
+    """
+    said, gold = _math_of(said), _math_of(gold)
+    if not (said and gold and _is_bounded(said)) or _letters(said) - _letters(gold):
+        return False
+    return _ask(gold, said)
+
+
+def _math_of(text: str) -> str:
+    """The mathematics of a line in LaTeX: its last $…$ or all of it, without words and end punctuation."""
+    inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", text)
+    text = next(filter(None, inline[-1])) if inline else text
+    text = re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|[$%]", " ", text)
+    text = re.sub(
+        r"√\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ").replace("π", r"\pi ")
+    )
+    text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
+    return text.strip(" .,;:")
+
+
+def _is_bounded(text: str) -> bool:
+    """Whether `text` is short, with few roots and powers, small exponents and no tower of them."""
+    if len(text) > _MAX_CHARS or not _ALLOWED.fullmatch(text):
+        return False
+    exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
+    small = all(len(exponent.lstrip("-")) < 2 for exponent in exponents) or len(exponents) == 1
+    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 3
+
+
+def _letters(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ask(gold: str, said: str) -> bool:
+    return _worker().same(gold, said)
+
+
+@functools.cache
+def _worker() -> _Worker:
+    worker = _Worker()
+    atexit.register(worker.close)
+    return worker
+
+
+class _Worker:
+    """The child process, one question at a time: started at the first, and again after it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def same(self, gold: str, said: str) -> bool:
+        with self._lock:
+            if self._process is None:
+                self._process = _start()
+            try:
+                reply = _exchange(self._process, json.dumps([gold, said]))
+            except BaseException:  # an unread answer must not be taken for the next question's
+                self.close()
+                raise
+            if reply:
+                return json.loads(reply)
+            status = self.close()
+            if status != -signal.SIGPROF:
+                raise RuntimeError(f"the process that runs math-verify ended with exit status {status}")
+            logger.warning("math-verify took too long over %r, which counts as wrong", said)
+            return False
+
+    def close(self) -> int:
+        """Ends the child process, if there is one, and returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with process:  # closes the pipes, at which the child ends, and waits
+            pass
+        return process.returncode
+
+
+def _start() -> subprocess.Popen[str]:
+    # -P: the script's folder stays off the import path.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+
+
+def _exchange(process: subprocess.Popen[str], line: str) -> str:
+    """The child's reply to one line; empty when it ended instead."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        print(line, file=process.stdin, flush=True)
+    except BrokenPipeError:
+        return ""
+    return process.stdout.readline()

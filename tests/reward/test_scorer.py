@@ -1,0 +1,224 @@
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quatrain.config.schema import RewardConfig
+from quatrain.reward import scorer as scorer_module
+from quatrain.reward.scorer import RewardScorer
+from quatrain.types import RolloutBatch
+
+GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
+
+
+def make_rollouts(completions, prompts=None, **columns):
+    rows = len(completions)
+    mask = np.tile([False, True], (rows, 1))
+    return RolloutBatch(
+        input_ids=np.ones((rows, 2), np.int32),
+        attention_mask=np.ones((rows, 2), np.bool_),
+        completion_mask=mask,
+        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.array(["stop"] * rows),
+        group_ids=np.arange(rows, dtype=np.int64),
+        prompts=tuple(prompts or ["q"] * rows),
+        completions=tuple(completions),
+        columns={name: tuple(values) for name, values in columns.items()},
+    )
+
+
+def make_scorer(tmp_path, source, *names, weight=1.0):
+    path = tmp_path / "rewards.py"
+    path.write_text(source)
+    return RewardScorer(RewardConfig(functions={f"{path}:{name}": weight for name in names}))
+
+
+def results(metrics):
+    return {name: metric.result() for name, metric in metrics.items()}
+
+
+def test_the_weighted_sum_of_the_built_in_functions():
+    batch = RewardScorer(RewardConfig()).score(make_rollouts([GOOD, "7", "<think>8"], answer=["7"] * 3))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[1, 1, 0], [1, 0, 0], [1, 0, 0.25]])
+    np.testing.assert_array_equal(batch.rewards, np.float32([2.0, 1.0, 0.125]))
+    assert batch.function_names == ("correct", "format", "tag_count")
+    assert batch.rewards.dtype == batch.rewards_per_function.dtype == np.float32
+
+
+def test_metrics():
+    batch = RewardScorer(RewardConfig(functions={"correct": 2.0})).score(
+        make_rollouts(["7", "8"], answer=["7", "7"])
+    )
+    assert results(batch.metrics) == {
+        "reward/mean": 1.0, "reward/std": 1.0, "reward/min": 0.0, "reward/max": 2.0,
+        "reward/correct/mean": 0.5, "reward/correct/std": 0.5, "reward/correct/min": 0.0,
+        "reward/correct/max": 1.0, "reward/correct/errors": 0.0,
+    }  # fmt: skip
+
+
+def test_an_abstention_leaves_no_term_and_all_of_them_leave_nan(tmp_path):
+    source = "def a(completions, **_): return [None, 1, None]\ndef b(completions, **_): return [2, 2, None]\n"
+    batch = make_scorer(tmp_path, source, "a", "b", weight=0.5).score(make_rollouts(["x", "y", "z"]))
+    np.testing.assert_array_equal(batch.rewards, np.float32([1.0, 1.5, np.nan]))
+    np.testing.assert_array_equal(
+        batch.rewards_per_function, np.float32([[np.nan, 1, np.nan], [2, 2, np.nan]])
+    )
+    assert results(batch.metrics)["reward/a/mean"] == 1.0
+
+
+def test_a_sample_that_raises_costs_itself_alone(tmp_path, caplog):
+    source = (
+        "def length(completions, **_): return [len(c) for c in completions]\n"
+        "def inverse(completions, **_): return [1 / len(c) for c in completions]\n"
+    )
+    scorer = make_scorer(tmp_path, source, "length", "inverse", weight=0.5)
+    with caplog.at_level(logging.WARNING):
+        batch = scorer.score(make_rollouts(["aa", "", "a", ""]))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[2, 0, 1, 0], [0.5, -1, 1, -1]])
+    np.testing.assert_array_equal(batch.rewards, np.float32([1.25, -0.5, 1.0, -0.5]))
+    assert results(batch.metrics)["reward/inverse/errors"] == 2
+    assert results(batch.metrics)["reward/length/errors"] == 0
+    assert "ZeroDivisionError" in caplog.text
+    assert "`inverse`" in caplog.text
+
+
+def test_a_batch_that_raises_without_a_guilty_sample_is_one_error(tmp_path):
+    source = "def single(completions, **_):\n    assert len(completions) == 1\n    return [3]\n"
+    batch = make_scorer(tmp_path, source, "single").score(make_rollouts(["a", "b"]))
+    np.testing.assert_array_equal(batch.rewards, [3, 3])
+    assert results(batch.metrics)["reward/single/errors"] == 1
+
+
+def test_values_that_are_not_finite_are_errors(tmp_path):
+    source = "def odd(completions, **_): return [float('nan'), float('inf'), 1e39, True, 0.5]\n"
+    batch = make_scorer(tmp_path, source, "odd").score(make_rollouts(list("abcde")))
+    np.testing.assert_array_equal(batch.rewards, [-1, -1, -1, 1, 0.5])
+    assert results(batch.metrics)["reward/odd/errors"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[1.0]", "expected 2, got 1"),
+        ("[]", "expected 2, got 0"),
+        ("None", "returned NoneType"),
+        ("'ab'", "returned str"),
+        ("{0: 1, 1: 1}", "returned dict"),
+        ("[1, 'x']", "str 'x'"),
+        ("[1, [2]]", "list"),
+    ],
+)
+def test_a_wrong_return_value_is_an_error(tmp_path, body, message):
+    scorer = make_scorer(tmp_path, f"def wrong(completions, **_): return {body}\n", "wrong")
+    with pytest.raises(ValueError, match=rf"rewards.py:wrong.*{message.replace('[', '.')}"):
+        scorer.score(make_rollouts(["a", "b"]))
+
+
+def test_arrays_are_taken_as_lists(tmp_path):
+    source = "import numpy as np\ndef array(completions, **_): return np.arange(2)\n"
+    np.testing.assert_array_equal(
+        make_scorer(tmp_path, source, "array").score(make_rollouts(["a", "b"])).rewards, [0, 1]
+    )
+
+
+def test_a_function_gets_the_arguments_it_names(tmp_path):
+    source = (
+        "def some(prompts, level, bonus=None): return [len(prompts[0][0]['content']) + level[0] + bonus[0]]\n"
+        "def every(completions, **columns): return [len(columns)] * len(completions)\n"
+    )
+    scorer = make_scorer(tmp_path, source, "some", "every")
+    assert scorer.required_columns == frozenset({"level"})
+    assert scorer.required_by == {"level": "the reward `some`"}
+    prompts = [({"role": "user", "content": "abc"},)]
+    batch = scorer.score(make_rollouts(["x"], prompts, level=[10], bonus=[100], other=[0]))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[113], [4]])
+
+
+def test_a_function_cannot_change_what_the_next_one_sees(tmp_path):
+    source = (
+        "def thief(completions, **_):\n    completions.clear()\n    return [0.0] * 2\n"
+        "def count(completions, **_): return [len(completions)] * 2\n"
+    )
+    batch = make_scorer(tmp_path, source, "thief", "count").score(make_rollouts(["a", "b"]))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[0, 0], [2, 2]])
+
+
+def test_a_missing_column_is_an_error():
+    scorer = RewardScorer(RewardConfig())
+    assert scorer.required_columns == frozenset({"answer"})
+    with pytest.raises(
+        ValueError, match=r"the reward `correct` needs the column `answer`; the data has gold"
+    ):
+        scorer.score(make_rollouts(["7"], gold=["7"]))
+
+
+def test_an_empty_batch():
+    assert RewardScorer(RewardConfig()).score(make_rollouts([], answer=[])).rewards.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("corect", "unknown; built in are correct, format, tag_count"),
+        ("no.such.module:f", "no.such.module cannot be imported"),
+        ("json:no_such", "json has no attribute 'no_such'"),
+        ("math:pi", "must be callable; it is a float"),
+        ("missing.py:f", "no such file"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_an_error(spec, message):
+    with pytest.raises(ValueError, match=message):
+        RewardScorer(RewardConfig(functions={spec: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(", "SyntaxError"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("raise KeyError('x')", "KeyError"),
+        ("def f(completions, /): pass", "positional-only"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error(tmp_path, source, message):
+    with pytest.raises(ValueError, match=message):
+        make_scorer(tmp_path, source, "f")
+
+
+def test_functions_of_one_name_keep_their_whole_spec(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / f"{folder}.py").write_text("def f(completions): return [0] * len(completions)\n")
+    functions = {
+        f"{tmp_path}/a.py:f": 1.0,
+        f"{tmp_path}/b.py:f": 1.0,
+        "quatrain.reward.functions:format": 1.0,
+    }
+    names = RewardScorer(RewardConfig(functions=functions)).score(make_rollouts(["x"])).function_names
+    assert names == (f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f", "format")
+
+
+def test_the_example():
+    batch = RewardScorer(RewardConfig(functions={f"{EXAMPLE}:brevity": 0.5})).score(
+        make_rollouts(["", "x" * 50, "x" * 500])
+    )
+    np.testing.assert_array_equal(batch.rewards, [0.5, 0.375, 0])
+
+
+def test_a_call_of_user_code_goes_through_one_seam(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        scorer_module, "call_reward", lambda function, arguments: seen.append(sorted(arguments)) or [1.0]
+    )
+    RewardScorer(RewardConfig(functions={"format": 1.0})).score(make_rollouts(["x"], level=[1]))
+    assert seen == [["completions", "level", "prompts"]]
+
+
+def test_importing_the_scorer_is_light():
+    heavy = "{'jax', 'math_verify', 'sympy', 'transformers'}"
+    code = f"import sys, quatrain.reward.scorer; sys.exit(bool({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
