@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*))?(?::(?P<split>[^:]+))?")
+_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
     "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, or a hub id `owner/name:config[:split]`"
 )
@@ -129,8 +129,9 @@ def _read_csv(path: Path) -> list[Row]:
 
     if not path.stat().st_size:
         return []
-    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    return _read_table(path, lambda: pyarrow.csv.read_csv(path, parse_options=options))
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
+    return _read_table(path, lambda: pyarrow.csv.read_csv(path, read_options=read, parse_options=parse))
 
 
 def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:

@@ -1,0 +1,257 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quatrain.config.schema import DataConfig
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.data.prompts import load_demonstrations, load_prompts
+
+GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
+USER = [{"role": "user", "content": "hi 1"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return builtin_tokenizer()
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    def write(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return str(path)
+
+    return write
+
+
+def load(spec, tokenizer, required_columns=(), **data):
+    return load_prompts(spec, DataConfig(**data), tokenizer, seed=0, required_columns=required_columns)
+
+
+def decoded(tokenizer, prompts):
+    return [tokenizer.decode(prompt.input_ids) for prompt in prompts]
+
+
+def test_a_string_is_tokenised_as_it_is(dataset, tokenizer):
+    (prompt,) = load(dataset({"prompt": "3+4 é"}), tokenizer).head()
+    assert prompt.text == "3+4 é"
+    assert prompt.input_ids.dtype == np.int32
+    assert not prompt.input_ids.flags.writeable
+    assert decoded(tokenizer, [prompt]) == ["3+4 é"]
+
+
+def test_messages_are_rendered(dataset, tokenizer):
+    (prompt,) = load(dataset({"prompt": USER}), tokenizer).head()
+    assert prompt.text == ({"role": "user", "content": "hi 1"},)
+    assert decoded(tokenizer, [prompt]) == ["<|user|>hi 1<|assistant|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "text"),
+    [
+        ({"prompt": "hi"}, {"system_prompt": "S"}, "<|system|>S<|user|>hi<|assistant|>"),
+        ({"prompt": USER}, {"system_prompt": "S"}, "<|system|>S<|user|>hi 1<|assistant|>"),
+        ({"q": "hi"}, {"question_column": "q"}, "<|user|>hi<|assistant|>"),
+        ({"q": "hi"}, {"question_column": "q", "system_prompt": "S"}, "<|system|>S<|user|>hi<|assistant|>"),
+        ({"prompt": "hi"}, {"question_column": "prompt"}, "<|user|>hi<|assistant|>"),
+    ],
+)
+def test_questions_and_system_prompts(dataset, tokenizer, row, data, text):
+    assert decoded(tokenizer, load(dataset(row), tokenizer, **data).head()) == [text]
+
+
+def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):
+    spec = dataset({"q": "hi", "answer": 7, "extra": {"a": [1]}}, {"q": "ho", "level": 2})
+    first, second = load(spec, tokenizer, question_column="q").head()
+    assert first.columns == {"q": "hi", "answer": 7, "extra": {"a": [1]}, "level": None}
+    assert second.columns == {"q": "ho", "answer": None, "extra": None, "level": 2}
+    (prompt,) = load(dataset({"prompt": "hi", "answer": 7}), tokenizer).head()
+    assert prompt.columns == {"answer": 7}
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "message"),
+    [
+        (
+            {"question": "a", "answer": 1},
+            {},
+            r"no column `prompt`; the columns are question, answer.*data.question_column",
+        ),
+        ({"prompt": "a"}, {"question_column": "q"}, "no column `q`.*the columns are prompt"),
+        ({"prompt": "a", "q": "b"}, {"question_column": "q"}, "two prompt columns, `prompt` and `q`"),
+        ({"prompt": "a", "completions": "b"}, {}, "a column is called `completions`"),
+        ({"prompt": "a", "prompts": "b"}, {}, "a column is called `prompts`"),
+        ({"prompt": ""}, {}, "row 1: .*at least one token"),
+        ({"prompt": []}, {}, "row 1: .*non-empty list of messages"),
+        (
+            {"prompt": None},
+            {},
+            "row 1: the column `prompt` must be a string or a list of messages; it is NoneType",
+        ),
+        ({"prompt": 3}, {}, "row 1: the column `prompt` must be .* it is int 3"),
+        ({"prompt": ["hi"]}, {}, "row 1: .*`role` and a `content`"),
+        ({"prompt": [{"role": "user"}]}, {}, "row 1: .*`role` and a `content`"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, {}, "row 1: .*both strings"),
+        ({"prompt": [*USER, {"role": "assistant", "content": "x"}]}, {}, "row 1: the last message"),
+        (
+            {"prompt": [{"role": "system", "content": "x"}, *USER]},
+            {"system_prompt": "S"},
+            "data.system_prompt gives another",
+        ),
+        ({"q": USER}, {"question_column": "q"}, "row 1: the column `q` must be a string; it is list"),
+    ],
+)
+def test_data_that_does_not_fit(dataset, tokenizer, row, data, message):
+    with pytest.raises(ValueError, match=message):
+        load(dataset(row), tokenizer, **data)
+
+
+def test_the_row_at_fault_is_named(dataset, tokenizer):
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: "):
+        load(dataset({"prompt": "a"}, {"prompt": ""}), tokenizer)
+
+
+def test_messages_without_a_chat_template(dataset):
+    tokenizer = builtin_tokenizer()
+    tokenizer.chat_template = None
+    assert len(load(dataset({"prompt": "hi"}), tokenizer)) == 1
+    with pytest.raises(ValueError, match="row 1: messages need a chat template"):
+        load(dataset({"prompt": USER}), tokenizer)
+
+
+def test_required_columns(dataset, tokenizer):
+    spec = dataset({"prompt": "a", "answer": 1})
+    assert len(load(spec, tokenizer, {"answer": "the reward `correct`"})) == 1
+    with pytest.raises(ValueError, match="the reward `f` needs the column `level`; the columns are answer"):
+        load(spec, tokenizer, {"level": "the reward `f`"})
+    with pytest.raises(ValueError, match="a reward function needs the column `level`"):
+        load(spec, tokenizer, ["level"])
+    with pytest.raises(ValueError, match="needs the column `prompt`"):
+        load(spec, tokenizer, {"prompt": "the reward `f`"})
+
+
+LENGTHS = ({"prompt": "1234"}, {"prompt": "12"}, {"prompt": "123456"})
+
+
+def test_long_prompts_are_an_error(dataset, tokenizer):
+    message = (
+        r"2 of 3 prompts are longer than data.max_prompt_length=3 tokens \(row 1 has 4; the longest has 6\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(dataset(*LENGTHS), tokenizer, max_prompt_length=3)
+
+
+def test_long_prompts_are_skipped(dataset, tokenizer):
+    source = load(dataset(*LENGTHS), tokenizer, max_prompt_length=4, on_long_prompt="skip")
+    assert decoded(tokenizer, source.head()) == ["1234", "12"]
+    assert (len(source), source.skipped, source.truncated) == (2, 1, 0)
+    with pytest.raises(ValueError, match="on_long_prompt=skip leaves none"):
+        load(dataset(*LENGTHS), tokenizer, max_prompt_length=1, on_long_prompt="skip")
+
+
+def test_long_prompts_are_truncated_on_the_left(dataset, tokenizer):
+    source = load(dataset(*LENGTHS), tokenizer, max_prompt_length=3, on_long_prompt="truncate_left")
+    assert decoded(tokenizer, source.head()) == ["234", "12", "456"]
+    assert (len(source), source.skipped, source.truncated) == (3, 0, 2)
+    assert source.head()[0].text == "1234"
+
+
+@pytest.fixture(scope="module")
+def stream(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "seven.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": str(i)}) for i in range(7)))
+    return lambda seed: load_prompts(str(path), DataConfig(), tokenizer, seed=seed)
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def test_each_pass_holds_every_row_once_in_another_order(stream):
+    source = stream(3)
+    drawn = texts(source.batch(0, 28))
+    passes = [drawn[i : i + 7] for i in range(0, 28, 7)]
+    assert all(sorted(one) == list("0123456") for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+    assert texts(stream(4).batch(0, 28)) != drawn
+
+
+def test_a_draw_depends_on_its_position_alone(stream):
+    drawn = stream(3).batch(0, 30)
+    assert [prompt.group_id for prompt in drawn] == list(range(30))
+    later = stream(3).batch(4, 5)
+    assert texts(later) == texts(drawn)[20:25]
+    assert [prompt.group_id for prompt in later] == [20, 21, 22, 23, 24]
+    assert texts(stream(3 + 2**32).batch(0, 30)) == texts(drawn)
+    assert stream(3).batch(10**9, 2)[0].group_id == 2 * 10**9
+
+
+def test_head_is_in_file_order(stream):
+    assert texts(stream(3).head(3)) == ["0", "1", "2"]
+    assert texts(stream(5).head()) == list("0123456")
+    assert [prompt.group_id for prompt in stream(3).head(3)] == [0, 1, 2]
+    assert len(stream(3).head(100)) == 7
+
+
+def test_the_built_in_task(tokenizer):
+    source = load("builtin:arithmetic", tokenizer, {"answer": "the reward `correct`"})
+    assert len(source) == 3712
+    (prompt,) = source.batch(0, 1)
+    assert decoded(tokenizer, [prompt])[0] == f"<|user|>{prompt.text[0]['content']}<|assistant|>"
+    assert set(prompt.columns) == {"answer", "completion"}
+
+
+def test_demonstrations(tokenizer):
+    data = DataConfig()
+    source = load_demonstrations("builtin:arithmetic", data, tokenizer, seed=1)
+    prompts = load_prompts("builtin:arithmetic", data, tokenizer, seed=1)
+    for demonstration, prompt in zip(source.batch(7, 4), prompts.batch(7, 4), strict=True):
+        np.testing.assert_array_equal(demonstration.prompt_ids, prompt.input_ids)
+        assert demonstration.completion_ids.dtype == np.int32
+        assert tokenizer.decode(demonstration.completion_ids) == prompt.columns["completion"] + "<|end|>"
+    assert len(source) == 3712
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "a", "answer": 1},
+            "the supervised warm start needs the column `completion`; the columns are answer",
+        ),
+        ({"prompt": "a", "completion": ""}, "row 1: the column `completion` must be a string with text"),
+        ({"prompt": "a", "completion": 3}, "row 1: the column `completion` must be .* it is int 3"),
+    ],
+)
+def test_bad_demonstrations(dataset, tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        load_demonstrations(dataset(row), DataConfig(), tokenizer, seed=0)
+
+
+def test_demonstrations_need_an_end_token(dataset):
+    tokenizer = builtin_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token"):
+        load_demonstrations(dataset({"prompt": "a", "completion": "b"}), DataConfig(), tokenizer, seed=0)
+
+
+def test_long_demonstrations_follow_the_same_rule(dataset, tokenizer):
+    rows = ({"prompt": "1234", "completion": "a"}, {"prompt": "12", "completion": "b"})
+    data = DataConfig(max_prompt_length=3, on_long_prompt="skip")
+    source = load_demonstrations(dataset(*rows), data, tokenizer, seed=0)
+    assert (len(source), source.skipped, source.truncated) == (1, 1, 0)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K files are not beside the repository")
+def test_gsm8k(tokenizer):
+    data = DataConfig(question_column="question", system_prompt="Think.", max_prompt_length=1200)
+    source = load_prompts(str(GSM8K), data, tokenizer, seed=0, required_columns=["answer"])
+    assert len(source) == 7473
+    first = source.head(1)[0]
+    assert first.columns["answer"].endswith("#### 72")
+    assert tokenizer.decode(first.input_ids).startswith(
+        "<|system|>Think.<|user|>Natalia sold clips to 48 of her"
+    )

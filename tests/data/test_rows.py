@@ -1,0 +1,134 @@
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from quatrain.data.rows import read_rows
+
+ROWS = [{"prompt": "What is 3+4?\nThink.", "answer": 7}, {"prompt": 'Say "1,2"', "answer": 12}]
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_all_file_formats_read_alike(tmp_path):
+    jsonl = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, ROWS)) + "\n\n")
+    array = write(tmp_path / "a.json", json.dumps(ROWS))
+    table = write(tmp_path / "a.csv", 'prompt,answer\n"What is 3+4?\nThink.",7\n"Say ""1,2""",12\n')
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for spec in (jsonl, array, table, str(tmp_path / "a.parquet")):
+        assert read_rows(spec) == ROWS
+
+
+def test_rows_have_the_same_columns_and_line_separators_stay_inside_strings(tmp_path):
+    text = '\ufeff{"prompt": "a\u2028b"}\r\n  \n{"prompt": "c", "level": 1}'
+    assert read_rows(write(tmp_path / "a.jsonl", text)) == [
+        {"prompt": "a\u2028b", "level": None},
+        {"prompt": "c", "level": 1},
+    ]
+
+
+def test_verl_layout(tmp_path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "3+4?"}],
+        "reward_model": {"ground_truth": "7", "style": "rule"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    pa.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert read_rows(str(tmp_path / "a.parquet")) == [row | {"answer": "7"}]
+    pa.parquet.write_table(pa.Table.from_pylist([row | {"answer": "8"}]), tmp_path / "b.parquet")
+    assert read_rows(str(tmp_path / "b.parquet"))[0]["answer"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "\n \n", "is empty"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": ', "line 3: not valid JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n["b"]', "line 2: expected a JSON object, got list"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "prompt": "b"}',
+            "line 1: not valid JSON: an object has two columns called 'prompt'",
+        ),
+        ("a.jsonl", "[" * 100_000, "line 1: not valid JSON"),
+        ("a.json", "", "is empty"),
+        ("a.json", "[]", "is empty"),
+        ("a.json", '{"prompt": "a"}', "expected a list of objects, got dict"),
+        ("a.json", '[{"prompt": "a"}, 3]', "item 2: expected a JSON object, got int"),
+        ("a.json", "[{", "not valid JSON"),
+        ("a.csv", "", "is empty"),
+        ("a.csv", "prompt,answer\n", "is empty"),
+        ("a.csv", "prompt,answer\na,1\nb\n", "cannot be read as .csv.*Row #3"),
+        ("a.csv", "prompt,prompt\na,b\n", "two columns called 'prompt'"),
+        ("a.parquet", "", "cannot be read as .parquet"),
+        ("a.parquet", "not parquet at all", "cannot be read as .parquet"),
+        ("a.txt", "hello", "give one of those"),
+    ],
+)
+def test_bad_files(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=rf"(?s){name}.*{message}"):
+        read_rows(write(tmp_path / name, text))
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="expected UTF-8"):
+        read_rows(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no/such.jsonl", "no such file"),
+        ("builtin:poetry", "there are arithmetic"),
+        ("just words", "is not understood"),
+        (".", "is neither"),
+    ],
+)
+def test_what_is_no_data_set(spec, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(spec)
+
+
+def test_the_hub_without_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'quatrain\[hub\]'"):
+        read_rows("openai/gsm8k:main")
+
+
+def fake_datasets(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+@pytest.mark.parametrize(
+    ("spec", "called"),
+    [
+        ("openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("openai/gsm8k:main", ("openai/gsm8k", "main", "train")),
+        ("openai/gsm8k:main:test", ("openai/gsm8k", "main", "test")),
+        ("openai/gsm8k:main:train[:10%]", ("openai/gsm8k", "main", "train[:10%]")),
+        ("a/b::test", ("a/b", None, "test")),
+    ],
+)
+def test_the_hub(monkeypatch, spec, called):
+    fake_datasets(
+        monkeypatch, lambda path, config, split: [{"prompt": f"{path}", "args": (path, config, split)}]
+    )
+    assert read_rows(spec)[0]["args"] == called
+
+
+def test_the_hub_without_a_network(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    fake_datasets(monkeypatch, load_dataset)
+    with pytest.raises(ValueError, match="ConnectionError: no route.*or give a local file"):
+        read_rows("openai/gsm8k:main")
