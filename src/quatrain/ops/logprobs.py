@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 _Outputs = tuple[jax.Array, jax.Array]
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _STATISTICS = "token_statistics"
 
 CHUNK_ELEMENTS = 2**24
@@ -38,8 +38,9 @@ def token_logprobs(
     With z = logits_fn(hidden) / temperature: logprob_n = z[n, targets_n] - logsumexp_v z[n, v] and
     entropy_n = logsumexp_v z[n, v] - sum_v softmax(z)[n, v] z[n, v], both in nats and float32.
 
-    Each chunk is computed under `jax.checkpoint`: forward and backward hold the logits of one chunk, at the
-    price of computing them twice. Gradients flow to `hidden` and to whatever `logits_fn` closes over.
+    With more tokens than `chunk`, each chunk is computed under `jax.checkpoint`: forward and backward hold
+    the logits of one chunk, at the price of computing the logits (and nothing else) twice. Gradients flow
+    to `hidden` and to whatever `logits_fn` closes over.
 
     Args:
         logits_fn: hidden [n, D] -> logits [n, V], row by row; may close over parameters.
@@ -60,8 +61,6 @@ def token_logprobs(
         logits = logits_fn(hidden_chunk).astype(jnp.float32) / jnp.float32(temperature)
         return _logprobs_and_entropy(logits, targets_chunk)
 
-    # Saving two numbers per token leaves only the logits to compute again.
-    keep = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
     if num_tokens <= chunk:
         return one_chunk(hidden, targets)
     # As many chunks as the cap asks for, of equal size: less padding than full chunks and a small last one.
@@ -72,6 +71,8 @@ def token_logprobs(
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1),
         jnp.pad(targets, (0, padding)).reshape(num_chunks, size),
     )
+    # Three numbers kept per token leave only the logits to compute again.
+    keep = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
     step = jax.checkpoint(one_chunk, prevent_cse=False, policy=keep)
     _, outputs = jax.lax.scan(lambda carry, xs: (carry, step(*xs)), None, chunks)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
@@ -102,23 +103,23 @@ def _logprobs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Ar
 
 
 def _logprobs_and_entropy_forward(logits: jax.Array, targets: jax.Array) -> tuple[_Outputs, _Residuals]:
-    peak = logits.max(axis=-1, keepdims=True)
-    weights = jnp.exp(logits - peak)
+    peak = checkpoint_name(logits.max(axis=-1, keepdims=True), _STATISTICS)
+    shifted = logits - peak
+    weights = jnp.exp(shifted)
     total = weights.sum(axis=-1, keepdims=True)
     # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
-    mean_shifted = (weights * jnp.where(weights > 0, logits - peak, 0.0)).sum(axis=-1, keepdims=True) / total
+    mean_shifted = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1, keepdims=True) / total
     # A masked sum, not a gather: it stays local on a vocabulary split over devices.
-    target_logits = jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
-    log_total = checkpoint_name(jnp.log(total) + peak, _STATISTICS)
-    entropy = checkpoint_name(jnp.log(total) - mean_shifted, _STATISTICS)
-    outputs = (target_logits - log_total[:, 0], entropy[:, 0])
-    return outputs, (logits, targets, log_total, entropy)
+    target = jnp.where(_is_target(logits, targets), shifted, 0.0).sum(axis=-1)
+    log_total = checkpoint_name(jnp.log(total), _STATISTICS)
+    entropy = checkpoint_name(log_total - mean_shifted, _STATISTICS)
+    return (target - log_total[:, 0], entropy[:, 0]), (logits, targets, peak, log_total, entropy)
 
 
 def _logprobs_and_entropy_backward(residuals: _Residuals, cotangents: _Outputs) -> tuple[jax.Array, None]:
-    logits, targets, log_total, entropy = residuals
+    logits, targets, peak, log_total, entropy = residuals
     by_logprob, by_entropy = (cotangent[:, None] for cotangent in cotangents)
-    logprobs = logits - log_total
+    logprobs = logits - peak - log_total
     probs = jnp.exp(logprobs)
     surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy
     gradient = jnp.where(_is_target(logits, targets), by_logprob, 0.0) - probs * (

@@ -1,0 +1,232 @@
+"""Sampling: the right distribution under every filter, and never a token of probability 0."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from quatrain.ops.sampling import sample, token_uniforms
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ALMOST_ONE = np.float32(1 - 2**-24)
+
+
+def draw(logits, uniforms, **options):
+    tokens, logprobs = sample(
+        jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), **OFF | options
+    )
+    assert tokens.dtype == jnp.int32
+    assert logprobs.dtype == jnp.float32
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def draws(logits, uniforms, **options):
+    return draw(np.tile(logits, (len(uniforms), 1)), uniforms, **options)
+
+
+def expected_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The definition, by sorting in float64."""
+    probs = np.exp((logits - np.max(logits)) / temperature)
+    order = np.argsort(-probs, kind="stable")
+    if top_k:
+        probs[order[top_k:]] = 0
+    probs /= probs.sum()
+    if top_p < 1:
+        mass_before = np.cumsum(probs[order]) - probs[order]
+        probs[order[(mass_before >= top_p) & (np.arange(len(order)) > 0)]] = 0
+    probs[probs < min_p * probs.max() * (1 - 1e-6)] = 0
+    return probs / probs.sum()
+
+
+def test_inverse_of_the_cumulative_distribution():
+    logits = np.log([1.0, 2.0, 5.0])
+    tokens, logprobs = draws(logits, [0.0, 0.12, 0.13, 0.37, 0.38, ALMOST_ONE])
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
+    np.testing.assert_allclose(logprobs, np.log([0.125, 0.125, 0.25, 0.25, 0.625, 0.625]), rtol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_and_ignores_filters():
+    logits = np.log([[1.0, 5.0, 2.0], [4.0, 2.0, 4.0]])
+    tokens, logprobs = draw(logits, [0.0, ALMOST_ONE], temperature=0.0, top_k=1, min_p=0.9)
+    assert tokens.tolist() == [1, 0]
+    np.testing.assert_allclose(logprobs, np.log([0.625, 0.4]), rtol=1e-6)
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 4},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_chi_squared(options):
+    logits = np.log([7.0, 1, 4, 12, 2, 9, 3, 5, 0.5, 6, 2, 8])
+    rows = np.arange(20_000)
+    tokens, logprobs = draws(logits, token_uniforms(0, 0, rows, rows), **options)
+    probs = expected_probs(logits, **options)
+    counts = np.bincount(tokens, minlength=12)
+    kept = probs > 0
+    assert counts[~kept].sum() == 0
+    assert stats.chisquare(counts[kept], probs[kept] * len(rows)).pvalue > 1e-3
+    np.testing.assert_allclose(logprobs, np.log(probs[tokens]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 12, 256, 257, 700])
+def test_evenly_spread_uniforms_give_the_distribution_itself(options, vocab):
+    logits = np.random.default_rng(vocab).normal(size=vocab) * 2
+    uniforms = (np.arange(4096) + 0.5) / 4096
+    tokens, logprobs = draws(logits, uniforms, **options)
+    probs = expected_probs(logits, **options)
+    counts = np.bincount(tokens, minlength=vocab)
+    assert np.abs(counts - probs * 4096).max() < 1.01
+    np.testing.assert_allclose(logprobs, np.log(probs[tokens]), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logits=st.lists(st.integers(-4, 4), min_size=9, max_size=9),
+    top_k=st.sampled_from([0, 1, 3, 9, 50]),
+    top_p=st.sampled_from([1.0, 0.999, 0.83, 0.37, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+def test_ties_go_to_the_lower_id(logits, top_k, top_p, min_p):
+    logits = np.array(logits, np.float64)
+    uniforms = (np.arange(512) + 0.5) / 512
+    tokens, logprobs = draws(logits, uniforms, top_k=top_k, top_p=top_p, min_p=min_p)
+    probs = expected_probs(logits, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert np.abs(np.bincount(tokens, minlength=9) - probs * 512).max() < 1.01
+    np.testing.assert_allclose(logprobs, np.log(probs[tokens]), rtol=1e-4, atol=1e-5)
+
+
+def test_nucleus_is_the_smallest_set_that_reaches_the_mass():
+    uniforms = (np.arange(64) + 0.5) / 64
+    for top_p, kept in [(1e-9, 1), (0.124, 1), (0.125, 1), (0.126, 2), (0.5, 4), (0.501, 5), (0.999, 8)]:
+        tokens, _ = draws(np.zeros(8), uniforms, top_p=top_p)
+        assert set(tokens.tolist()) == set(range(kept)), top_p
+    tokens, logprobs = draws(np.log([0.25, 0.5, 0.125, 0.125]), uniforms, top_p=0.75)
+    assert set(tokens.tolist()) == {0, 1}
+    np.testing.assert_allclose(logprobs, np.log(np.where(tokens == 1, 2 / 3, 1 / 3)), rtol=1e-6)
+
+
+def test_order_of_the_filters():
+    logits = np.log([0.5, 0.2, 0.15, 0.1, 0.05])
+    uniforms = (np.arange(256) + 0.5) / 256
+    # min-p first would leave 0.59, 0.24, 0.18, of which two reach 0.8.
+    tokens, _ = draws(logits, uniforms, top_p=0.8, min_p=0.25)
+    assert set(tokens.tolist()) == {0, 1, 2}
+    # top-p first would leave three, of which top-k keeps two; after top-k the first has 0.714.
+    tokens, logprobs = draws(logits, uniforms, top_k=2, top_p=0.71)
+    assert set(tokens.tolist()) == {0}
+    np.testing.assert_allclose(logprobs, 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.999}, {"min_p": 0.001}], ids=str)
+@pytest.mark.parametrize("vocab", [3, 256, 300, 1024])
+def test_never_a_token_of_probability_zero(options, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=(64, vocab)) * 30  # most weights underflow
+    logits[:, rng.random(vocab) < 0.5] = -np.inf
+    logits[:, vocab // 2] = 0.0
+    logits[:, vocab // 2 + 1 :] = -np.inf
+    for uniform in (0.0, 0.5, ALMOST_ONE):
+        tokens, logprobs = draw(logits, np.full(64, uniform), **options)
+        assert ((tokens >= 0) & (tokens <= vocab // 2)).all()
+        assert np.isfinite(logits[np.arange(64), tokens]).all()
+        assert np.isfinite(logprobs).all()
+        assert (logprobs <= 1e-6).all()
+
+
+def test_a_single_possible_token():
+    logits = np.full((1, 600), -np.inf)
+    logits[0, 511] = -3.0
+    for options in FILTERS:
+        tokens, logprobs = draw(logits, [ALMOST_ONE], **options)
+        assert tokens.tolist() == [511]
+        assert logprobs.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_show_in_the_logprob(options, bad):
+    tokens, logprobs = draw([[0.0, bad, 1.0]], [0.5], **options)
+    assert 0 <= tokens[0] < 3
+    assert np.isnan(logprobs[0])
+
+
+def test_no_sort_without_top_k():
+    def primitives(**options):
+        return str(
+            jax.make_jaxpr(lambda l, u: sample(l, u, **OFF | options))(jnp.zeros((2, 300)), jnp.zeros(2))
+        )
+
+    for options in ({}, {"min_p": 0.1}, {"top_p": 0.9}, {"top_k": 300}):
+        assert "sort[" not in primitives(**options)
+        assert "top_k[" not in primitives(**options)
+    assert "top_k[" in primitives(top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature >= 0, got -1.0"),
+        ({"top_k": -1}, "top_k >= 0"),
+        ({"top_p": 0.0}, "top_p <= 1"),
+        ({"top_p": 1.5}, "got 1.5"),
+        ({"min_p": 2.0}, "min_p <= 1"),
+        ({"temperature": float("nan")}, "got nan"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        draw([[0.0, 1.0]], [0.5], **options)
+
+
+def test_bad_shapes():
+    with pytest.raises(ValueError, match=r"got \(1, 2\) and \(2,\)"):
+        draw([[0.0, 1.0]], [0.5, 0.5])
+
+
+def test_uniforms_depend_on_seed_step_sequence_and_position_alone():
+    ids, positions = np.array([5, 9, 5, 70_000]), np.array([0, 0, 3, 11])
+    together = np.asarray(token_uniforms(1, 2, ids, positions))
+    for row, value in enumerate(together):
+        alone = token_uniforms(1, 2, ids[row : row + 1], positions[row : row + 1])
+        assert alone[0] == value
+    reverse = token_uniforms(1, 2, ids[::-1], positions[::-1])
+    np.testing.assert_array_equal(reverse, together[::-1])
+    np.testing.assert_array_equal(jax.jit(token_uniforms)(1, 2, ids, positions), together)
+
+
+def test_uniforms_differ_where_anything_differs():
+    one = np.array([1])
+    values = [
+        token_uniforms(*arguments)[0]
+        for arguments in [
+            (0, 0, one, one),
+            (1, 0, one, one),
+            (0, 1, one, one),
+            (0, 0, one + 1, one),
+            (0, 0, one, one + 1),
+        ]
+    ]
+    assert len({float(v) for v in values}) == 5
+
+
+def test_uniforms_are_uniform():
+    ids, positions = (axis.ravel() for axis in np.meshgrid(np.arange(100), np.arange(100)))
+    values = np.asarray(token_uniforms(0, 0, ids, positions))
+    assert values.dtype == np.float32
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert stats.kstest(values, "uniform").pvalue > 1e-3
