@@ -30,7 +30,9 @@ from quatrain.models.layers import (
 from quatrain.models.params import Params
 
 Angles = tuple[jax.Array, jax.Array]
-LayerCache = tuple[jax.Array, jax.Array]
+KeysValues = tuple[jax.Array, jax.Array]
+Cached = tuple[jax.Array, jax.Array, jax.Array | int]
+"""Keys and values of a layer, and the first column to write."""
 
 
 def forward(
@@ -62,19 +64,21 @@ def forward(
     masks = _masks(arch, positions, segment_ids, cache)
     angles = _angles(arch, positions)
 
-    new_caches = []
+    run = partial(_layer, arch=arch)
+    written = []
     for i, layer in enumerate(params["layers"]):
         kind = arch.layer_types[i]
-        run = partial(_layer, arch=arch, cache_start=cache_start)
-        layer_cache = None if cache is None else (cache.keys[i], cache.values[i])
-        x_BTD, layer_cache = (jax.checkpoint(run) if remat else run)(
-            x_BTD, layer, angles[kind], masks[kind], layer_cache
+        cached = None
+        if cache is not None and cache_start is not None:
+            cached = cache.keys[i], cache.values[i], cache_start
+        x_BTD, keys_values = (jax.checkpoint(run) if remat else run)(
+            x_BTD, layer, angles[kind], masks[kind], cached
         )
-        new_caches.append(layer_cache)
+        written.append(keys_values)
     hidden_BTD = rms_norm(x_BTD, params["final_norm"], arch.norm_eps, arch.norm_offset)
     if cache is None:
         return hidden_BTD, None
-    keys, values = zip(*new_caches, strict=True)
+    keys, values = zip(*written, strict=True)
     return hidden_BTD, KVCache(keys, values, cache.positions)
 
 
@@ -93,19 +97,15 @@ def _layer(
     layer: Layer,
     angles: Angles,
     mask_BTS: jax.Array,
-    layer_cache: LayerCache | None,
-    *,
+    cached: Cached | None,
     arch: Architecture,
-    cache_start: jax.Array | int | None,
-) -> tuple[jax.Array, LayerCache | None]:
+) -> tuple[jax.Array, KeysValues | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them."""
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    y_BTD, layer_cache = _attend(
-        norm(x_BTD, layer["attention_norm"]), layer, angles, mask_BTS, layer_cache, arch, cache_start
-    )
+    y_BTD, written = _attend(norm(x_BTD, layer["attention_norm"]), layer, angles, mask_BTS, cached, arch)
     x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
     y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
-    return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD), layer_cache
+    return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD), written
 
 
 def _attend(
@@ -113,10 +113,10 @@ def _attend(
     layer: Layer,
     angles: Angles,
     mask_BTS: jax.Array,
-    layer_cache: LayerCache | None,
+    cached: Cached | None,
     arch: Architecture,
-    cache_start: jax.Array | int | None,
-) -> tuple[jax.Array, LayerCache | None]:
+) -> tuple[jax.Array, KeysValues | None]:
+    """Attention over the tokens themselves, or over a layer's cache after they are written to it."""
     B, T, _ = x_BTD.shape
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
     q_BTNH = linear(x_BTD, layer, "q").reshape(B, T, arch.num_heads, arch.head_dim)
@@ -125,11 +125,13 @@ def _attend(
     if arch.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, layer["q_norm"]), norm(k_BTKH, layer["k_norm"])
     q_BTNH, k_BTKH = rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles)
-    if layer_cache is not None and cache_start is not None:
-        layer_cache = write(layer_cache[0], k_BTKH, cache_start), write(layer_cache[1], v_BTKH, cache_start)
-    k_BSKH, v_BSKH = (k_BTKH, v_BTKH) if layer_cache is None else layer_cache
-    y_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, arch.attention_softcap)
-    return linear(y_BTNH.reshape(B, T, -1), layer, "o"), layer_cache
+    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    if cached is not None:
+        keys, values, start = cached
+        k_BKSH, v_BKSH = write(keys, k_BKSH, start, axis=2), write(values, v_BKSH, start, axis=2)
+    y_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, mask_BTS, arch.attention_softcap)
+    y_BTD = linear(y_BTNH.reshape(B, T, -1), layer, "o")
+    return y_BTD, None if cached is None else (k_BKSH, v_BKSH)
 
 
 def _write_positions(
@@ -142,7 +144,7 @@ def _write_positions(
             f"cache_start {cache_start}, {columns} columns, {tokens} tokens: make the cache longer"
         )
     new = jnp.where(segment_ids != 0, positions, -1)
-    return KVCache(cache.keys, cache.values, write(cache.positions, new, cache_start))
+    return KVCache(cache.keys, cache.values, write(cache.positions, new, cache_start, axis=1))
 
 
 def _masks(

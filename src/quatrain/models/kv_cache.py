@@ -20,8 +20,9 @@ from quatrain.models.families import Architecture
 class KVCache:
     """Columns of keys and values; a column may hold another position in each row.
 
-    `keys`, `values`: one [B, S, KV, H] array per layer. `positions`: [B, S] int32, -1 where a column is
-    empty or padding. A row holds one sequence.
+    `keys`, `values`: one [B, KV, S, H] array per layer, heads before columns so that a decode step is a
+    plain product per head, with no transpose of the cache. `positions`: [B, S] int32, -1 where a column
+    is empty or padding. A row holds one sequence.
     """
 
     keys: tuple[jax.Array, ...]
@@ -31,11 +32,11 @@ class KVCache:
 
 def init_cache(arch: Architecture, batch: int, length: int, dtype: DTypeLike = jnp.float32) -> KVCache:
     """An empty cache for `batch` rows of `length` columns."""
-    shape = (batch, length, arch.num_kv_heads, arch.head_dim)
+    shape = (batch, arch.num_kv_heads, length, arch.head_dim)
     keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(arch.num_layers)) for _ in range(2))
     return KVCache(keys, values, jnp.full((batch, length), -1, jnp.int32))
 
 
-def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int) -> jax.Array:
-    """`buffer` [B, S, ...] with `new` [B, T, ...] at columns start..start+T, the same in each row."""
-    return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=1)
+def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
+    """`buffer` with `new` at start, start+1, ... along `axis`, the same columns in each row."""
+    return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)
