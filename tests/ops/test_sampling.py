@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from quatrain.ops.sampling import sample, token_uniforms
@@ -14,10 +12,12 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ALMOST_ONE = np.float32(1 - 2**-24)
 
 
+compiled_sample = jax.jit(sample, static_argnames=("temperature", "top_k", "top_p", "min_p"))
+
+
 def draw(logits, uniforms, **options):
-    tokens, logprobs = sample(
-        jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), **OFF | options
-    )
+    logits, uniforms = jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32)
+    tokens, logprobs = compiled_sample(logits, uniforms, **OFF | options)
     assert tokens.dtype == jnp.int32
     assert logprobs.dtype == jnp.float32
     return np.asarray(tokens), np.asarray(logprobs)
@@ -80,7 +80,7 @@ def test_chi_squared(options):
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [1, 12, 256, 257, 700])
+@pytest.mark.parametrize("vocab", [1, 700])
 def test_evenly_spread_uniforms_give_the_distribution_itself(options, vocab):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
     uniforms = (np.arange(4096) + 0.5) / 4096
@@ -91,25 +91,30 @@ def test_evenly_spread_uniforms_give_the_distribution_itself(options, vocab):
     np.testing.assert_allclose(logprobs, np.log(probs[tokens]), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    logits=st.lists(st.integers(-4, 4), min_size=9, max_size=9),
-    top_k=st.sampled_from([0, 1, 3, 9, 50]),
-    top_p=st.sampled_from([1.0, 0.999, 0.83, 0.37, 1e-6]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 3},
+        {"top_p": 0.83},
+        {"top_p": 0.37},
+        {"min_p": 0.3},
+        {"top_k": 6, "top_p": 0.999, "min_p": 0.02},
+    ],
+    ids=str,
 )
-def test_ties_go_to_the_lower_id(logits, top_k, top_p, min_p):
-    logits = np.array(logits, np.float64)
-    uniforms = (np.arange(512) + 0.5) / 512
-    tokens, logprobs = draws(logits, uniforms, top_k=top_k, top_p=top_p, min_p=min_p)
-    probs = expected_probs(logits, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert np.abs(np.bincount(tokens, minlength=9) - probs * 512).max() < 1.01
-    np.testing.assert_allclose(logprobs, np.log(probs[tokens]), rtol=1e-4, atol=1e-5)
+def test_ties_go_to_the_lower_id(options):
+    rows = np.random.default_rng(5).integers(-2, 3, (40, 9)).astype(np.float64)
+    uniforms = np.tile((np.arange(256) + 0.5) / 256, 40)
+    tokens, logprobs = draw(np.repeat(rows, 256, axis=0), uniforms, **options)
+    for logits, drawn, logprob in zip(rows, tokens.reshape(40, 256), logprobs.reshape(40, 256), strict=True):
+        probs = expected_probs(logits, **options)
+        assert np.abs(np.bincount(drawn, minlength=9) - probs * 256).max() < 1.01
+        np.testing.assert_allclose(logprob, np.log(probs[drawn]), rtol=1e-4, atol=1e-5)
 
 
 def test_nucleus_is_the_smallest_set_that_reaches_the_mass():
     uniforms = (np.arange(64) + 0.5) / 64
-    for top_p, kept in [(1e-9, 1), (0.124, 1), (0.125, 1), (0.126, 2), (0.5, 4), (0.501, 5), (0.999, 8)]:
+    for top_p, kept in [(1e-9, 1), (0.125, 1), (0.126, 2), (0.5, 4), (0.999, 8)]:
         tokens, _ = draws(np.zeros(8), uniforms, top_p=top_p)
         assert set(tokens.tolist()) == set(range(kept)), top_p
     tokens, logprobs = draws(np.log([0.25, 0.5, 0.125, 0.125]), uniforms, top_p=0.75)
@@ -130,7 +135,7 @@ def test_order_of_the_filters():
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.999}, {"min_p": 0.001}], ids=str)
-@pytest.mark.parametrize("vocab", [3, 256, 300, 1024])
+@pytest.mark.parametrize("vocab", [3, 300])
 def test_never_a_token_of_probability_zero(options, vocab):
     rng = np.random.default_rng(vocab)
     logits = rng.normal(size=(64, vocab)) * 30  # most weights underflow

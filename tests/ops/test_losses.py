@@ -1,0 +1,135 @@
+"""Clipped policy loss and token weights, against numbers worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from quatrain.ops.losses import LOSS_AGGREGATIONS, ppo_clip, token_weights
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
+
+
+def losses(ratios, advantages, **options):
+    old = jnp.full(len(ratios), -1.5)
+    logprobs = old + jnp.log(jnp.asarray(ratios, jnp.float32))
+    advantages = jnp.asarray(advantages, jnp.float32)
+
+    def total(logprobs):
+        loss, hits = ppo_clip(logprobs, old, advantages, **CLIP | options)
+        return loss.sum(), (loss, hits)
+
+    gradient, (loss, hits) = jax.grad(total, has_aux=True)(logprobs)
+    assert all(h.dtype == jnp.float32 for h in hits.values())
+    return np.asarray(loss), np.asarray(gradient), {name: np.asarray(h).tolist() for name, h in hits.items()}
+
+
+def test_positive_advantages_are_clipped_above():
+    loss, gradient, hits = losses([0.5, 1.0, 1.25, 2.0], [2.0, 2.0, 2.0, 2.0])
+    np.testing.assert_allclose(loss, [-1.0, -2.0, -2.5, -2.6], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-1.0, -2.0, -2.5, 0.0], rtol=1e-6)
+    assert hits == {"clip_low": [0, 0, 0, 0], "clip_high": [0, 0, 0, 1], "clip_dual": [0, 0, 0, 0]}
+
+
+def test_negative_advantages_are_clipped_below():
+    loss, gradient, hits = losses([0.5, 0.9, 1.0, 6.0], [-1.0, -1.0, -1.0, -1.0])
+    np.testing.assert_allclose(loss, [0.8, 0.9, 1.0, 6.0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0.0, 0.9, 1.0, 6.0], rtol=1e-6)
+    assert hits == {"clip_low": [1, 0, 0, 0], "clip_high": [0, 0, 0, 0], "clip_dual": [0, 0, 0, 0]}
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    loss, gradient, hits = losses([0.5, 2.0, 6.0, 6.0], [-2.0, -2.0, -2.0, 2.0], dual_clip=3.0)
+    np.testing.assert_allclose(loss, [1.6, 4.0, 6.0, -2.6], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0.0, 4.0, 0.0, 0.0], rtol=1e-6)
+    assert hits == {"clip_low": [1, 0, 0, 0], "clip_high": [0, 0, 0, 1], "clip_dual": [0, 0, 1, 0]}
+
+
+def test_ratio_one_has_the_gradient_of_reinforce_even_without_room():
+    loss, gradient, hits = losses([1.0, 1.0, 1.0], [3.0, -3.0, 0.0], clip_low=0.0, clip_high=0.0)
+    np.testing.assert_array_equal(loss, [-3.0, 3.0, 0.0])
+    np.testing.assert_array_equal(gradient, [-3.0, 3.0, 0.0])
+    assert not any(sum(hit) for hit in hits.values())
+
+
+def test_log_ratios_stop_at_twenty():
+    logprobs, old = jnp.array([0.0, -5000.0, 0.0]), jnp.array([-5000.0, 0.0, -5000.0])
+    advantages = jnp.array([-1.0, 1.0, 0.0])
+    loss, _ = ppo_clip(logprobs, old, advantages, **CLIP)
+    np.testing.assert_allclose(loss, [np.exp(20), -np.exp(-20), 0.0], rtol=1e-5)
+    gradient = jax.grad(lambda x: ppo_clip(x, old, advantages, **CLIP)[0].sum())(logprobs)
+    np.testing.assert_array_equal(gradient, [0.0, 0.0, 0.0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    log_ratio=hnp.arrays(np.float32, 8, elements=st.floats(-3, 3, width=32)),
+    advantages=hnp.arrays(np.float32, 8, elements=st.floats(-3, 3, width=32)),
+    dual_clip=st.sampled_from([None, 1.5, 3.0]),
+)
+def test_equals_the_max_and_min_of_the_papers(log_ratio, advantages, dual_clip):
+    loss, _ = ppo_clip(
+        jnp.asarray(log_ratio),
+        jnp.zeros(8),
+        jnp.asarray(advantages),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=dual_clip,
+    )
+    ratio = np.exp(log_ratio.astype(np.float64))
+    expected = np.maximum(-ratio * advantages, -np.clip(ratio, 0.8, 1.3) * advantages)
+    if dual_clip is not None:
+        expected = np.where(advantages < 0, np.minimum(expected, -dual_clip * advantages), expected)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+MASK = np.array([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)  # n = 3, 1, 0; N = 4; B' = 2
+
+
+@pytest.mark.parametrize(
+    ("name", "first_row", "second_row"),
+    [
+        ("token_mean", 1 / 4, 1 / 4),
+        ("seq_mean_token_mean", 1 / 6, 1 / 2),
+        ("seq_mean_token_sum", 1 / 2, 1 / 2),
+        ("seq_mean_token_sum_norm", 1 / 20, 1 / 20),  # L = 10
+    ],
+)
+def test_token_weights(name, first_row, second_row):
+    weights = token_weights(name, MASK, 10)
+    expected = [[0, first_row, first_row, first_row], [0, 0, second_row, 0], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(weights, np.array(expected, np.float32))
+    assert weights.dtype == np.float32
+
+
+@given(mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6)))
+def test_rows_without_completion_tokens_change_nothing(mask):
+    padded = np.concatenate([mask, np.zeros((3, mask.shape[1]), bool)])
+    for name in LOSS_AGGREGATIONS:
+        weights = token_weights(name, mask, 6)
+        assert not weights[~mask].any()
+        np.testing.assert_array_equal(token_weights(name, padded, 6)[: len(mask)], weights)
+        if name.endswith("token_mean") or name == "token_mean":
+            np.testing.assert_allclose(weights.sum(), float(mask.any()), rtol=1e-5)
+
+
+def test_weights_of_many_tokens_are_exact():
+    weights = token_weights("token_mean", np.ones((300, 70_001), bool), 1)
+    assert weights[0, 0] == np.float32(1 / (300 * 70_001))
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "longest", "message"),
+    [
+        ("mean", MASK, 4, "unknown loss aggregation 'mean'; use one of token_mean, seq_mean_token_mean"),
+        ("token_mean", MASK.astype(np.float32), 4, r"bool \[B, T\], got float32 \(3, 4\)"),
+        ("token_mean", MASK[0], 4, r"got bool \(4,\)"),
+        ("token_mean", MASK, 0, "at least 1, got 0"),
+    ],
+)
+def test_bad_input(name, mask, longest, message):
+    with pytest.raises(ValueError, match=message):
+        token_weights(name, mask, longest)
