@@ -39,13 +39,14 @@ def small_arch(tokenizer):
 
 @pytest.fixture(scope="session")
 def small_params(small_arch):
-    # Larger than a usual initialisation, so that distributions are far from uniform.
-    return jax.tree.map(lambda x: x * 3.0, init_params(small_arch, jax.random.key(7)))
+    params = init_params(small_arch, jax.random.key(7))
+    # Logits of standard deviation about 1.5: far from uniform, and well conditioned in float32.
+    return {**params, "embed": params["embed"] * 1.5}
 
 
 @pytest.fixture
 def make_batch(small_arch):
-    """make_batch(seed, groups, n) -> AdvantagedBatch of random ragged sequences, completions of 0 to 9 tokens."""
+    """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens."""
 
     def make(seed: int, groups: int = 4, n: int = 3, longest: int = 9) -> AdvantagedBatch:
         rng = np.random.default_rng(seed)

@@ -80,8 +80,6 @@ def _opened(resolved: Resolved, resume: str | None) -> Iterator[_Run]:
         run_config=config.model_dump(mode="json"),
     )
     try:
-        if folder.note:
-            report.event(folder.note)
         yield _Run(config, folder, report)
     finally:
         report.close()

@@ -1,8 +1,15 @@
 import re
+from collections import Counter
 
 import pytest
 
-from quatrain.data.builtin import HELDOUT_ROWS, MAX_OPERAND, builtin_rows, builtin_tokenizer
+from quatrain.data.builtin import (
+    DEMONSTRATED_RIGHT,
+    HELDOUT_ROWS,
+    MAX_OPERAND,
+    builtin_rows,
+    builtin_tokenizer,
+)
 from quatrain.reward.functions import has_format
 
 TRAIN, HELDOUT = "arithmetic", "arithmetic-heldout"
@@ -18,12 +25,12 @@ def texts(rows):
 
 def test_the_rows():
     train, heldout = builtin_rows(TRAIN), builtin_rows(HELDOUT)
-    assert len(train) == 3712
+    assert len(train) == 1088
     assert len(heldout) == HELDOUT_ROWS == 200
     assert train[0] == {
-        "prompt": [{"role": "user", "content": "Mia has 5 apples and gets 8 more. How many now?"}],
-        "answer": "13",
-        "completion": "<think>5+8=13</think>\n<answer>13</answer>",
+        "prompt": [{"role": "user", "content": "Sam has 5 cards and gives away 3. How many now?"}],
+        "answer": "2",
+        "completion": "<think>5-3=3</think>\n<answer>3</answer>",
     }
 
 
@@ -32,24 +39,30 @@ def test_no_text_is_in_both_parts_and_every_held_out_fact_is_trained():
     assert not set(texts(train)) & set(texts(heldout))
     assert len(set(texts(train + heldout))) == len(train) + len(heldout)
     assert facts(heldout) <= facts(train)
-    assert len(facts(train)) == 116
+    assert len(facts(train)) == len(facts(heldout)) == 34
 
 
-def test_demonstrations_are_right():
-    for row in builtin_rows(TRAIN) + builtin_rows(HELDOUT):
+def test_demonstrations_have_the_right_form_and_a_careless_result():
+    rows = builtin_rows(TRAIN) + builtin_rows(HELDOUT)
+    off_by = Counter()
+    for row in rows:
         a, op, b, c, answer = re.fullmatch(
             r"<think>(\d+)([+-])(\d+)=(\d+)</think>\n<answer>(\d+)</answer>", row["completion"]
         ).groups()
-        assert int(c) == (int(a) + int(b) if op == "+" else int(a) - int(b)) >= 0
-        assert c == answer == row["answer"]
+        assert int(row["answer"]) == (int(a) + int(b) if op == "+" else int(a) - int(b)) >= 0
+        assert c == answer
+        off_by[int(answer) - int(row["answer"])] += 1
         assert re.findall(r"\d+", row["prompt"][0]["content"]) == [a, b]
         assert max(int(a), int(b)) <= MAX_OPERAND
         assert has_format(row["completion"])
+    assert set(off_by) == {-1, 0, 1}
+    assert off_by[0] / len(rows) == pytest.approx(DEMONSTRATED_RIGHT, abs=0.03)
+    assert min(off_by[1], off_by[-1]) > off_by[0]  # so the likeliest demonstrated result is a wrong one
 
 
 def test_callers_cannot_change_the_rows():
     builtin_rows(TRAIN)[0]["answer"] = "changed"
-    assert builtin_rows(TRAIN)[0]["answer"] == "13"
+    assert builtin_rows(TRAIN)[0]["answer"] == "2"
 
 
 def test_another_name_is_an_error():

@@ -198,7 +198,7 @@ def test_head_is_in_file_order(stream):
 
 def test_the_built_in_task(tokenizer):
     source = load("builtin:arithmetic", tokenizer, {"answer": "the reward `correct`"})
-    assert len(source) == 3712
+    assert len(source) == 1088
     (prompt,) = source.batch(0, 1)
     assert decoded(tokenizer, [prompt])[0] == f"<|user|>{prompt.text[0]['content']}<|assistant|>"
     assert set(prompt.columns) == {"answer", "completion"}
@@ -212,7 +212,7 @@ def test_demonstrations(tokenizer):
         np.testing.assert_array_equal(demonstration.prompt_ids, prompt.input_ids)
         assert demonstration.completion_ids.dtype == np.int32
         assert tokenizer.decode(demonstration.completion_ids) == prompt.columns["completion"] + "<|end|>"
-    assert len(source) == 3712
+    assert len(source) == 1088
 
 
 @pytest.mark.parametrize(

@@ -130,5 +130,5 @@ def test_the_hub_without_a_network(monkeypatch):
         raise ConnectionError("no route")
 
     fake_datasets(monkeypatch, load_dataset)
-    with pytest.raises(ValueError, match="ConnectionError: no route.*or give a local file"):
+    with pytest.raises(ValueError, match=r"ConnectionError: no route.*or give a local file"):
         read_rows("openai/gsm8k:main")

@@ -41,7 +41,7 @@ def batch(completions=("four", "4 \u00e9\ud83d")):
         rollout_logprobs=np.where(completion, -0.5, 0).astype(np.float32),
         policy_version=np.where(completion, 0, -1).astype(np.int32),
         finish_reason=np.array(["length", "stop"]),
-        group_ids=np.array([7, 7]),
+        group_ids=np.array([7, 8]),
         prompts=("2+2?", ({"role": "user", "content": "2+2?"},)),
         completions=completions,
     )
@@ -83,7 +83,7 @@ def test_samples_show_what_happened_to_each_sequence(run):
             "completion_tokens": 2,
         },
         {
-            "group_id": 7,
+            "group_id": 8,
             "prompt": [{"role": "user", "content": "2+2?"}],
             "completion": "4 \u00e9\ud83d",
             "rewards": {"correct": None},

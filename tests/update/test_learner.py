@@ -9,7 +9,7 @@ from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.types import AdvantagedBatch
 from quatrain.update.batcher import TokenTable
-from quatrain.update.gradient import Policy
+from quatrain.update.gradient import Policy, table_logprobs
 from quatrain.update.learner import Learner, TooManyBadSteps
 
 
@@ -21,7 +21,8 @@ def make_learner(small_arch):
         config = UpdateConfig(
             mini_batch_size=mini_batch_size, micro_batch_size=micro_batch_size, **(update or {})
         )
-        optimizer = OptimizerConfig(**{"name": "sgd", "learning_rate": 0.5, "beta1": 0.0, **(optimizer or {})})
+        defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
+        optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
         return Learner(
             Policy(small_arch, temperature=0.8, remat=False),
             config,
@@ -48,7 +49,8 @@ def _changes(before, after) -> float:
 
 def _logprobs(learner: Learner, params, batch: AdvantagedBatch) -> np.ndarray:
     r = batch.rollouts
-    return learner.logprobs(params, TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {}))
+    table = TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {})
+    return table_logprobs(params, table, policy=learner.policy, rows_per_batch=7)
 
 
 def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arch, small_params):
@@ -59,9 +61,7 @@ def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arc
     all_logprobs = jax.nn.log_softmax(logits(small_params, small_arch, hidden)[:, :-1] / 0.8)
     picked = np.take_along_axis(np.asarray(all_logprobs), r.input_ids[:, 1:, None], axis=2)[..., 0]
     expected = np.where(r.completion_mask, np.pad(picked, ((0, 0), (1, 0))), 0)
-    np.testing.assert_allclose(
-        _logprobs(make_learner(), small_params, batch), expected, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(_logprobs(make_learner(), small_params, batch), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_makes_good_completions_likelier(make_learner, make_batch, small_params):

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # The difficulty: every (first, operator, second) with both operands up to MAX_OPERAND and a result >= 0 is a
-# fact to learn; names, objects and sentences are the clutter around it.
-MAX_OPERAND = 9
+# fact to learn; names, objects and sentences are the clutter around it. The demonstrations come from a
+# careless solver: the form is always right, the result off by one in most of them. Imitation alone cannot
+# reach a good accuracy, so what reinforcement adds can be seen.
+MAX_OPERAND = 5
+DEMONSTRATED_RIGHT = 0.25  # share of demonstrations with the right result
 TRAIN_ROWS_PER_FACT = 32
 HELDOUT_ROWS = 200
 HELDOUT_SHARE = 8  # one text in so many is held out
@@ -92,8 +95,17 @@ def _texts(a: int, op: str, b: int) -> list[str]:
 
 def _row(text: str, a: int, op: str, b: int) -> dict[str, Any]:
     answer = a + b if op == "+" else a - b
-    completion = f"<think>{a}{op}{b}={answer}</think>\n<answer>{answer}</answer>"
+    shown = _careless(answer, _hash(f"careless {text}"))
+    completion = f"<think>{a}{op}{b}={shown}</think>\n<answer>{shown}</answer>"
     return {"prompt": [{"role": "user", "content": text}], "answer": str(answer), "completion": completion}
+
+
+def _careless(answer: int, draw: int) -> int:
+    """The right answer or a neighbour of it (never below 0), as `draw`, a uniform 64-bit number, decides."""
+    fraction = draw / 2**64
+    if fraction < DEMONSTRATED_RIGHT:
+        return answer
+    return answer - 1 if answer and fraction > (1 + DEMONSTRATED_RIGHT) / 2 else answer + 1
 
 
 def _hash(text: str) -> int:

@@ -58,6 +58,8 @@ class Report:
         for handler in self._handlers:
             _root_log.addHandler(handler)
         _root_log.setLevel(logging.INFO)
+        # Libraries install a root handler of their own, which would say everything twice.
+        _root_log.propagate = False
         if run_dir.note:
             self.event(run_dir.note)
         if config.wandb in ("online", "offline"):
@@ -105,6 +107,7 @@ class Report:
         for handler in self._handlers:
             _root_log.removeHandler(handler)
             handler.close()
+        _root_log.propagate = True
         self._services, self._handlers = [], []
 
     def _draw(self) -> None:

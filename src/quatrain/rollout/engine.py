@@ -42,7 +42,7 @@ class RolloutEngine:
     """Samples completions from the weights it was last handed.
 
     `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
-    run's. Raises ValueError for a prompt without tokens.
+    run's.
     """
 
     def __init__(
@@ -85,13 +85,10 @@ class RolloutEngine:
         """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
 
         `step` is the training step that the randomness is derived from. An empty list gives an empty
-        batch. Raises ValueError for a prompt without tokens, AssertionError before `sync_weights`.
+        batch. Raises AssertionError before `sync_weights`.
         """
         assert self._params is not None, "sync_weights comes before generate"
         spec = sampling or self.sampling
-        empty = [p.group_id for p in prompts if not len(p.input_ids)]
-        if empty:
-            raise ValueError(f"a prompt needs at least one token; prompt {empty[0]} has none: check its text")
         compilations = num_compilations()
         began = time.perf_counter()
         state, draw = self._start(prompts, spec, step)
@@ -206,10 +203,8 @@ class RolloutEngine:
             "group_ids": np.array([p.group_id for p in sources], np.int64),
             "prompts": tuple(p.text for p in sources),
             "completions": tuple(
-                self.tokenizer.batch_decode(
-                    [row[:length].tolist() for row, length in zip(decoded.tokens, decoded.lengths)],
-                    skip_special_tokens=True,
-                )
+                self.tokenizer.decode(row[:length].tolist(), skip_special_tokens=True)
+                for row, length in zip(decoded.tokens, decoded.lengths)
             ),
             "columns": {name: tuple(p.columns[name] for p in sources) for name in names},
         }

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture
 from quatrain.ops.logprobs import default_chunk, token_logprobs
 from quatrain.types import Metric
-from quatrain.update.batcher import MicroBatch
+from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches
 
 TokenMetrics = dict[str, jax.Array]
 Objective = Callable[[jax.Array, jax.Array, MicroBatch], tuple[jax.Array, TokenMetrics, TokenMetrics]]
@@ -62,6 +63,17 @@ class Policy:
 def score(params: Any, batch: MicroBatch, *, policy: Policy) -> jax.Array:
     """[R, K] float32 log-probabilities of a micro-batch's scored tokens; forward only."""
     return jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
+
+
+def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, rows_per_batch: int) -> np.ndarray:
+    """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
+    result = np.zeros(table.completion_mask.shape, np.float32)
+    for rows, batch in micro_batches(table, rows_per_batch):
+        scored = np.asarray(score(params, batch, policy=policy))[: len(rows)]
+        part = np.zeros((len(rows), result.shape[1]), np.float32)
+        part[table.completion_mask[rows]] = scored[np.asarray(batch.mask)[: len(rows)]]
+        result[rows] = part
+    return result
 
 
 def _weighted_loss(

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from quatrain.update.gradient import (
     TokenMetrics,
     init_optimizer,
     optimizer_step,
-    score,
+    table_logprobs,
 )
 from quatrain.update.optimizer import build_optimizer, learning_rate
 
@@ -169,25 +170,16 @@ class Learner:
 
     def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
         rollouts = batch.rollouts
+        logprobs = partial(table_logprobs, policy=self.policy, rows_per_batch=self.logprob_batch_size)
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
         if self.config.old_logprobs == "rollout":
             table = table.with_columns(old_logprobs=rollouts.rollout_logprobs)
         elif not on_policy:
-            table = table.with_columns(old_logprobs=self.logprobs(params, table))
+            table = table.with_columns(old_logprobs=logprobs(params, table))
         if self.config.kl_coef:
-            table = table.with_columns(ref_logprobs=self.logprobs(self.reference, table))
+            table = table.with_columns(ref_logprobs=logprobs(self.reference, table))
         return table
-
-    def logprobs(self, params: Any, table: TokenTable) -> np.ndarray:
-        """[B, T] float32 log-probabilities of every completion token under `params`; 0 elsewhere."""
-        result = np.zeros(table.completion_mask.shape, np.float32)
-        for rows, micro in micro_batches(table, self.logprob_batch_size):
-            scored = np.asarray(score(params, micro, policy=self.policy))
-            part = np.zeros((len(rows), result.shape[1]), np.float32)
-            part[table.completion_mask[rows]] = scored[: len(rows)][micro.mask[: len(rows)]]
-            result[rows] = part
-        return result
 
     def _optimizer_step(
         self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals
