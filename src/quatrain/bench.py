@@ -5,7 +5,6 @@ Runs real training steps into a temporary folder, drops the first (it compiles) 
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from dataclasses import replace
@@ -49,8 +48,3 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
         train(replace(resolved, config=config))
         rows = [row for row in read_metrics(Path(folder) / "bench" / "metrics.jsonl") if row["step"] > 1]
     return {name: statistics.median(row[name] for row in rows) for name in MEASURES}
-
-
-def show(medians: dict[str, float]) -> str:
-    """The medians as one JSON object, three digits after the point."""
-    return json.dumps({name: round(value, 3) for name, value in medians.items()}, indent=2)

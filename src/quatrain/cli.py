@@ -6,6 +6,7 @@ inside the commands, so help and configuration answer at once.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -118,16 +119,16 @@ def evaluate(config: ConfigArgument = None, set_: SetOption = None) -> None:
     resolved = _resolve(config, set_)
     from quatrain.evaluate import evaluate_run
 
-    evaluate_run(resolved)
+    _print_numbers(evaluate_run(resolved))
 
 
 @app.command(epilog=_examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
 def sft(config: ConfigArgument = None, set_: SetOption = None) -> None:
     """Train on demonstrations: the supervised warm start by itself."""
     resolved = _resolve(config, set_)
-    from quatrain.sft import sft as run
+    from quatrain.train import supervise
 
-    run(resolved)
+    supervise(resolved)
 
 
 @app.command(
@@ -148,15 +149,19 @@ def config(
     _print_config(_resolve(config, set_), as_json=as_json)
 
 
-@app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run/checkpoints/50 exported/"))
+@app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run exported/ --step 50"))
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    step: Annotated[
+        int | None, typer.Option(show_default=False, help="Training step of the checkpoint; the latest.")
+    ] = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""
     from quatrain.export import export as write
 
-    write(run, output)
+    found = write(run, output, step=step)
+    typer.echo(f"step {found} of {run} is in {output}")
 
 
 @app.command(epilog=_examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
@@ -169,7 +174,12 @@ def bench(
     resolved = _resolve(config, set_)
     from quatrain.bench import bench as run
 
-    run(resolved, steps)
+    _print_numbers(run(resolved, steps))
+
+
+def _print_numbers(numbers: dict[str, float]) -> None:
+    """One JSON object, three digits after the point."""
+    typer.echo(json.dumps({name: round(value, 3) for name, value in numbers.items()}, indent=2))
 
 
 def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:

@@ -33,7 +33,7 @@ def test_temperature_divides_the_logits():
     np.testing.assert_allclose(entropy, [0.5339616], rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6, 7, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 5, 7])
 def test_values_and_gradients_are_those_of_the_naive_formula(chunk):
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)

@@ -67,14 +67,12 @@ class Architecture:
     final_softcap: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
-    """`full_attention` or `sliding_attention` for each layer; () is made all full."""
+    """`full_attention` or `sliding_attention` for each layer; () means all full."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.layer_types:
-            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_layers)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -94,7 +92,7 @@ class Architecture:
         _require(even, "head_dim", "a positive even number", self.head_dim)
         known = self.activation in ACTIVATIONS
         _require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", self.activation)
-        typed = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(LAYER_TYPES)
+        typed = len(self.layer_types) in (0, self.num_layers) and set(self.layer_types) <= set(LAYER_TYPES)
         expected = f"{self.num_layers} entries out of {', '.join(LAYER_TYPES)}"
         _require(typed, "layer_types", expected, self.layer_types)
         if "sliding_attention" in self.layer_types:
@@ -107,9 +105,9 @@ class Architecture:
         """What queries are multiplied by before the dot product with keys."""
         return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
-    def window(self, layer: int) -> int | None:
-        """Sliding window of layer number `layer`, in tokens; None where it sees everything before."""
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+    def layer_type(self, layer: int) -> str:
+        """The type of layer number `layer`."""
+        return self.layer_types[layer] if self.layer_types else LAYER_TYPES[0]
 
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:

@@ -67,7 +67,7 @@ def forward(
     run = partial(_layer, arch=arch)
     written = []
     for i, layer in enumerate(params["layers"]):
-        kind = arch.layer_types[i]
+        kind = arch.layer_type(i)
         cached = None
         if cache is not None and cache_start is not None:
             cached = cache.keys[i], cache.values[i], cache_start
@@ -160,7 +160,7 @@ def _masks(
     windows = dict(zip(LAYER_TYPES, (None, arch.sliding_window), strict=True))
     return {
         kind: attention_mask(positions, keys, query_segments, key_segments, windows[kind])
-        for kind in sorted(set(arch.layer_types))
+        for kind in sorted(set(arch.layer_types or LAYER_TYPES[:1]))
     }
 
 

@@ -220,7 +220,7 @@ def _rope_type(parameters: Json, c: Json) -> str:
 
 
 def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...]]:
-    """The sliding window, None where no layer slides, and the type of each layer."""
+    """The sliding window and the type of each layer; None and () where no layer slides."""
     full, sliding = LAYER_TYPES
     layers = range(c["num_hidden_layers"])
     window = c.get("sliding_window")
@@ -233,7 +233,7 @@ def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...
     else:
         pattern = 2 if family == "gemma2" else c.get("sliding_window_pattern") or 6
         types = c.get("layer_types") or [sliding if (i + 1) % pattern else full for i in layers]
-    return (window if sliding in types else None), tuple(types)
+    return (window, tuple(types)) if set(types) != {full} else (None, ())
 
 
 def architecture_to_hf(arch: Architecture) -> Json:
@@ -265,9 +265,10 @@ def architecture_to_hf(arch: Architecture) -> Json:
         config["head_dim"] = arch.head_dim
     if arch.family == "llama":
         return {**config, "hidden_act": arch.activation, "mlp_bias": arch.mlp_bias}
-    config |= {"sliding_window": arch.sliding_window, "layer_types": list(arch.layer_types)}
+    layer_types = [arch.layer_type(i) for i in range(arch.num_layers)]
+    config |= {"sliding_window": arch.sliding_window, "layer_types": layer_types}
     if arch.family.startswith("qwen"):
-        full_first = [*arch.layer_types, LAYER_TYPES[1]].index(LAYER_TYPES[1])
+        full_first = [*layer_types, LAYER_TYPES[1]].index(LAYER_TYPES[1])
         return {
             **config,
             "hidden_act": arch.activation,

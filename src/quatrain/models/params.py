@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -93,15 +94,13 @@ def is_spec(leaf: object) -> bool:
 def init_params(arch: Architecture, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Random parameters for `arch`; the key of each is folded from its place in the tree."""
     specs, structure = jax.tree.flatten(param_specs(arch), is_leaf=is_spec)
-
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        return [_draw(spec, jax.random.fold_in(key, i), dtype) for i, spec in enumerate(specs)]
-
-    return jax.tree.unflatten(structure, draw(key))
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(specs)))
+    drawn = [_draw(keys[i], spec, jnp.dtype(dtype)) for i, spec in enumerate(specs)]
+    return jax.tree.unflatten(structure, drawn)
 
 
-def _draw(spec: ParamSpec, key: jax.Array, dtype: DTypeLike) -> jax.Array:
+@partial(jax.jit, static_argnames=("spec", "dtype"))
+def _draw(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
     if spec.init == "constant":
         return jnp.full(spec.shape, spec.scale, dtype)
     return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)

@@ -109,23 +109,32 @@ def _keep_nucleus(logits: jax.Array, top_p: float) -> jax.Array:
     """
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     goal = jnp.float32(top_p) * weights.sum(axis=-1, keepdims=True)
-    patterns = jax.lax.bitcast_convert_type(weights, jnp.int32)
+
+    def weight(pattern: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(pattern, jnp.float32)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # the mass at or above low reaches the goal, that above high does not
+        low, high = bounds  # the mass at or above low reaches the goal, that at or above high does not
         middle = low + (high - low) // 2
-        enough = jnp.where(patterns >= middle, weights, 0.0).sum(axis=-1, keepdims=True) >= goal
+        enough = jnp.where(weights >= weight(middle), weights, 0.0).sum(axis=-1, keepdims=True) >= goal
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-    least, _ = jax.lax.fori_loop(
-        0, 30, halve, (jnp.zeros_like(goal, jnp.int32), jnp.full_like(goal, one + 1, jnp.int32))
-    )
-    above, tied = patterns > least, patterns == least
+    above_one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1
+    bounds = (jnp.zeros_like(goal, jnp.int32), jnp.full_like(goal, above_one, jnp.int32))
+    least = weight(jax.lax.fori_loop(0, 30, halve, bounds)[0])
+    above, tied = weights > least, weights == least
     missing = goal - jnp.where(above, weights, 0.0).sum(axis=-1, keepdims=True)
-    num_tied = jnp.ceil(missing / jax.lax.bitcast_convert_type(least, jnp.float32)).astype(jnp.int32)
-    inside = above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= num_tied))
+    inside = above | (tied & (_running_count(tied) <= jnp.ceil(missing / least).astype(jnp.int32)))
     return jnp.where(inside, logits, -jnp.inf)
+
+
+def _running_count(flags: jax.Array) -> jax.Array:
+    """[B, W] cumulative sum of `flags` along each row, by blocks: half the time of one long sum on a CPU."""
+    rows, width = flags.shape
+    blocks = jnp.pad(flags, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
+    inside = jnp.cumsum(blocks, axis=-1, dtype=jnp.int32)
+    before = jnp.cumsum(inside[:, :, -1], axis=-1) - inside[:, :, -1]
+    return (inside + before[:, :, None]).reshape(rows, -1)[:, :width]
 
 
 def _invert_cdf(logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:

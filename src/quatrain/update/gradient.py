@@ -70,7 +70,7 @@ def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, rows_per_b
     result = np.zeros(table.completion_mask.shape, np.float32)
     for rows, batch in micro_batches(table, rows_per_batch):
         scored = np.asarray(score(params, batch, policy=policy))[: len(rows)]
-        part = np.zeros((len(rows), result.shape[1]), np.float32)
+        part = np.zeros((len(rows), table.input_ids.shape[1]), np.float32)
         part[table.completion_mask[rows]] = scored[np.asarray(batch.mask)[: len(rows)]]
         result[rows] = part
     return result
