@@ -222,3 +222,9 @@ def test_importing_the_scorer_is_light():
     heavy = "{'jax', 'math_verify', 'sympy', 'transformers'}"
     code = f"import sys, quatrain.reward.scorer; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_page_on_rewards_shows_the_example():
+    page = (EXAMPLE.parents[1] / "docs" / "reward.md").read_text()
+    shown = page.split("```python\n")[1].split("```")[0]
+    assert EXAMPLE.read_text().endswith(shown)
