@@ -1,0 +1,231 @@
+from dataclasses import replace
+
+import jax
+import pytest
+from goldens import CASES, read_golden
+
+from quatrain.models.families import (
+    FAMILIES,
+    architecture_from_hf,
+    architecture_to_hf,
+    builtin_architecture,
+    tensor_names,
+)
+from quatrain.models.params import is_spec, param_specs
+
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN25_05B = {
+    "model_type": "qwen2",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+GEMMA2_2B = {
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32768,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "eos_token_id": [1, 106],
+    "vocab_size": 262144,
+}
+REAL = {
+    "llama": LLAMA_32_1B,
+    "qwen2": QWEN25_05B,
+    "qwen3": QWEN3_06B,
+    "gemma2": GEMMA2_2B,
+    "gemma3_text": GEMMA3_1B,
+}
+
+
+def test_llama_config():
+    arch = architecture_from_hf(LLAMA_32_1B)
+    assert arch.rope_theta == 500000.0
+    assert arch.rope_scaling is not None
+    assert (arch.rope_scaling.kind, arch.rope_scaling.factor) == ("llama3", 32.0)
+    assert arch.rope_scaling.original_max_position == 8192
+    assert (arch.tie_embeddings, arch.qkv_bias, arch.norm_offset) == (True, False, 0.0)
+    assert arch.eos_token_ids == (128001, 128008, 128009)
+    assert arch.query_scale == 64**-0.5
+
+
+def test_qwen_config_slides_only_when_told():
+    arch = architecture_from_hf(QWEN25_05B)
+    assert (arch.qkv_bias, arch.output_bias, arch.head_dim) == (True, False, 64)
+    assert (arch.sliding_window, arch.layer_types, arch.layer_type(3)) == (None, (), "full_attention")
+    sliding = architecture_from_hf({**QWEN25_05B, "use_sliding_window": True})
+    assert sliding.sliding_window == 32768
+    assert sliding.layer_types == ("full_attention",) * 21 + ("sliding_attention",) * 3
+    assert [sliding.layer_type(i) for i in (20, 21)] == ["full_attention", "sliding_attention"]
+    assert architecture_from_hf(QWEN3_06B).qk_norm
+
+
+def test_gemma_config():
+    two, three = architecture_from_hf(GEMMA2_2B), architecture_from_hf(GEMMA3_1B)
+    assert two.layer_types[:3] == ("sliding_attention", "full_attention", "sliding_attention")
+    assert (two.attention_softcap, two.final_softcap, two.head_dim) == (50.0, 30.0, 256)
+    assert [i for i, kind in enumerate(three.layer_types) if kind == "full_attention"] == [5, 11, 17, 23]
+    assert (three.rope_theta, three.local_rope_theta) == (1e6, 1e4)
+    assert (three.attention_softcap, three.final_softcap, three.qk_norm) == (None, None, True)
+    assert (three.tie_embeddings, three.norm_offset, three.activation) == (True, 1.0, "gelu_pytorch_tanh")
+
+
+@pytest.mark.parametrize("family", REAL)
+def test_old_layout_and_that_of_transformers_5_agree(family):
+    from transformers import AutoConfig
+
+    new = AutoConfig.for_model(**REAL[family]).to_dict()
+    assert "rope_parameters" in new
+    assert "rope_theta" not in new
+    old = {key: value for key, value in REAL[family].items() if value is not None or key == "rope_scaling"}
+    arch = architecture_from_hf(old)
+    assert architecture_from_hf(new) == arch
+    again = AutoConfig.for_model(**architecture_to_hf(arch)).to_dict()
+    unread = {"dtype", "max_window_layers", "sliding_window_pattern"}
+    assert {k: v for k, v in again.items() if k not in unread} == {
+        **{k: v for k, v in new.items() if k not in unread},
+        "architectures": [FAMILIES[family].hf_class],
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_written_is_config_read(case):
+    arch = architecture_from_hf(read_golden(case).config)
+    assert architecture_from_hf(architecture_to_hf(arch)) == arch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_the_name_and_shape_of_transformers(case):
+    golden = read_golden(case)
+    arch = architecture_from_hf(golden.config)
+    names = tensor_names(arch)
+    assert {name.name for name in names} == set(golden.shapes)
+    leaves = jax.tree_util.tree_leaves_with_path(param_specs(arch), is_leaf=is_spec)
+    shapes = {tuple(getattr(k, "key", getattr(k, "idx", None)) for k in path): s.shape for path, s in leaves}
+    assert set(shapes) == {name.path for name in names}
+    for path, name, transposed in names:
+        assert golden.shapes[name] == (shapes[path][::-1] if transposed else shapes[path])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "mixtral"},
+            "'mixtral'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
+        ),
+        ({}, "unsupported model_type None"),
+        ({"model_type": "llama", "vocab_size": 3}, "must have hidden_size, intermediate_size"),
+        (
+            {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "'yarn'.*default, linear, llama3",
+        ),
+        ({**LLAMA_32_1B, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'.*default, linear"),
+        ({**LLAMA_32_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (
+            {**LLAMA_32_1B, "hidden_act": "relu"},
+            "must be one of silu, gelu_pytorch_tanh; got 'relu'",
+        ),
+        ({**LLAMA_32_1B, "quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
+        (
+            {**LLAMA_32_1B, "num_key_value_heads": 5},
+            "a multiple of num_kv_heads = 5; got 32",
+        ),
+        ({**QWEN3_06B, "layer_types": ["chunked_attention"] * 28}, "layer_types must be 28 entries"),
+        (
+            {**QWEN3_06B, "layer_types": ["sliding_attention"] * 28},
+            "sliding_window must be a positive",
+        ),
+        ({**GEMMA2_2B, "use_bidirectional_attention": True}, "only causal attention"),
+        ({**GEMMA3_1B, "attn_logit_softcapping": 50.0}, "set it to null"),
+    ],
+)
+def test_what_the_decoder_lacks_is_an_error(config, message):
+    with pytest.raises(ValueError, match=message):
+        architecture_from_hf(config)
+
+
+def test_builtin_architecture():
+    arch = builtin_architecture("tiny", 64, (2,))
+    assert (arch.family, arch.vocab_size, arch.eos_token_ids) == ("llama", 64, (2,))
+    assert hash(arch) == hash(replace(arch))
+    with pytest.raises(ValueError, match="unknown builtin model builtin:huge; there is: builtin:tiny"):
+        builtin_architecture("huge", 64, ())

@@ -1,0 +1,202 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import CASES, read_golden
+from safetensors.numpy import load_file, save_file
+
+from quatrain.models import hf
+from quatrain.models.families import builtin_architecture
+from quatrain.models.hf import load_hf, save_hf
+from quatrain.models.params import abstract_params, init_params
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A small tied Llama on disk."""
+    return read_golden("llama_rope_linear").write_model(tmp_path / "model")
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    save_file(change(tensors), directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_bit_for_bit_what_was_loaded(case, tmp_path):
+    from transformers import AutoConfig
+
+    golden = read_golden(case)
+    before = golden.write_model(tmp_path / "before")
+    save_hf(tmp_path / "after", *load_hf(before))
+    weights, exported = golden.weights(), load_file(tmp_path / "after" / "model.safetensors")
+    assert set(weights) == set(exported)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(exported[name], value)
+    configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("before", "after")]
+    differ = {key for key in configs[0] | configs[1] if configs[0].get(key) != configs[1].get(key)}
+    assert differ <= {"_name_or_path", "max_window_layers"}
+
+
+def test_what_an_export_holds(tmp_path):
+    arch = builtin_architecture("tiny", 30, (2, 7))
+    save_hf(tmp_path, arch, init_params(arch, jax.random.key(0), jnp.bfloat16))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert config["eos_token_id"] == [2, 7]
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7]}
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["model.layers.0.mlp.gate_proj.weight"].shape == (384, 128)
+    assert tensors["model.norm.weight"].dtype == jnp.bfloat16
+    assert "lm_head.weight" not in tensors
+
+
+def test_shards_and_blocks_change_nothing(saved, tmp_path, monkeypatch):
+    arch, params = load_hf(saved)
+    save_hf(tmp_path / "sharded", arch, params, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "sharded" / hf.INDEX).read_text())
+    shards = sorted(p.name for p in (tmp_path / "sharded").glob("*.safetensors"))
+    assert shards == sorted(set(index["weight_map"].values()))
+    assert len(shards) > 1
+    assert all((tmp_path / "sharded" / shard).stat().st_size < 22_000 for shard in shards)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    monkeypatch.setattr(hf, "BLOCK_BYTES", 1000)
+    again = load_hf(tmp_path / "sharded")
+    assert again[0] == arch
+    jax.tree.map(np.testing.assert_array_equal, again[1], params)
+
+
+def test_saving_again_leaves_no_old_shards(saved, tmp_path):
+    arch, params = load_hf(saved)
+    save_hf(tmp_path / "out", arch, params, max_shard_bytes=20_000)
+    save_hf(tmp_path / "out", arch, params)
+    assert [p.name for p in (tmp_path / "out").glob("*model*")] == ["model.safetensors"]
+
+
+def test_dtype_is_the_one_asked_for(saved):
+    _, params = load_hf(saved, "bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
+    _, exact = load_hf(saved)
+    np.testing.assert_array_equal(params["embed"], exact["embed"].astype(jnp.bfloat16))
+
+
+def test_half_precision_files_are_read(saved):
+    edit_tensors(saved, lambda tensors: {k: v.astype(jnp.bfloat16) for k, v in tensors.items()})
+    _, params = load_hf(saved)
+    assert params["embed"].dtype == jnp.float32
+    expected = read_golden("llama_rope_linear").weights()["model.embed_tokens.weight"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(params["embed"], expected.astype(np.float32))
+
+
+def test_stop_tokens_of_both_configs_count(saved):
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
+    assert load_hf(saved)[0].eos_token_ids == (2, 9)
+    (saved / "generation_config.json").write_text(json.dumps({"temperature": 1.0}))
+    assert load_hf(saved)[0].eos_token_ids == (2,)
+
+
+def test_known_extras_are_ignored(saved):
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    edit_tensors(saved, lambda t: {**t, **frequencies, "lm_head.weight": t["model.embed_tokens.weight"]})
+    arch, params = load_hf(saved)
+    assert arch.tie_embeddings
+    assert "lm_head" not in params
+
+
+def test_tied_head_that_differs_is_an_error(saved):
+    edit_tensors(saved, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        load_hf(saved)
+
+
+def test_missing_and_unknown_tensors_are_named(saved):
+    def change(tensors):
+        tensors["model.layers.0.mlp.gate"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
+        return tensors
+
+    edit_tensors(saved, change)
+    message = r"missing model.layers.0.mlp.gate_proj.weight; unknown model.layers.0.mlp.gate$"
+    with pytest.raises(ValueError, match=message):
+        load_hf(saved)
+    edit_config(saved, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"missing .* and 14 more; unknown"):
+        load_hf(saved)
+
+
+def test_wrong_shape_and_wrong_type_are_errors(saved):
+    edit_config(saved, intermediate_size=40)
+    with pytest.raises(ValueError, match=r"floats of shape \(.*40.*\) by config.json; it is F32 \(.*48.*\)"):
+        load_hf(saved)
+    edit_config(saved, intermediate_size=48)
+    edit_tensors(saved, lambda t: {**t, "model.norm.weight": np.ones(32, np.int8)})
+    with pytest.raises(ValueError, match=r"model.norm.weight .* it is I8 \(32,\)"):
+        load_hf(saved)
+
+
+def test_broken_directories_are_errors(saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"needs config.json; .*empty holds nothing"):
+        load_hf(tmp_path / "empty")
+    with pytest.raises(ValueError, match="is not there or is no directory"):
+        load_hf(tmp_path / "absent")
+    weights = saved / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="damaged or incomplete"):
+        load_hf(saved)
+    weights.rename(saved / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has neither \(it holds config.json, pytorch_model.bin\)"):
+        load_hf(saved)
+    (saved / hf.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks: model-00001-of-00001.safetensors; fetch"):
+        load_hf(saved)
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_hf(saved)
+
+
+MEASURE = """
+import sys
+import jax
+from quatrain.models.hf import load_hf
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+load_hf(sys.argv[1])  # small: what the libraries themselves take is in the baseline
+before = peak()
+params = jax.block_until_ready(load_hf(sys.argv[2])[1])
+print(before, peak(), sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_memory_peaks_near_the_size_of_the_parameters(stored, tmp_path):
+    """The resident peak of a fresh process; half the parameters are embeddings, the hardest to stay below."""
+    arch = builtin_architecture("tiny", 64, ())
+    save_hf(tmp_path / "small", arch, init_params(arch, jax.random.key(0)))
+    large = replace(arch, vocab_size=100_000, hidden_size=1024, intermediate_size=4096, num_layers=8)
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape, stored), abstract_params(large))
+    save_hf(tmp_path / "large", large, ones)
+    del ones
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    before, peak, parameters = (int(x) for x in out.split())
+    ratio = (peak - before) * 1024 / parameters
+    print(f"{stored}: {parameters / 1e6:.0f} MB of parameters, peak {ratio:.2f} x")
+    assert ratio <= 1.3

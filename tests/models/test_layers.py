@@ -1,0 +1,120 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.models.architecture import RopeScaling
+from quatrain.models.families import builtin_architecture
+from quatrain.models.layers import (
+    attention,
+    attention_mask,
+    linear,
+    mlp,
+    rms_norm,
+    rope_angles,
+    rope_frequencies,
+    rotate,
+    softcap,
+)
+
+
+def test_rms_norm():
+    x = jnp.array([3.0, 4.0])  # rms = sqrt(12.5)
+    np.testing.assert_allclose(
+        rms_norm(x, jnp.array([1.0, 2.0]), 0.0), [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        rms_norm(x, jnp.zeros(2), 0.0, offset=1.0), np.array([3, 4]) / 12.5**0.5, rtol=1e-6
+    )
+    assert rms_norm(x.astype(jnp.bfloat16), jnp.ones(2), 1e-6).dtype == jnp.bfloat16
+
+
+def test_linear_casts_weights_and_adds_a_bias_where_there_is_one():
+    layer = {"q": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "q_bias": jnp.array([10.0, 20.0])}
+    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), layer, "q"), [14.0, 26.0])
+    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), {"q": layer["q"]}, "q"), [4.0, 6.0])
+    assert linear(jnp.ones(2, jnp.bfloat16), layer, "q").dtype == jnp.bfloat16
+
+
+def test_rope_turns_pairs_by_position_times_frequency():
+    frequencies = rope_frequencies(4, 100.0)
+    np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
+    x = jnp.array([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
+    turned = rotate(x, rope_angles(jnp.array([[2]]), frequencies))[0, 0, 0]
+    np.testing.assert_allclose(turned, [math.cos(2), -math.sin(0.2), math.sin(2), math.cos(0.2)], rtol=1e-6)
+
+
+def test_rope_scores_depend_on_distance_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    frequencies = rope_frequencies(8, 10_000.0)
+
+    def score(i, j):
+        return float(
+            jnp.sum(
+                rotate(q, rope_angles(jnp.array([[i]]), frequencies))
+                * rotate(k, rope_angles(jnp.array([[j]]), frequencies))
+            )
+        )
+
+    assert abs(score(3, 1) - score(40, 38)) < 1e-4
+    assert abs(score(3, 1) - score(4, 1)) > 1e-3
+
+
+def test_rope_scaling():
+    plain = rope_frequencies(8, 10_000.0)
+    np.testing.assert_allclose(
+        rope_frequencies(8, 10_000.0, RopeScaling("linear", 4.0)), plain / 4, rtol=1e-6
+    )
+    # Wavelengths 6.28, 62.8, 628, 6283 tokens; long ones (> 400) slow down, short ones (< 50) do not, and
+    # that of 62.8 keeps (400 / 62.8 - 1) / (8 - 1) = 0.7666 of its own speed.
+    scaled = rope_frequencies(8, 10_000.0, RopeScaling("llama3", 10.0, 1.0, 8.0, 400))
+    keep = (400 * 0.1 / (2 * math.pi) - 1) / 7
+    np.testing.assert_allclose(scaled, [1.0, 0.1 * (keep + (1 - keep) / 10), 0.001, 0.0001], rtol=1e-5)
+
+
+def test_attention_mask():
+    positions = jnp.array([[0, 1, 2, 0, 1, 0]])
+    segments = jnp.array([[1, 1, 1, 2, 2, 0]])
+    full = attention_mask(positions, positions, segments, segments, None)[0]
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+    np.testing.assert_array_equal(full, expected)
+    windowed = attention_mask(positions, positions, segments, segments, 2)[0]
+    expected[2][0] = 0
+    np.testing.assert_array_equal(windowed, expected)
+
+
+def test_softcap():
+    np.testing.assert_allclose(
+        softcap(jnp.array([0.0, 2.0, 1e6]), 2.0), [0.0, 2 * math.tanh(1), 2.0], rtol=1e-6
+    )
+    np.testing.assert_array_equal(softcap(jnp.array([7.0]), None), [7.0])
+
+
+def test_attention_equals_the_textbook():
+    B, T, S, N, K, H = 2, 3, 5, 6, 2, 4
+    random = np.random.default_rng(0)
+    q, k, v = (random.normal(size=shape) for shape in [(B, T, N, H), (B, K, S, H), (B, K, S, H)])
+    mask = random.random((B, T, S)) < 0.7
+    mask[..., 0] = True
+    expected = np.zeros((B, T, N, H))
+    for b, t, n in np.ndindex(B, T, N):
+        scores = 3.0 * np.tanh(k[b, n // 3] @ q[b, t, n] / 3.0)
+        weights = np.where(mask[b, t], np.exp(scores), 0)
+        expected[b, t, n] = weights / weights.sum() @ v[b, n // 3]
+    got = attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(mask), 3.0)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_mlp():
+    layer = {name: jnp.full((1, 1), value) for name, value in [("gate", 2.0), ("up", 3.0), ("down", 5.0)]}
+    arch = builtin_architecture("tiny", 8, ())
+    silu = 2 / (1 + math.exp(-2))
+    np.testing.assert_allclose(mlp(jnp.ones((1, 1, 1)), layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)

@@ -1,0 +1,61 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.models.hf import save_hf
+from quatrain.models.load import load_model, model_directory
+
+
+def test_builtin_model():
+    model = load_model("builtin:tiny", dtype="bfloat16", seed=3, vocab_size=20, eos_token_ids=(4,))
+    assert model.arch.eos_token_ids == (4,)
+    assert model.params["embed"].shape == (20, 128)
+    assert model.params["embed"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="pass vocab_size"):
+        load_model("builtin:tiny")
+    with pytest.raises(ValueError, match="there is: builtin:tiny"):
+        load_model("builtin:small", vocab_size=20)
+
+
+def test_saved_model_loads_back(tmp_path):
+    model = load_model("builtin:tiny", vocab_size=20, eos_token_ids=(4,))
+    save_hf(tmp_path / "saved", model.arch, model.params)
+    again = load_model(str(tmp_path / "saved"))
+    assert again.arch == model.arch
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_missing_directory_is_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(ValueError, match="nothing-here is not there"):
+        load_model(str(tmp_path / "nothing-here"))
+    with pytest.raises(ValueError, match="a model directory is needed; no-such-model is not there"):
+        load_model("no-such-model")
+
+
+def test_hub_id_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    def unreachable(model_id, allow_patterns):
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    message = (
+        r"'owner/name' is no local directory.*\(ConnectionError: Name or service not known\): check the name"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_model("owner/name")
+
+
+def test_hub_id_is_resolved_to_its_snapshot(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+
+    def download(model_id, allow_patterns):
+        asked[model_id] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_directory("owner/name") == tmp_path
+    assert "*.safetensors" in asked["owner/name"]

@@ -1,0 +1,46 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs
+
+ARCH = builtin_architecture("tiny", 64, (1,))
+
+
+def test_num_params_of_the_builtin_model():
+    # A layer: q, o 128*128, k, v 128*64, three MLP matrices 128*384, two norms.
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
+    assert num_params(ARCH) == 64 * 128 + 4 * layer + 128 == 795_776
+    assert num_params(replace(ARCH, tie_embeddings=False)) == 795_776 + 64 * 128
+
+
+def test_init_abstract_and_specs_agree():
+    arch = replace(ARCH, qk_norm=True, post_norms=True, qkv_bias=True, mlp_bias=True, tie_embeddings=False)
+    params = init_params(arch, jax.random.key(0), jnp.bfloat16)
+    abstract = abstract_params(arch, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), abstract
+    )
+    for spec in jax.tree.leaves(param_specs(arch), is_leaf=is_spec):
+        assert len(spec.axes) == len(spec.shape)
+        assert set(spec.axes) <= {"vocab", "embed", "heads", "kv_heads", "mlp", "norm"}
+
+
+def test_init_depends_on_the_key_and_the_place():
+    small = replace(ARCH, num_layers=2)
+    one, same, other = (init_params(small, jax.random.key(seed)) for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert float(jnp.abs(one["embed"] - other["embed"]).max()) > 0
+    assert float(jnp.abs(one["layers"][0]["q"] - one["layers"][1]["q"]).max()) > 0
+
+
+def test_init_scale():
+    params = init_params(ARCH, jax.random.key(0))
+    np.testing.assert_allclose(params["layers"][0]["gate"].std(), 128**-0.5, rtol=0.02)
+    np.testing.assert_allclose(params["layers"][0]["down"].std(), 384**-0.5 / 8**0.5, rtol=0.02)
+    np.testing.assert_array_equal(params["final_norm"], np.ones(128))
+    gemma = replace(ARCH, norm_offset=1.0)
+    np.testing.assert_array_equal(init_params(gemma, jax.random.key(0))["final_norm"], np.zeros(128))
