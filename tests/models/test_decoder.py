@@ -15,15 +15,18 @@ from quatrain.models.kv_cache import init_cache
 from quatrain.models.params import init_params
 
 TOLERANCE = 1e-4
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 
 
-@partial(jax.jit, static_argnames=("arch", "dtype", "remat"))
-def run(params, arch, ids, positions, segments, dtype=jnp.float32, remat=False):
+def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat=False):
     hidden, _ = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
     return logits(params, arch, hidden)
 
 
-@partial(jax.jit, static_argnames="arch", donate_argnames="cache")
+run = jax.jit(whole, static_argnames=("arch", "dtype", "remat"), compiler_options=FAST_COMPILE)
+
+
+@partial(jax.jit, static_argnames="arch", donate_argnames="cache", compiler_options=FAST_COMPILE)
 def run_cached(params, arch, ids, positions, segments, cache, start):
     hidden, cache = forward(params, arch, ids, positions, segments, cache=cache, cache_start=start)
     return logits(params, arch, hidden), cache
@@ -127,20 +130,20 @@ def test_packed_segments_may_be_laid_out_in_any_order():
 def test_prefill_and_decode_equal_one_pass():
     arch, params = small_model()
     ids, positions, segments = rows(10, 10)
-    whole = run(params, arch, ids, positions, segments)
+    one_pass = run(params, arch, ids, positions, segments)
     # Rows with prompts of 6 and 3 tokens: the second's padding stays a hole in the cache.
     prompt = np.array([6, 3])
     in_prompt = (np.arange(6) < prompt[:, None]).astype(np.int32)
     prefill, cache = run_cached(
         params, arch, ids[:, :6], positions[:, :6], in_prompt, init_cache(arch, 2, 12), 0
     )
-    np.testing.assert_allclose(prefill[1, :3], whole[1, :3], atol=1e-5)
+    np.testing.assert_allclose(prefill[1, :3], one_pass[1, :3], atol=1e-5)
     np.testing.assert_array_equal(cache.positions[1], [0, 1, 2] + [-1] * 9)
     for step in range(4):
         at = (prompt + step)[:, None]
         token = np.take_along_axis(ids, at, axis=1)
         out, cache = run_cached(params, arch, token, at, np.ones((2, 1), np.int32), cache, 6 + step)
-        expected = np.take_along_axis(np.asarray(whole), at[..., None], axis=1)
+        expected = np.take_along_axis(np.asarray(one_pass), at[..., None], axis=1)
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -157,10 +160,12 @@ def test_remat_gives_the_same_gradient():
     arch, params = small_model()
     inputs = rows(5, 8)
 
-    def loss(params, remat):
-        return jnp.sum(jax.nn.log_softmax(run(params, arch, *inputs, remat=remat))[..., 3])
+    @partial(jax.jit, static_argnames="remat", compiler_options=FAST_COMPILE)
+    @jax.grad
+    def gradient(params, remat):
+        return jnp.sum(jax.nn.log_softmax(whole(params, arch, *inputs, remat=remat))[..., 3])
 
-    plain, again = (jax.grad(loss)(params, remat) for remat in (False, True))
+    plain, again = gradient(params, remat=False), gradient(params, remat=True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
     assert float(jnp.abs(plain["layers"][0]["q"]).max()) > 0
 
