@@ -151,13 +151,12 @@ class _Run:
         )
 
     def _announce(self, plan: str) -> None:
-        config, event = self.config, self.report.event
-        event(f"run {self.run.name}: {plan}")
-        for spec, source in ((config.data.train, self.prompts), (config.data.eval, self.heldout)):
+        self.report.event(f"run {self.run.name}: {plan}")
+        for spec, source in ((self.config.data.train, self.prompts), (self.config.data.eval, self.heldout)):
             if source is not None and source.skipped + source.truncated:
-                event(
+                self.report.event(
                     f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
-                    f"data.max_prompt_length={config.data.max_prompt_length} tokens"
+                    f"data.max_prompt_length={self.config.data.max_prompt_length} tokens"
                 )
 
     def _begin(self) -> tuple[TrainState, _Stages]:
@@ -262,6 +261,8 @@ class _Run:
             **state.metrics,
             **self.timer.metrics(),
             "throughput/tokens_per_s": Metric(tokens_per_s),
+            "data/skipped_prompts": Metric(self.prompts.skipped, reduction="sum"),
+            "data/truncated_prompts": Metric(self.prompts.truncated, reduction="sum"),
         }
         self.report.log(state.train_step, metrics)
         self.report.samples(state.train_step, advantaged)

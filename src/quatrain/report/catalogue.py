@@ -98,10 +98,10 @@ CATALOGUE: dict[str, MetricDoc] = {
         "programs", "sum", "Programs compiled during the rollout; 0 once shapes settled."
     ),
     "data/skipped_prompts": MetricDoc(
-        "prompts", "sum", "Prompts left out so far as longer than `data.max_prompt_length`."
+        "prompts", "sum", "Training prompts left out as longer than `data.max_prompt_length`."
     ),
     "data/truncated_prompts": MetricDoc(
-        "prompts", "sum", "Prompts cut on the left so far to `data.max_prompt_length`."
+        "prompts", "sum", "Training prompts cut on the left to `data.max_prompt_length`."
     ),
     **_seconds(
         {
@@ -116,7 +116,8 @@ CATALOGUE: dict[str, MetricDoc] = {
             "update_logprobs": "Update: old and reference log-probabilities.",
             "eval": "Evaluation.",
             "checkpoint": "Starting a checkpoint: waiting for the one before and copying the arrays.",
-            "step": "The whole training step, evaluation and checkpoint included.",
+            "step": "The whole training step: its four stages.",
+            "sft": "The supervised warm start.",
         }
     ),
     "time/<stage>_s_mean10": MetricDoc(

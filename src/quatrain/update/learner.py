@@ -164,6 +164,7 @@ class Learner:
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "time/update_logprobs_s": Metric(prepared - began),
+            "time/shard_s": Metric(totals.shard_s),
             "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
         }
         return replace(state, train_step=state.train_step + 1, metrics=metrics)
@@ -188,10 +189,13 @@ class Learner:
         if not signal or not mini.completion_mask.any():
             totals.skipped += 1
             return state
+        began = time.perf_counter()
+        batches = [micro for _, micro in micro_batches(mini, self.micro_batch_size)]
+        totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(
             state.params,
             state.opt_state,
-            (micro for _, micro in micro_batches(mini, self.micro_batch_size)),
+            batches,
             policy=self.policy,
             objective=objective,
             optimizer=self.optimizer,
@@ -216,6 +220,7 @@ class _Totals:
     applied: int = 0
     bad: int = 0
     skipped: int = 0
+    shard_s: float = 0.0
 
     def add(self, metrics: dict[str, Metric], applied: bool) -> None:
         first = not self.applied and not self.bad

@@ -1,0 +1,207 @@
+"""Whole runs through the command's own functions, small enough for a test."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from quatrain.config.load import load_config
+from quatrain.evaluate import evaluate_run
+from quatrain.export import export
+from quatrain.report.catalogue import unknown_metrics
+from quatrain.report.metrics import read_metrics
+from quatrain.train import supervise, train
+from quatrain.update.learner import Learner, TooManyBadSteps
+
+SMALL = (
+    "data.batch_size=4",
+    "rollout.n=4",
+    "run.steps=4",
+    "sft.steps=3",
+    "eval.num_prompts=8",
+    "eval.final_num_prompts=8",
+    "eval.every_steps=2",
+    "checkpoint.every_steps=2",
+)
+# Timings differ between runs; whether something compiles depends on what ran before in the process.
+CHANGING = re.compile(r"^time/|_per_s$|compilations$|^rollout/(prefill|decode)_s$")
+
+
+def _resolved(folder, name, *overrides):
+    settings = (*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides)
+    return load_config(None, settings, environ={})
+
+
+def _steady(rows):
+    return [{key: value for key, value in row.items() if not CHANGING.search(key)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with every optional part of the update on, and its summary."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = ("update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2")
+    return train(_resolved(folder, "whole", *options)), options
+
+
+def test_what_a_run_leaves(finished):
+    run = finished[0].run
+    assert {p.name for p in run.iterdir()} >= {
+        "config.yaml", "metrics.jsonl", "samples", "checkpoints", "final", "run.log"
+    }  # fmt: skip
+    assert load_config(run / "config.yaml", environ={}).config.run.name == "whole"
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4"]
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "step 1/4" not in (run / "run.log").read_text()
+    sample = json.loads((run / "samples" / "step_000003.jsonl").read_text().splitlines()[0])
+    assert set(sample["rewards"]) == {"correct", "format", "tag_count"}
+    weights = {"correct": 1.0, "format": 0.5, "tag_count": 0.5}
+    total = sum(weights[name] * value for name, value in sample["rewards"].items())
+    assert sample["reward"] == pytest.approx(total)
+
+
+def test_every_logged_metric_is_documented(finished):
+    rows = read_metrics(finished[0].run / "metrics.jsonl")
+    names = {name for row in rows for name in row} - {"step", "non_finite"}
+    assert not unknown_metrics(names)
+    last = rows[-1]
+    for name in (
+        "loss", "update/kl", "update/entropy", "update/clip_fraction", "update/grad_norm",
+        "update/learning_rate", "time/shard_s",
+        "reward/mean", "reward/correct/mean", "advantage/std", "length/completion/mean", "time/rollout_s",
+        "time/step_s", "time/step_s_mean10", "throughput/tokens_per_s", "throughput/update_tokens_per_s",
+        "eval/accuracy_strict", "eval/mean_at_n", "eval/pass_at_n", "rollout/logprob_diff_max",
+    ):  # fmt: skip
+        assert np.isfinite(last[name]), name
+    assert last["update/optimizer_steps"] == 4  # 2 epochs of 2 mini-batches
+    assert last["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):
+    """Invariant 5, with the reference model, epochs and mini-batches in play."""
+    whole, options = finished
+    plain_step = Learner.step
+
+    def dies_in_the_fourth_step(self, state, batch):
+        if state.train_step == 3:
+            raise KeyboardInterrupt
+        return plain_step(self, state, batch)
+
+    monkeypatch.setattr(Learner, "step", dies_in_the_fourth_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(_resolved(tmp_path, "broken", *options))
+    monkeypatch.setattr(Learner, "step", plain_step)
+    summary = train(_resolved(tmp_path, "broken", *options), resume="broken")
+
+    assert summary.before == whole.before
+    assert summary.after == whole.after
+    weights = [s.run / "final" / "model.safetensors" for s in (whole, summary)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    rows = [read_metrics(s.run / "metrics.jsonl") for s in (whole, summary)]
+    assert _steady(rows[0]) == _steady(rows[1])
+    for step in (3, 4):
+        name = f"samples/step_{step:06d}.jsonl"
+        assert (whole.run / name).read_text() == (summary.run / name).read_text()
+
+
+def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
+    run = finished[0].run
+    assert export(run, tmp_path / "last") == 4
+    assert export(run, tmp_path / "second", step=2) == 2
+    final, last, second = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (run / "final", tmp_path / "last", tmp_path / "second")
+    )
+    assert final == last
+    assert final != second
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export(run, tmp_path / "last")
+    with pytest.raises(ValueError, match=r"choose one of \[2, 4\]"):
+        export(run, tmp_path / "third", step=3)
+
+
+def test_the_final_model_evaluates_to_the_same_numbers(finished, tmp_path):
+    whole = finished[0]
+    resolved = _resolved(tmp_path, "unused", "eval.n=2", f"model.path={whole.run / 'final'}")
+    again = evaluate_run(resolved)
+    for name in ("eval/accuracy_strict", "eval/accuracy_lenient", "eval/reward", "eval/completion_length"):
+        assert again[name] == pytest.approx(whole.after[name])
+
+
+def test_a_taken_name_is_refused(finished):
+    run = finished[0].run
+    with pytest.raises(ValueError, match="--resume whole"):
+        train(_resolved(run.parent, "whole"))
+
+
+def test_no_signal_is_counted_and_skipped(tmp_path):
+    rewards = tmp_path / "flat.py"
+    rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=2", "eval.every_steps=0")
+    summary = train(_resolved(tmp_path, "silent", *flat, "update.entropy_coef=0"))
+    rows = read_metrics(summary.run / "metrics.jsonl")[1:]
+    assert [row["advantage/zero_signal_fraction"] for row in rows] == [1.0, 1.0]
+    assert [row["update/skipped_steps"] for row in rows] == [1, 1]
+    assert [row["update/optimizer_steps"] for row in rows] == [0, 0]
+    assert summary.after == summary.before
+
+
+def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path, monkeypatch):
+    from quatrain.update import learner
+
+    poisoned = learner.PolicyObjective.__call__
+
+    def not_a_number(self, logprobs, entropy, batch):
+        loss, means, peaks = poisoned(self, logprobs, entropy, batch)
+        return loss * float("nan"), means, peaks
+
+    monkeypatch.setattr(learner.PolicyObjective, "__call__", not_a_number)
+    resolved = _resolved(tmp_path, "bad", "update.max_bad_steps=2", "update.clip_low=0.111")
+    with pytest.raises(TooManyBadSteps, match="max_bad_steps=2"):
+        train(resolved)
+    run = tmp_path / "bad"
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["1"]
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["update/bad_steps"] == 1
+    assert "loss" in rows[-1]["non_finite"]
+
+
+def test_supervised_command(tmp_path):
+    summary = supervise(_resolved(tmp_path, "sft", "sft.steps=5"))
+    rows = read_metrics(summary.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert rows[5]["sft/loss"] < rows[1]["sft/loss"]
+    assert (summary.run / "final" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"sft\.steps is 0"):
+        supervise(_resolved(tmp_path, "none", "sft.steps=0"))
+
+
+def test_steps_follow_from_epochs(tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (f"data.train={data}", "run.steps=null", "run.epochs=0.5", "sft.steps=0", "data.eval=null")
+    summary = train(_resolved(tmp_path, "epochs", *options))
+    assert summary.steps == 2  # half a pass over 10 prompts, 4 at a time
+    assert summary.before == summary.after == {}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """The quickstart, shortened: with its learning rate and with none."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    short = ("run.steps=24", "eval.every_steps=0", "eval.num_prompts=100", "eval.final_num_prompts=100")
+    base = (f"run.dir={folder}", *short)
+    learning = train(load_config(None, (*base, "run.name=learning"), environ={}))
+    still = train(load_config(None, (*base, "run.name=still", "optimizer.learning_rate=0"), environ={}))
+    return learning, still
+
+
+def test_the_gain_comes_from_reinforcement(warm):
+    learning, still = warm
+    key = "eval/accuracy_strict"
+    assert learning.before[key] == still.before[key] <= 0.5
+    assert still.after[key] == still.before[key]
+    assert learning.after[key] >= learning.before[key] + 0.2
