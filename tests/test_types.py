@@ -186,6 +186,12 @@ def test_metrics_combine(reduction, expected):
     assert combined.count == 4
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
+def test_a_nan_is_never_lost(reduction):
+    good, bad = Metric(1.0, 1, reduction), Metric(np.nan, 1, reduction)
+    assert np.isnan([good.combine(bad).result(), bad.combine(good).result()]).all()
+
+
 def test_metrics_of_different_reductions_do_not_combine():
     with pytest.raises(ValueError, match="reductions 'mean' and 'max' do not combine"):
         Metric(1.0).combine(Metric(1.0, reduction="max"))

@@ -38,9 +38,10 @@ class Metric:
             raise ValueError(
                 f"metrics with reductions {self.reduction!r} and {other.reduction!r} do not combine"
             )
-        both = (self.value, other.value)
-        value = {"max": max, "min": min}.get(self.reduction, sum)(both)
-        return Metric(float(value), self.count + other.count, self.reduction)
+        # numpy's, which keep a NaN; Python's max and min may drop it.
+        merge = {"max": np.max, "min": np.min}.get(self.reduction, np.sum)
+        value = float(merge((self.value, other.value)))
+        return Metric(value, self.count + other.count, self.reduction)
 
     def result(self) -> float:
         """The number to log."""
