@@ -1,0 +1,104 @@
+"""What the README and the pages say is done: code runs, commands parse, links lead somewhere."""
+
+import inspect
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quatrain.config.load import load_config
+from quatrain.config.schema import RewardConfig
+from quatrain.reward.scorer import RewardScorer
+from quatrain.types import RolloutBatch
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+WITH_CONFIG = ("train", "eval", "sft", "config", "bench")
+
+
+def blocks(page, language):
+    """The fenced blocks of `page` in `language` ("": without one)."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for name, text in fences if name == language]
+
+
+def commands(page):
+    """The `quatrain …` lines of the blocks of `page`, as words."""
+    lines = [
+        line for language in ("", "bash") for text in blocks(page, language) for line in text.split("\n")
+    ]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("quatrain ")]
+
+
+def rollouts(completions, answers):
+    rows = len(completions)
+    mask = np.tile([False, True], (rows, 1))
+    return RolloutBatch(
+        input_ids=np.ones((rows, 2), np.int32),
+        attention_mask=np.ones((rows, 2), np.bool_),
+        completion_mask=mask,
+        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.full(rows, "stop"),
+        group_ids=np.arange(rows, dtype=np.int64),
+        prompts=("How many?",) * rows,
+        completions=tuple(completions),
+        columns={"answer": tuple(answers)},
+    )
+
+
+def test_the_reward_function_in_the_readme_scores(tmp_path):
+    (source,) = [block for block in blocks(README, "python") if "def " in block]
+    assert len(source.splitlines()) == 8
+    path = tmp_path / "nearness.py"
+    path.write_text(source, "utf-8")
+    scorer = RewardScorer(RewardConfig(functions={f"{path}:nearness": 1.0}))
+    assert scorer.required_columns == {"answer"}
+
+    completions = ["<think>3+4=7</think>\n<answer>7</answer>", "It is 6.", "1,004 apples", "-1", "No idea."]
+    batch = scorer.score(rollouts(completions, ["7", "2 + 5 = 7\n#### 7", "1,000", "2", "7"]))
+    np.testing.assert_array_equal(batch.rewards, np.float32([1, 0.5, 0.2, 0.25, np.nan]))
+    assert batch.metrics["reward/nearness/errors"].result() == 0
+
+
+def test_the_four_lines_in_the_readme_are_those_of_the_training_step():
+    from quatrain.train import _Run
+
+    (stanza,) = [block for block in blocks(README, "python") if "def " not in block]
+    shown = [line.split("#")[0].strip() for line in stanza.splitlines()]
+    done = [line.strip().replace("stages.", "") for line in inspect.getsource(_Run._step).splitlines()]
+    assert len(shown) == 4
+    assert [line for line in done if line in shown] == shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_have_valid_settings(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in commands(page):
+        if words[1] not in WITH_CONFIG:
+            continue
+        settings = [value for flag, value in pairwise(words) if flag == "--set"]
+        config = words[2] if words[2:] and words[2].startswith("configs/") else None
+        load_config(config and Path(config), settings, environ={})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(page):
+    """What a page's headings are linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
