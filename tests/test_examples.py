@@ -1,33 +1,41 @@
 """Every file in examples/ runs as its own docstring says."""
 
 import ast
+import inspect
+import json
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from quatrain.config.load import load_config
+from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types import RolloutBatch
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = ROOT / "examples"
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"  # 39 characters
-REWARDS = {"custom_reward.py": [1 + 0.2 * (1 - 39 / 200), 0.2]}
 
 
-def test_every_example_is_executed_here():
-    assert [path.name for path in EXAMPLES] == sorted(REWARDS)
+def command_of(path, start):
+    """The words of the one command in the docstring of `path` that begins with `start`."""
+    lines = [line.strip() for line in ast.get_docstring(ast.parse(path.read_text("utf-8"))).splitlines()]
+    (command,) = [line for line in lines if line.startswith(start)]
+    return shlex.split(command)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_the_command_of_an_example_gives_its_rewards(path, monkeypatch):
+def test_every_example_has_a_test():
+    tested = inspect.getsource(sys.modules[__name__])
+    assert all(f'"{path.name}"' in tested for path in EXAMPLES.glob("*.py"))
+
+
+def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):
     monkeypatch.chdir(ROOT)
-    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-    (command,) = [line for line in docstring.splitlines() if line.startswith("quatrain ")]
-    _, _, *options = shlex.split(command)
+    options = command_of(EXAMPLES / "custom_reward.py", "quatrain ")
     settings = [value for flag, value in pairwise(options) if flag == "--set"]
     config = load_config(None, settings, environ={}).config
 
@@ -45,4 +53,22 @@ def test_the_command_of_an_example_gives_its_rewards(path, monkeypatch):
         columns={"answer": ("7", "7")},
     )
     rewards = RewardScorer(config.reward).score(rollouts).rewards
-    np.testing.assert_allclose(rewards, REWARDS[path.name], rtol=1e-6)
+    np.testing.assert_allclose(rewards, [1 + 0.2 * (1 - 39 / 200), 0.2], rtol=1e-6)
+
+
+def test_gsm8k_demonstrations_show_the_calculations_in_the_format(tmp_path):
+    rows = [
+        {"question": "How many?", "answer": "She sold 48/2 = <<48/2=24>>24, in all <<48+24=72>>72.\n#### 72"},
+        {"question": "How many?", "answer": "One, of course.\n#### 1"},
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    script = EXAMPLES / "gsm8k_demonstrations.py"
+    _, _, *arguments = command_of(script, "python ")
+    done = subprocess.run(
+        [sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1 demonstrations written, 1 rows without an annotation left out\n"
+    (line,) = (tmp_path / arguments[1]).read_text("utf-8").splitlines()
+    completion = "<think>48/2=24, 48+24=72</think>\n<answer>72</answer>"
+    assert json.loads(line) == rows[0] | {"completion": completion}
+    assert has_format(completion)
