@@ -54,10 +54,12 @@ def evaluate(
 
 
 def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
+    """[B] 1 where the answer is right, 0 where it is not, NaN where the row has none; None without answers."""
     answers = rollouts.columns.get(ANSWER_COLUMN)
     if answers is None:
         return None
-    return np.array([is_correct(c, str(a)) for c, a in zip(rollouts.completions, answers)])
+    pairs = zip(rollouts.completions, answers)
+    return np.array([np.nan if a is None else is_correct(c, str(a)) for c, a in pairs], np.float64)
 
 
 def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, Metric]:
@@ -70,15 +72,15 @@ def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, M
     }
     correct = _correct(rollouts)
     if correct is not None:
-        strict = correct & np.array([has_format(c) for c in rollouts.completions])
-        metrics["eval/accuracy_lenient"] = Metric(float(correct.sum()), len(correct))
-        metrics["eval/accuracy_strict"] = Metric(float(strict.sum()), len(strict))
+        strict = correct * np.array([has_format(c) for c in rollouts.completions])
+        metrics["eval/accuracy_lenient"] = _mean(correct)
+        metrics["eval/accuracy_strict"] = _mean(strict)
     return metrics
 
 
-def _mean(rewards: np.ndarray) -> Metric:
-    """Mean of the rewards that are not NaN (every function abstained)."""
-    given = rewards[~np.isnan(rewards)]
+def _mean(values: np.ndarray) -> Metric:
+    """Mean of the values that are not NaN."""
+    given = values[~np.isnan(values)]
     return Metric(float(given.sum()), len(given))
 
 
@@ -86,10 +88,11 @@ def _sampled_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, 
     correct = _correct(rollouts)
     if correct is None:
         return {}
-    groups, membership = np.unique(rollouts.group_ids, return_inverse=True)
-    passed = np.bincount(membership, correct) > 0
+    judged = ~np.isnan(correct)
+    groups, membership = np.unique(rollouts.group_ids[judged], return_inverse=True)
+    passed = np.bincount(membership, correct[judged], len(groups)) > 0
     return {
-        "eval/mean_at_n": Metric(float(correct.sum()), len(correct)),
+        "eval/mean_at_n": _mean(correct),
         "eval/pass_at_n": Metric(float(passed.sum()), len(groups)),
     }
 

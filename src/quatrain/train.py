@@ -33,7 +33,7 @@ from quatrain.sft import warm_start
 from quatrain.types import AdvantagedBatch, Metric, Metrics
 from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
 
-NEXT_COMMAND = "make smollm2 && quatrain train configs/gsm8k_smollm2_cpu.yaml"
+NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
 
 
 @dataclass(frozen=True)

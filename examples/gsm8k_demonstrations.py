@@ -1,0 +1,33 @@
+r"""Short demonstrations for GSM8K, from the calculations that its solutions are annotated with.
+
+    python examples/gsm8k_demonstrations.py train.jsonl demonstrations.jsonl
+
+`She sold 48/2 = <<48/2=24>>24 … #### 72` becomes `<think>48/2=24, 48+24=72</think>\n<answer>72</answer>` in the
+column `completion`. Rows without an annotation are left out and counted.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+
+def completion(answer: str) -> str | None:
+    """The demonstration for one solution; None where it has no annotated calculation."""
+    calculations = re.findall(r"<<(.+?)>>", answer)
+    result = answer.rpartition("####")[2].strip()
+    return f"<think>{', '.join(calculations)}</think>\n<answer>{result}</answer>" if calculations else None
+
+
+def convert(source: Path, target: Path) -> tuple[int, int]:
+    """Writes the demonstrations of `source` to `target`; returns how many were written and left out."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    rows = [row | {"completion": completion(row["answer"])} for row in rows]
+    kept = [row for row in rows if row["completion"] is not None]
+    target.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    return len(kept), len(rows) - len(kept)
+
+
+if __name__ == "__main__":
+    written, left_out = convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(f"{written} demonstrations written, {left_out} rows without an annotation left out")
