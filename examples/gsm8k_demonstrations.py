@@ -2,8 +2,8 @@ r"""Short demonstrations for GSM8K, from the calculations that its solutions are
 
     python examples/gsm8k_demonstrations.py train.jsonl demonstrations.jsonl
 
-`She sold 48/2 = <<48/2=24>>24 … #### 72` becomes `<think>48/2=24, 48+24=72</think>\n<answer>72</answer>` in the
-column `completion`. Rows without an annotation are left out and counted.
+`She sold 48/2 = <<48/2=24>>24 … #### 72` becomes `<think>48/2=24, 48+24=72</think>\n<answer>72</answer>` in
+the column `completion`. Rows without an annotation are left out and counted.
 """
 
 import json

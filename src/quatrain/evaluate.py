@@ -54,7 +54,7 @@ def evaluate(
 
 
 def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
-    """[B] 1 where the answer is right, 0 where it is not, NaN where the row has none; None without answers."""
+    """[B] 1 where the answer is right, 0 where not, NaN where the row has none; None without answers."""
     answers = rollouts.columns.get(ANSWER_COLUMN)
     if answers is None:
         return None

@@ -48,8 +48,8 @@ def load_policy(config: Config) -> LoadedPolicy:
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens
     if longest > model.arch.max_position:
         raise ValueError(
-            f"a sequence fits the positions its model knows: data.max_prompt_length + rollout.max_new_tokens is "
-            f"{longest} tokens, {config.model.path} knows {model.arch.max_position}; lower one of the two"
+            f"a sequence fits the positions its model knows: data.max_prompt_length + rollout.max_new_tokens "
+            f"is {longest} tokens, {config.model.path} knows {model.arch.max_position}; lower one of the two"
         )
     return LoadedPolicy(
         tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)

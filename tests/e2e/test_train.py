@@ -140,7 +140,7 @@ def test_no_signal_is_counted_and_skipped(tmp_path):
     rewards = tmp_path / "flat.py"
     rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
     flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=2", "eval.every_steps=0")
-    summary = train(_resolved(tmp_path, "silent", *flat, "update.entropy_coef=0"))
+    summary = train(_resolved(tmp_path, "silent", *flat, "update.entropy_coef=0", "update.kl_coef=0"))
     rows = read_metrics(summary.run / "metrics.jsonl")[1:]
     assert [row["advantage/zero_signal_fraction"] for row in rows] == [1.0, 1.0]
     assert [row["update/skipped_steps"] for row in rows] == [1, 1]
