@@ -67,7 +67,22 @@ def test_merged_mappings_may_be_overridden():
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "a: b: c", "\ta: 1", "@x", "!!python/object:os.system {}", "a\x00", "*x"]
+    "text",
+    [
+        "a: [1",
+        "a: b: c",
+        "\ta: 1",
+        "@x",
+        "!!python/object:os.system {}",
+        "a\x00",
+        "*x",
+        "!!int x",
+        "a: !!float x",
+        "!!bool x",
+        "!!timestamp x",
+        "{[a]: 1}",
+        "{{a: 1}: 1}",
+    ],
 )
 def test_text_that_is_not_yaml_names_its_source(text):
     with pytest.raises(ConfigError, match=r"^here"):
@@ -158,6 +173,16 @@ def test_an_override_needs_key_and_value(text):
 def test_an_override_that_is_not_yaml_suggests_quotes():
     with pytest.raises(ConfigError, match=r"--set data\.train.*in quotes"):
         override_layer(["data.train=@file"])
+
+
+def test_an_override_whose_key_is_a_list():
+    with pytest.raises(ConfigError, match=r"--set reward\.functions, line 1: .*a key must be text"):
+        override_layer(["reward.functions={[a]: 1}"])
+
+
+def test_a_tag_that_does_not_fit_its_value():
+    with pytest.raises(ConfigError, match=r"--set rollout\.n: not valid YAML: a tag does not fit its value"):
+        override_layer(["rollout.n=!!int x"])
 
 
 @pytest.mark.parametrize("key", ["rollout.n.x", "rollout.", ".n", "n", "data.foo", "reward.function.correct"])

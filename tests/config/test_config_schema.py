@@ -3,15 +3,18 @@ from pydantic import ValidationError
 
 from quatrain.config.layers import sections, valid_keys
 from quatrain.config.schema import (
+    ADVANTAGE_SCALES,
     AdvantageConfig,
     Config,
     DataConfig,
     LoggingConfig,
+    OptimizerConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
     UpdateConfig,
 )
+from quatrain.ops import advantages
 
 
 def test_every_key_is_described():
@@ -89,8 +92,28 @@ def test_a_mini_batch_larger_than_the_batch_is_refused():
     assert Config(update=update, data=DataConfig(batch_size=17)).update.mini_batch_size == 17
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
-def test_a_scale_without_effect_is_refused(estimator):
-    with pytest.raises(ValidationError, match=f"must be none for advantage.estimator {estimator}"):
-        Config(advantage=AdvantageConfig(estimator=estimator, scale="group"))
+def test_the_scales_are_those_the_estimators_know():
+    assert ADVANTAGE_SCALES == advantages.ADVANTAGE_SCALES
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale", "known"),
+    [
+        ("dr_grpo", "group", "none"),
+        ("dr_grpo", "batch", "none"),
+        ("rloo", "group", "none"),
+        ("rloo", "batch", "none"),
+        ("reinforce", "group", "batch or none"),
+    ],
+)
+def test_a_scale_that_the_estimator_does_not_know_is_refused(estimator, scale, known):
+    with pytest.raises(ValidationError, match=f"must be {known} for advantage.estimator {estimator}"):
+        Config(advantage=AdvantageConfig(estimator=estimator, scale=scale))
     assert Config(advantage=AdvantageConfig(estimator=estimator, scale="none")).advantage.scale == "none"
+
+
+def test_weight_decay_without_effect_is_refused():
+    with pytest.raises(ValidationError, match=r"must be 0 for optimizer\.name sgd"):
+        Config(optimizer=OptimizerConfig(name="sgd", weight_decay=0.1))
+    assert Config(optimizer=OptimizerConfig(name="sgd")).optimizer.weight_decay == 0
+    assert Config(optimizer=OptimizerConfig(name="lion", weight_decay=0.1)).optimizer.weight_decay == 0.1

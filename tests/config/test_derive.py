@@ -120,6 +120,23 @@ def test_filters(rollout, named):
     assert warning.startswith(f"with rollout.{named} the sampled and the trained distribution differ")
 
 
+def test_updates_below_the_precision_of_the_parameters():
+    (warning,) = warnings(model={"param_dtype": "bfloat16"})
+    assert warning.startswith("model.param_dtype is bfloat16 and optimizer.learning_rate 1e-06: ")
+    assert "set model.param_dtype to float32, with model.dtype bfloat16" in warning
+    both = warnings(model={"param_dtype": "bfloat16"}, sft={"steps": 1, "learning_rate": 1e-5})
+    assert ["sft.learning_rate 1e-05" in warning for warning in both] == [False, True]
+    assert warnings(model={"param_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-4}) == []
+    assert warnings(model={"dtype": "bfloat16"}) == []
+
+
+def test_a_kl_without_a_gradient():
+    (warning,) = warnings(update={"kl_coef": 0.1, "kl_estimator": "k1"})
+    assert "does not pull towards the reference" in warning
+    assert warnings(update={"kl_estimator": "k1"}) == []
+    assert warnings(update={"kl_coef": 0.1}) == []
+
+
 def test_other_surprises():
     assert "every reward is 0" in warnings(reward={"functions": {"correct": 0.0}})[0]
     assert "leaves the weights" in warnings(optimizer={"learning_rate": 0.0})[0]

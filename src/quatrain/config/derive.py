@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from quatrain.config.schema import Config
+from quatrain.config.schema import ADVANTAGE_SCALES, Config
 
 # Tokens of one forward/backward on a device when the user names no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
@@ -19,6 +19,9 @@ BUILTIN = "builtin:"
 HELDOUT = "-heldout"
 WANDB_MODES = ("disabled", "offline", "online")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+# bfloat16 has 8 bits of precision: a step below 1/512 of a weight rounds to nothing. Weights are some 0.02,
+# and a step of adamw is about the learning rate.
+LEAST_BFLOAT16_RATE = 1e-4
 
 
 def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: datetime) -> dict[str, Any]:
@@ -30,13 +33,12 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     mini = config.update.mini_batch_size or config.data.batch_size
     fitting = min(max(1, MICRO_BATCH_TOKENS // longest), mini * config.rollout.n)
     micro = config.update.micro_batch_size or fitting
-    scales = {"grpo": "group", "reinforce": "batch"}
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
-        "advantage.scale": scales.get(config.advantage.estimator, "none"),
+        "advantage.scale": ADVANTAGE_SCALES[config.advantage.estimator][0],
         "update.mini_batch_size": mini,
         "update.micro_batch_size": micro,
         "logprob.micro_batch_size": 2 * micro,
@@ -87,11 +89,33 @@ def _about_learning(config: Config) -> list[str]:
         )
     if config.optimizer.learning_rate == 0:
         warnings.append("optimizer.learning_rate is 0: training leaves the weights as they are")
+    warnings += _about_rounding(config)
+    if config.update.kl_coef > 0 and config.update.kl_estimator == "k1":
+        warnings.append(
+            f"update.kl_estimator is k1 and update.kl_coef {config.update.kl_coef:g}: as a loss term the "
+            "gradient of k1 has mean zero and does not pull towards the reference; set update.kl_estimator "
+            "to k2 or k3"
+        )
     if not any(config.reward.functions.values()):
         warnings.append(
             "every weight in reward.functions is 0: every reward is 0 and nothing will be learned"
         )
     return warnings
+
+
+def _about_rounding(config: Config) -> list[str]:
+    rates = {"optimizer.learning_rate": config.optimizer.learning_rate}
+    if config.sft.steps:
+        rates["sft.learning_rate"] = config.sft.learning_rate
+    if config.model.param_dtype != "bfloat16":
+        return []
+    return [
+        f"model.param_dtype is bfloat16 and {key} {rate:g}: an update smaller than bfloat16 resolves (about "
+        "1/256 of a weight) rounds away, so little or nothing will be learned; set model.param_dtype to "
+        "float32, with model.dtype bfloat16 for speed"
+        for key, rate in rates.items()
+        if 0 < rate < LEAST_BFLOAT16_RATE
+    ]
 
 
 def _about_sampling(config: Config) -> list[str]:

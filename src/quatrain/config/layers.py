@@ -46,12 +46,16 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be text, and this one is a list or a mapping", key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
                 )
             # `<<` may come twice: each merges another mapping, and keys written out win over both.
-            if isinstance(key_node.value, str) and key_node.tag != "tag:yaml.org,2002:merge":
+            if key_node.tag != "tag:yaml.org,2002:merge":
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -90,6 +94,11 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+    # A tag that does not fit its text (`!!int x`) raises whatever the conversion does.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"{source}: not valid YAML: a tag does not fit its value ({error}); leave the tag out"
+        ) from None
     except (yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "reason", None) or "it cannot be read"
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None

@@ -17,6 +17,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 # Random keys are made of 32 bits: a larger seed would silently equal a smaller one.
 LARGEST_SEED = 2**32 - 1
+ADVANTAGE_SCALES = {
+    "grpo": ("group", "batch", "none"),
+    "dr_grpo": ("none",),
+    "rloo": ("none",),
+    "reinforce": ("batch", "none"),
+}
+"""The values of `advantage.scale` each estimator knows, its default first; that of `ops/advantages.py`."""
 
 
 class Section(BaseModel):
@@ -202,7 +209,7 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = Field(
         0.0, description="Last learning rate of linear and cosine, as a fraction of the peak."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw, lion).")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw, lion); sgd has none.")
     beta1: Fraction = Field(0.9, description="First-moment decay; momentum of sgd.")
     beta2: Fraction = Field(0.999, description="Second-moment decay (adamw, lion).")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator (adamw).")
@@ -288,11 +295,27 @@ class Config(Section):
     @model_validator(mode="after")
     def _scale_is_used(self) -> Self:
         scale, estimator = self.advantage.scale, self.advantage.estimator
-        if scale in ("group", "batch") and estimator in ("dr_grpo", "rloo"):
+        known = ADVANTAGE_SCALES[estimator]
+        if scale is not None and scale not in known:
             raise PydanticCustomError(
                 "across_sections",
-                "must be none for advantage.estimator {estimator}, which divides by nothing; "
-                "set none, or null to derive it",
-                {"key": "advantage.scale", "value": scale, "estimator": estimator},
+                "must be {known} for advantage.estimator {estimator}; set that, or null to derive it",
+                {
+                    "key": "advantage.scale",
+                    "value": scale,
+                    "estimator": estimator,
+                    "known": " or ".join(known),
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weight_decay_is_used(self) -> Self:
+        decay = self.optimizer.weight_decay
+        if self.optimizer.name == "sgd" and decay > 0:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be 0 for optimizer.name sgd, which has no weight decay; set 0, or take adamw or lion",
+                {"key": "optimizer.weight_decay", "value": decay},
             )
         return self
