@@ -107,6 +107,28 @@ def test_an_earlier_configuration_is_kept(tmp_path, caplog):
     assert sum("differs" in message for message in caplog.messages) == 2
 
 
+def test_a_configuration_of_the_same_values_is_no_other_one(tmp_path, caplog):
+    run = RunDir.create(tmp_path, "first")
+    run.write_config("seed: 1  # --set\n")
+    run.write_config("seed: 1  # file\n")
+    assert run.config.read_text() == "seed: 1  # --set\n"
+    assert not caplog.messages
+
+
+def test_a_run_that_only_began_is_discarded(tmp_path):
+    run = RunDir.create(tmp_path, "first")
+    run.write_config("seed: 1\n")
+    run.discard()
+    assert not run.path.exists()
+    kept = RunDir.create(tmp_path, "first")
+    kept.metrics.write_text("")
+    kept.discard()
+    assert sorted(p.name for p in kept.path.iterdir()) == ["metrics.jsonl", "samples"]
+    resumed = RunDir.create(tmp_path, "x", resume=str(with_checkpoint(kept, 1).path))
+    resumed.discard()
+    assert resumed.metrics.exists()
+
+
 def test_rewinding_is_counted_and_logged(tmp_path, caplog):
     run = RunDir.create(tmp_path, "first")
     file = MetricsFile(run.metrics)

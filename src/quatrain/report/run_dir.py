@@ -6,8 +6,12 @@ Made by `train` before anything else; `sinks`, the checkpointer and the export w
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from quatrain.parallel.hosts import is_main_process
 from quatrain.report.metrics import MetricsFile
@@ -87,10 +91,15 @@ class RunDir:
         return self.path / "plot.png"
 
     def write_config(self, text: str) -> None:
-        """Keep the resolved configuration; an earlier, different one stays as `config.1.yaml` and so on."""
+        """Keep the resolved configuration; an earlier one of other values stays as `config.1.yaml` and so on.
+
+        Comments do not count: an earlier one of the same values is left as it is.
+        """
         if not is_main_process():
             return
-        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+        if self.config.exists():
+            if _values(self.config.read_text(encoding="utf-8")) == _values(text):
+                return
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.config.rename(self.path / f"config.{taken + 1}.yaml")
             _log.warning(
@@ -110,6 +119,16 @@ class RunDir:
                 step,
             )
         return moved
+
+    def discard(self) -> None:
+        """Remove the folder of a fresh run that holds no more than its start, so that the name is free."""
+        if self.resumed or not is_main_process():
+            return
+        if {entry.name for entry in self.path.iterdir()} <= {self.config.name, self.samples.name}:
+            with suppress(OSError):  # samples in it, or a file just written: the folder stays
+                self.samples.rmdir()
+                self.config.unlink(missing_ok=True)
+                self.path.rmdir()
 
     def _make(self) -> None:
         try:
@@ -132,6 +151,20 @@ def checkpoint_steps(path: Path) -> list[int]:
     return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
 
 
+def newest_run(root: Path) -> Path | None:
+    """The folder of the run under `root` with the newest checkpoint; None where no run has one."""
+    runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
+    return max(runs, key=_newest_checkpoint_time, default=None)
+
+
+def _values(text: str) -> Any:
+    """What a configuration says, without its comments; the text itself where a crash cut it short."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def _fresh(root: Path, name: str) -> Path:
     if not name or name in (AUTO, ".", "..") or name != Path(name).name or "\\" in name:
         raise ValueError(f"a run's name is one folder name, and not {AUTO!r}; got {name!r}; set `run.name`")
@@ -147,8 +180,7 @@ def _fresh(root: Path, name: str) -> Path:
 def _find_resumed(root: Path, resume: str) -> Path | None:
     """The folder of the run to resume; None where `auto` finds none."""
     if resume == AUTO:
-        runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
-        return max(runs, key=_newest_checkpoint_time, default=None)
+        return newest_run(root)
     path = root / resume
     if not path.is_dir() and Path(resume).is_dir():
         path = Path(resume)
