@@ -125,6 +125,19 @@ def test_messages_reach_console_and_log_without_secrets(run, capsys):
     assert "WARNING quatrain.rollout: slow ***" in log
 
 
+def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
+    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    try:
+        raise RuntimeError("hunter2")
+    except RuntimeError as error:
+        report.failed(error)
+    report.close()
+    assert capsys.readouterr().err == ""
+    log = run.log.read_text()
+    assert "the run ended early\nTraceback (most recent call last):" in log
+    assert "RuntimeError: ***" in log
+
+
 def test_how_a_run_began_is_said_first(tmp_path):
     run = RunDir.create(tmp_path, "first", resume="auto")
     Report(run, LoggingConfig(), redact=plain).close()
@@ -221,12 +234,18 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
         close=lambda: told.append("closed"),
     )
     fake = types.ModuleType("tensorboardX")
-    fake.SummaryWriter = lambda folder: told.append(folder) or writer
+    fake.SummaryWriter = lambda folder, purge_step: told.append((folder, purge_step)) or writer
     monkeypatch.setitem(sys.modules, "tensorboardX", fake)
     report = Report(run, LoggingConfig(tensorboard=True), redact=plain)
     report.log(4, {"loss": 2.0})
     report.close()
-    assert told == [str(run.path / "tensorboard"), ("loss", 2.0, 4), "closed"]
+    folder = str(run.path / "tensorboard")
+    assert told == [(folder, None), ("loss", 2.0, 4), "closed"]
+
+    (run.checkpoints / "3").mkdir(parents=True)
+    resumed = RunDir.create(run.path.parent, "x", resume="first")
+    Report(resumed, LoggingConfig(tensorboard=True), redact=plain).close()
+    assert told[3:] == [(folder, 4), "closed"]
 
 
 def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):

@@ -21,7 +21,7 @@ from quatrain.config.schema import LoggingConfig
 from quatrain.parallel.hosts import is_main_process
 from quatrain.report.metrics import MetricsFile, reduce_metrics
 from quatrain.report.plot import can_plot, plot_run
-from quatrain.report.run_dir import RunDir
+from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.types import AdvantagedBatch, Metric
 
 Redact = Callable[[str], str]
@@ -97,6 +97,11 @@ class Report:
         if self._main:
             _root_log.info(text)
 
+    def failed(self, error: BaseException) -> None:
+        """Write why the run ended early, with its traceback, to `run.log`; the caller tells the user."""
+        if self._main:
+            _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
+
     def close(self) -> None:
         """Draw `plot.png` where matplotlib is there, finish the services, close `run.log`."""
         if not self._main:
@@ -163,6 +168,7 @@ class _ConsoleHandler(logging.Handler):
         super().__init__()
         self._plain = _Redacting("%(message)s", redact)
         self._marked = _Redacting("%(levelname)s: %(message)s", redact)
+        self.addFilter(lambda record: not getattr(record, "only_in_file", False))
 
     def emit(self, record: logging.LogRecord) -> None:
         style = self._plain if record.levelno < logging.WARNING else self._marked
@@ -204,7 +210,9 @@ class _TensorBoard:
     def __init__(self, run_dir: RunDir):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir.path / "tensorboard"))
+        # A resumed run draws its steps anew: those after the checkpoint are taken back.
+        again = max(checkpoint_steps(run_dir.path)) + 1 if run_dir.resumed else None
+        self._writer = SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=again)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
