@@ -216,6 +216,25 @@ def test_train_hands_over_configuration_and_resume(quatrain, monkeypatch):
     assert calls == [(3, None), (0, "auto")]
 
 
+def test_resuming_the_newest_run_takes_its_configuration(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, Path(resume))),
+    )
+    for seed, name in enumerate(("older", "newest", "without")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: {name}}}\n")
+    for age_s, name in ((100, "older"), (0, "newest")):
+        folder = Path("runs", name, "checkpoints", "5")
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
+    assert quatrain("train", "--resume", "auto")[0] == 0
+    assert calls == [(1, Path("runs/newest"))]
+
+
 @pytest.mark.parametrize("run", ["elsewhere/mine", "mine"])
 def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
     calls = []
@@ -239,13 +258,19 @@ def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
 
 def test_the_other_commands_hand_over(quatrain, monkeypatch):
     calls = []
+
+    def told(answer, *call):
+        calls.append(call)
+        return answer
+
+    accuracy = {"eval/accuracy_strict": 0.12345}
     stand_in(
-        monkeypatch, "evaluate", "evaluate_run", lambda resolved: calls.append(("eval", resolved.config.seed))
+        monkeypatch, "evaluate", "evaluate_run", lambda resolved: told(accuracy, "eval", resolved.config.seed)
     )
-    stand_in(monkeypatch, "sft", "sft", lambda resolved: calls.append(("sft", resolved.config.sft.steps)))
-    stand_in(monkeypatch, "export", "export", lambda run, output: calls.append(("export", run, output)))
-    stand_in(monkeypatch, "bench", "bench", lambda resolved, steps: calls.append(("bench", steps)))
-    assert quatrain("eval", "--set", "seed=3")[0] == 0
+    stand_in(monkeypatch, "train", "supervise", lambda resolved: told(None, "sft", resolved.config.sft.steps))
+    stand_in(monkeypatch, "export", "export", lambda run, output, *, step: told(7, "export", run, output))
+    stand_in(monkeypatch, "bench", "bench", lambda resolved, steps: told({}, "bench", steps))
+    assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0

@@ -95,8 +95,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a model by reinforcement: rollout, reward, advantages, update."""
-    if config is None and resume not in (None, "auto"):
-        config = _config_of_run(resume, set_)
+    if config is None and resume is not None:
+        config, resume = _run_to_resume(resume, set_)
     resolved = _resolve(config, set_)
     if print_config:
         _print_config(resolved)
@@ -158,8 +158,10 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""
+    from quatrain.config.environment import load_dotenv
     from quatrain.export import export as write
 
+    load_dotenv(os.environ)
     found = write(run, output, step=step)
     typer.echo(f"step {found} of {run} is in {output}")
 
@@ -194,20 +196,28 @@ def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:
     return resolved
 
 
-def _config_of_run(run: str, overrides: list[str] | None) -> Path:
-    """The configuration kept in the folder of `run`, given by its path or by its name."""
+def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
+    """The configuration kept in the folder of `run` (its path, its name, or `auto`), and the run to resume.
+
+    No configuration where `auto` finds no run.
+    """
     from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)
     runs = Path(load_config(None, overrides or (), os.environ).config.run.dir)
+    if run == "auto":
+        from quatrain.report.run_dir import newest_run
+
+        newest = newest_run(runs)
+        return (newest / "config.yaml", str(newest)) if newest else (None, run)
     candidates = [folder / "config.yaml" for folder in (Path(run), runs / run)]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         raise FileNotFoundError(
             f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
         )
-    return found
+    return found, run
 
 
 def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:
