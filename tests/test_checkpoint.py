@@ -52,6 +52,7 @@ def test_a_state_comes_back_bit_for_bit_with_its_tree(checkpointer):
     checkpointer.save(3, state, host)
     step, restored, found = checkpointer.restore(abstract(state))
     assert (step, found) == (3, host)
+    assert checkpointer.read_host() == host
     same_bits(restored, state)
     assert type(restored["opt_state"]) is type(state["opt_state"])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))

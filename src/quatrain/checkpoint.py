@@ -81,6 +81,16 @@ class Checkpointer:
         leaves = [restored["arrays"][name] for name in wanted]
         return step, jax.tree.unflatten(jax.tree.structure(arrays), leaves), restored["host"]
 
+    def read_host(self, step: int | None = None) -> dict[str, Any]:
+        """The `host` of checkpoint `step`, by default the latest, without its arrays.
+
+        Raises ValueError where there is no such checkpoint.
+        """
+        self.wait()
+        items = ocp.args.Composite(host=ocp.args.JsonRestore())
+        with _reader(self.directory) as reader:
+            return dict(reader.restore(self._existing(step), args=items)["host"])
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, lowest first; a save still running is not among them."""
         return sorted(ocp.utils.checkpoint_steps(self.directory)) if self.directory.is_dir() else []

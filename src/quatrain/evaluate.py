@@ -5,15 +5,18 @@ Runs before, during and after training with the rollout's own engine, and by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from quatrain.config.load import Resolved
 from quatrain.config.schema import EvalConfig
-from quatrain.data.prompts import load_prompts
+from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.policy import build_engine, load_policy
+from quatrain.report.metrics import reduce_metrics
+from quatrain.report.progress import Progress
 from quatrain.reward.functions import has_format, is_correct
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
@@ -29,28 +32,44 @@ def evaluate(
     prompts: Sequence[Prompt],
     config: EvalConfig,
     *,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Metric]:
     """Metrics `eval/…` of the weights `engine` holds, over `prompts`.
 
     Greedy: `accuracy_strict` (correct and in the required format), `accuracy_lenient` (correct), `reward`,
     `completion_length`, `truncated_fraction`. With `config.n` > 0 also, sampled at `config.temperature`:
     `mean_at_n` (share of correct completions) and `pass_at_n` (share of prompts with at least one), both
-    lenient. Accuracies need the data column `answer`. `on_progress` is told the prompts done.
+    lenient. Accuracies need the data column `answer`. `on_progress` is told the prompts done and
+    how many there are, each counted once for the greedy and once for the sampled completions.
     """
     greedy = replace(engine.sampling, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     kinds = [(greedy, _greedy_metrics)]
     if config.n:
         kinds.append((replace(greedy, n=config.n, temperature=config.temperature), _sampled_metrics))
     metrics: dict[str, Metric] = {}
+    done, total = 0, len(prompts) * len(kinds)
     for sampling, measure in kinds:
         stride = max(1, config.batch_size // sampling.n)
         for first in range(0, len(prompts), stride):
             part = prompts[first : first + stride]
             for name, metric in measure(engine.generate(part, sampling=sampling), scorer).items():
                 metrics[name] = metrics[name].combine(metric) if name in metrics else metric
-            on_progress(min(first + stride, len(prompts)))
+            done += len(part)
+            on_progress(done, total)
     return metrics
+
+
+def left_out(source: PromptSource) -> dict[str, Metric]:
+    """Evaluation prompts longer than `data.max_prompt_length`: those skipped, those truncated."""
+    return {
+        "eval/skipped_prompts": Metric(source.skipped, reduction="sum"),
+        "eval/truncated_prompts": Metric(source.truncated, reduction="sum"),
+    }
+
+
+def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Each metric's number by name; means over nothing, and what is not finite, are left out."""
+    return {name: value for name, value in reduce_metrics(metrics).items() if math.isfinite(value)}
 
 
 def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
@@ -97,12 +116,10 @@ def _sampled_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, 
     }
 
 
-def evaluate_run(
-    resolved: Resolved, *, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, float]:
+def evaluate_run(resolved: Resolved) -> dict[str, float]:
     """`quatrain eval`: the metrics of `model.path` on `data.eval`, all its prompts unless capped.
 
-    Raises ValueError without `data.eval`.
+    Shows its progress on stderr. Raises ValueError without `data.eval`.
     """
     config = resolved.config
     if config.data.eval is None:
@@ -119,9 +136,10 @@ def evaluate_run(
         required_columns=scorer.required_columns,
     )
     prompts = source.head(config.eval.final_num_prompts)
-    metrics = evaluate(
-        engine, scorer, prompts, config.eval, on_progress=lambda done: on_progress(done, len(prompts))
-    )
-    metrics["eval/skipped_prompts"] = Metric(source.skipped, reduction="sum")
-    metrics["eval/truncated_prompts"] = Metric(source.truncated, reduction="sum")
-    return {name: metric.result() for name, metric in sorted(metrics.items())}
+    total = len(prompts) * (2 if config.eval.n else 1)
+    with Progress(total) as progress:
+        progress.phase("evaluation", first=0)
+        metrics = evaluate(
+            engine, scorer, prompts, config.eval, on_progress=lambda done, total: progress.step(done)
+        )
+    return dict(sorted(finite_numbers(metrics | left_out(source)).items()))

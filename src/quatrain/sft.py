@@ -6,26 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 from quatrain.config.schema import Config
-from quatrain.data.prompts import load_demonstrations
+from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.policy import LoadedPolicy, build_policy
 from quatrain.types import Metric
 from quatrain.update.supervised import SupervisedLearner
 
 
+def warm_start_data(config: Config, tokenizer: Any) -> DemonstrationSource:
+    """The demonstrations of `sft.data`, by default those of `data.train`.
+
+    Raises ValueError for data without a `completion` column.
+    """
+    spec = config.sft.data or config.data.train
+    return load_demonstrations(spec, config.data, tokenizer, seed=config.seed)
+
+
 def warm_start(
     config: Config,
     loaded: LoadedPolicy,
+    demonstrations: DemonstrationSource,
     *,
     on_step: Callable[[int, dict[str, Metric]], None] = lambda step, metrics: None,
 ) -> Any:
-    """Parameters after `sft.steps` optimizer steps on the demonstrations of `sft.data`.
+    """Parameters after `sft.steps` optimizer steps on `demonstrations`.
 
     Donates the parameters of `loaded`. Their likelihood is that of temperature 1, whatever the rollout
-    samples at. `on_step` is told each finished step, counted from 1, and its metrics. Raises ValueError for
-    data without a `completion` column.
+    samples at. `on_step` is told each finished step, counted from 1, and its metrics.
     """
-    spec = config.sft.data or config.data.train
-    demonstrations = load_demonstrations(spec, config.data, loaded.tokenizer, seed=config.seed)
     assert config.update.micro_batch_size is not None, "batch sizes are derived before they come here"
     learner = SupervisedLearner(
         build_policy(config, loaded, temperature=1.0),

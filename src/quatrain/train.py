@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.checkpoint import Checkpointer
-from quatrain.config.dump import dump_yaml
+from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.evaluate import evaluate
+from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
 from quatrain.policy import build_engine, build_policy, load_policy
 from quatrain.report.metrics import StageTimer
@@ -29,7 +29,7 @@ from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
-from quatrain.sft import warm_start
+from quatrain.sft import warm_start, warm_start_data
 from quatrain.types import AdvantagedBatch, Metric, Metrics
 from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
 
@@ -68,21 +68,37 @@ def supervise(resolved: Resolved) -> Summary:
 
 @contextmanager
 def _opened(resolved: Resolved, resume: str | None) -> Iterator[_Run]:
-    """The run's folder, its report around everything, and what the run is made of."""
+    """What the run is made of, in its folder, then its report around everything that is computed.
+
+    Bad input is found before the report starts, and leaves neither a folder nor a change in that of a
+    resumed run.
+    """
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
     folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
-    folder.write_config(dump_yaml(resolved))
-    report = Report(
+    if folder.resumed:  # under the name it has, whatever a configuration given anew would call it
+        run_section = config.run.model_copy(update={"name": folder.name})
+        resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
+    try:
+        if not folder.resumed:
+            folder.write_config(dump_yaml(resolved))
+        run = _Run(resolved, folder)
+    except BaseException:
+        folder.discard()
+        raise
+    run.report = Report(
         folder,
         config.logging,
         redact=lambda text: redact(text, os.environ),
-        run_config=config.model_dump(mode="json"),
+        run_config=plain(resolved),
     )
-    try:
-        yield _Run(config, folder, report)
-    finally:
-        report.close()
+    with closing(run.report):
+        try:
+            with closing(run.checkpoints):
+                yield run
+        except BaseException as error:
+            run.report.failed(error)
+            raise
 
 
 @dataclass(frozen=True)
@@ -96,15 +112,25 @@ class _Stages:
 
 
 class _Run:
-    def __init__(self, config: Config, run: RunDir, report: Report):
-        self.config, self.run, self.report = config, run, report
+    report: Report
+    progress: Progress
+
+    def __init__(self, resolved: Resolved, run: RunDir):
+        self.resolved, self.config, self.run = resolved, resolved.config, run
+        config = self.config
+        self.checkpoints = Checkpointer(run.checkpoints, config.checkpoint.keep)
+        self.reference = Checkpointer(run.path / "reference")
+        if run.resumed:
+            self._check_resumable()
         self.timer = StageTimer()
         self.loaded = load_policy(config)
         self.scorer = RewardScorer(config.reward)
         self.prompts = self._load_prompts(config.data.train)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(config, self.loaded)
-        self.checkpoints = Checkpointer(run.checkpoints, config.checkpoint.keep)
+        self.advantage = AdvantageEstimator(config.advantage)
+        warm = config.sft.steps and not run.resumed
+        self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.before: dict[str, float] = {}
@@ -131,14 +157,14 @@ class _Run:
             try:
                 state = self._train(state, stages)
             except TooManyBadSteps as stopped:
+                self._record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
                 self._save(stopped.state)
-                self.checkpoints.close()
                 raise
             count = self.config.eval.final_num_prompts
             after = self._evaluate(state.params, state.train_step, count, "final evaluation")
             self.progress.stage("export")
             export_policy(self.run.final, self.loaded.arch, state.params, self.loaded.tokenizer)
-            self.checkpoints.close()
+            self.checkpoints.wait()
         return self._conclude(state.train_step, after)
 
     def _load_prompts(self, spec: str) -> PromptSource:
@@ -152,11 +178,16 @@ class _Run:
 
     def _announce(self, plan: str) -> None:
         self.report.event(f"run {self.run.name}: {plan}")
-        for spec, source in ((self.config.data.train, self.prompts), (self.config.data.eval, self.heldout)):
+        data, sft = self.config.data, self.config.sft
+        for spec, source in (
+            (data.train, self.prompts),
+            (data.eval, self.heldout),
+            (f"demonstrations of {sft.data or data.train}", self.demonstrations),
+        ):
             if source is not None and source.skipped + source.truncated:
                 self.report.event(
                     f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
-                    f"data.max_prompt_length={self.config.data.max_prompt_length} tokens"
+                    f"data.max_prompt_length={data.max_prompt_length} tokens"
                 )
 
     def _begin(self) -> tuple[TrainState, _Stages]:
@@ -165,9 +196,7 @@ class _Run:
         params = self.loaded.params if self.run.resumed else self._warm_start()
         self.loaded = replace(self.loaded, params=None)
         reference = self._reference(params) if config.update.kl_coef else None
-        stages = _Stages(
-            self.engine, self.scorer, AdvantageEstimator(config.advantage), self._learner(reference)
-        )
+        stages = _Stages(self.engine, self.scorer, self.advantage, self._learner(reference))
         state = stages.update.init(params)
         if self.run.resumed:
             state = self._restore(state)
@@ -177,9 +206,9 @@ class _Run:
         return state, stages
 
     def _warm_start(self, *, log_every_step: bool = False) -> Any:
-        steps = self.config.sft.steps
-        if not steps:
+        if self.demonstrations is None:
             return self.loaded.params
+        steps = self.config.sft.steps
         self.progress.phase("warm start", total=steps)
 
         def on_step(step: int, metrics: Metrics) -> None:
@@ -190,15 +219,14 @@ class _Run:
                 self.report.log(0, metrics)
 
         with self.timer.stage("sft"):
-            return warm_start(self.config, self.loaded, on_step=on_step)
+            return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
 
     def _reference(self, params: Any) -> Any:
         """A frozen copy of the policy training started from, kept beside the checkpoints for resuming."""
-        store = Checkpointer(self.run.path / "reference")
-        if not self.run.resumed:
-            store.save(0, {"params": params}, {})
-        _, arrays, _ = store.restore({"params": params})
-        store.close()
+        with closing(self.reference) as store:
+            if not self.run.resumed:
+                store.save(0, {"params": params}, {})
+            _, arrays, _ = store.restore({"params": params})
         return arrays["params"]
 
     def _learner(self, reference: Any) -> Learner:
@@ -220,7 +248,7 @@ class _Run:
         self.progress.phase("train")
         while state.train_step < self.steps:
             state, advantaged = self._step(state, stages)
-            self._record(state, advantaged)
+            self._record(state.train_step, state.metrics, advantaged)
             every, last = self.config.eval.every_steps, state.train_step == self.steps
             if every and state.train_step % every == 0 and not last:
                 count = self.config.eval.num_prompts
@@ -228,6 +256,7 @@ class _Run:
             every = self.config.checkpoint.every_steps
             if last or (every and state.train_step % every == 0):
                 self._save(state)
+                self.report.log(state.train_step, self.timer.metrics())
         return state
 
     def _step(self, state: TrainState, stages: _Stages) -> tuple[TrainState, AdvantagedBatch]:
@@ -250,7 +279,7 @@ class _Run:
         self.progress.stage(name)
         return self.timer.stage(name)
 
-    def _record(self, state: TrainState, advantaged: AdvantagedBatch) -> None:
+    def _record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
         step_s = self.timer.seconds("step")
         rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
         tokens_per_s = float(rollouts.attention_mask.sum()) / step_s
@@ -258,16 +287,16 @@ class _Run:
             **rollouts.metrics,
             **rewarded.metrics,
             **advantaged.metrics,
-            **state.metrics,
+            **update,
             **self.timer.metrics(),
             "throughput/tokens_per_s": Metric(tokens_per_s),
             "data/skipped_prompts": Metric(self.prompts.skipped, reduction="sum"),
             "data/truncated_prompts": Metric(self.prompts.truncated, reduction="sum"),
         }
-        self.report.log(state.train_step, metrics)
-        self.report.samples(state.train_step, advantaged)
+        self.report.log(step, metrics)
+        self.report.samples(step, advantaged)
         self.progress.step(
-            state.train_step,
+            step,
             reward=metrics["reward/mean"].result() if "reward/mean" in metrics else None,
             accuracy=self.accuracy,
             tokens_per_s=tokens_per_s,
@@ -279,9 +308,15 @@ class _Run:
         self.progress.stage(name)
         self.engine.sync_weights(params, step)
         with self.timer.stage("eval"):
-            metrics = evaluate(self.engine, self.scorer, self.heldout.head(count), self.config.eval)
-        self.report.log(step, {**metrics, **self.timer.metrics()})
-        numbers = {key: metric.result() for key, metric in metrics.items()}
+            metrics = evaluate(
+                self.engine,
+                self.scorer,
+                self.heldout.head(count),
+                self.config.eval,
+                on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
+            )
+        self.report.log(step, {**metrics, **left_out(self.heldout), **self.timer.metrics()})
+        numbers = finite_numbers(metrics)
         self.accuracy = numbers.get("eval/accuracy_strict")
         return numbers
 
@@ -298,21 +333,33 @@ class _Run:
                     "step": state.step,
                     "train_step": state.train_step,
                     "bad_steps": state.bad_steps,
-                    "seed": self.config.seed,
+                    "config": _kept_on_resume(self.config),
                     "before": self.before,
                     "accuracy": self.accuracy,
                 },
+            )
+
+    def _check_resumable(self) -> None:
+        """The stream of prompts and the reference policy are those of the run so far."""
+        saved = self.checkpoints.read_host()["config"]
+        for key, value in _kept_on_resume(self.config).items():
+            if value != saved[key]:
+                raise ValueError(
+                    f"a run is resumed with its own {key}: {self.run.path} has {saved[key]}, got {value}; "
+                    f"set {key} back, or start another run"
+                )
+        if self.config.update.kl_coef and not self.reference.steps():
+            raise ValueError(
+                "a run keeps the policy its KL is taken to when it starts with update.kl_coef above 0: "
+                f"{self.run.path} has none, got update.kl_coef {self.config.update.kl_coef}; "
+                "set update.kl_coef back to 0, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
         target = {"params": state.params, "opt_state": state.opt_state}
         step, arrays, host = self.checkpoints.restore(target)
         self.run.rewind(step)
-        if host["seed"] != self.config.seed:
-            raise ValueError(
-                f"a run is resumed with its own seed: {self.run.path} has seed {host['seed']}, got "
-                f"{self.config.seed}; set seed back, or start another run"
-            )
+        self.run.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
         return replace(
             state, **arrays, step=host["step"], train_step=host["train_step"], bad_steps=host["bad_steps"]
@@ -322,10 +369,20 @@ class _Run:
         event = self.report.event
         for key, name in (("eval/accuracy_strict", "accuracy"), ("eval/reward", "reward")):
             if key in after:
-                before = self.before.get(key, math.nan)
-                event(f"held-out {name}: {before:.3f} before, {after[key]:.3f} after {steps} steps")
+                before = f"{self.before[key]:.3f} before, " if key in self.before else ""
+                event(f"held-out {name}: {before}{after[key]:.3f} after {steps} steps")
         event(f"metrics, samples, checkpoints and log: {self.run.path}")
         event(f"the trained model, for transformers: {self.run.final}")
         if self.config.model.path.startswith("builtin:"):
             event(f"next, a real model: {NEXT_COMMAND}")
         return Summary(self.run.path, steps, self.before, after)
+
+
+def _kept_on_resume(config: Config) -> dict[str, Any]:
+    """The keys behind the stream of prompts and random numbers: a checkpoint is a place in that stream."""
+    return {
+        "seed": config.seed,
+        "data.train": config.data.train,
+        "data.batch_size": config.data.batch_size,
+        "rollout.n": config.rollout.n,
+    }

@@ -2,16 +2,18 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.evaluate import evaluate_run
+from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
 from quatrain.train import supervise, train
+from quatrain.types import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 
 SMALL = (
@@ -136,6 +138,42 @@ def test_a_taken_name_is_refused(finished):
         train(_resolved(run.parent, "whole"))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", r"its own seed: .* has 0, got 5; set seed back"),
+        ("rollout.n=2", r"its own rollout\.n: .* has 4, got 2"),
+        ("data.batch_size=2", r"its own data\.batch_size: .* has 4, got 2"),
+        ("data.train=builtin:other", r"its own data\.train: "),
+    ],
+)
+def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message):
+    summary, options = finished
+    kept = ("config.yaml", "metrics.jsonl", "run.log")
+    before = [(summary.run / name).read_bytes() for name in kept]
+    sizes = ("update.mini_batch_size=2", override)
+    with pytest.raises(ValueError, match=message):
+        train(_resolved(summary.run.parent, "unused", *options, *sizes), resume="whole")
+    assert [(summary.run / name).read_bytes() for name in kept] == before
+    assert not list(summary.run.glob("config.*.yaml"))
+
+
+def test_bad_input_leaves_the_name_free(tmp_path):
+    data = tmp_path / "bare.jsonl"
+    data.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    with pytest.raises(ValueError, match="the supervised warm start needs the column `completion`"):
+        train(_resolved(tmp_path, "bad", f"data.train={data}"))
+    assert not (tmp_path / "bad").exists()
+
+
+def test_kl_cannot_begin_on_resume(finished, tmp_path):
+    shutil.copytree(finished[0].run, tmp_path / "whole", ignore=shutil.ignore_patterns("reference"))
+    with pytest.raises(
+        ValueError, match=r"starts with update\.kl_coef above 0: .*set update\.kl_coef back to 0"
+    ):
+        train(_resolved(tmp_path, "x", *finished[1]), resume="whole")
+
+
 def test_no_signal_is_counted_and_skipped(tmp_path):
     rewards = tmp_path / "flat.py"
     rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
@@ -164,6 +202,9 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path, monkeypatch):
     run = tmp_path / "bad"
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["1"]
     rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (run / "samples" / "step_000002.jsonl").exists()
+    assert "TooManyBadSteps: update.max_bad_steps=2" in (run / "run.log").read_text()
     assert rows[-1]["update/bad_steps"] == 1
     assert "loss" in rows[-1]["non_finite"]
 
@@ -205,3 +246,10 @@ def test_the_gain_comes_from_reinforcement(warm):
     assert learning.before[key] == still.before[key] <= 0.5
     assert still.after[key] == still.before[key]
     assert learning.after[key] >= learning.before[key] + 0.2
+
+
+def test_a_mean_over_nothing_is_no_result():
+    metrics = {"eval/reward": Metric(0.0, 0), "eval/num_prompts": Metric(2.0, reduction="sum")}
+    assert finite_numbers(metrics | {"eval/completion_length": Metric(float("nan"))}) == {
+        "eval/num_prompts": 2.0
+    }

@@ -24,20 +24,21 @@ HEADER = "# The final configuration of a run; after each value the layer it came
 
 def dump_yaml(resolved: Resolved) -> str:
     """YAML that loads again, each value followed by `# layer`; values of secret variables are redacted."""
-    return "\n".join([HEADER, *_lines(_plain(resolved), resolved.provenance, "", 0)]) + "\n"
+    return "\n".join([HEADER, *_lines(plain(resolved), resolved.provenance, "", 0)]) + "\n"
 
 
 def to_json(resolved: Resolved) -> str:
     """One JSON object with `config`, `provenance` (layer by dotted key) and `warnings`; secrets redacted."""
     content = {
-        "config": _plain(resolved),
+        "config": plain(resolved),
         "provenance": resolved.provenance,
         "warnings": [redact(warning, os.environ) for warning in resolved.warnings],
     }
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def _plain(resolved: Resolved) -> dict[str, Any]:
+def plain(resolved: Resolved) -> dict[str, Any]:
+    """The configuration as plain JSON values; those of secret variables are redacted."""
     return _redacted(resolved.config.model_dump(mode="json"))
 
 

@@ -78,11 +78,14 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """Begin a phase of `total` steps (default: those of the run); the line of the last one stays."""
+    def phase(self, name: str, total: int | None = None, *, first: int | None = None) -> None:
+        """Begin a phase of `total` steps (default: those of the run); the line of the last one stays.
+
+        `first`: the step it stands at; not given, one before the first that `step` is told.
+        """
         if self._live is not None and self._state.step:
             self._console.print(self._render())
-        self._state = _State(name, total or self._total_steps, started=time.monotonic())
+        self._state = _State(name, total or self._total_steps, started=time.monotonic(), first=first)
         self._printed_at = float("-inf")
 
     def stage(self, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,14 +49,18 @@ class TrainState:
 
 
 class TooManyBadSteps(RuntimeError):
-    """`update.max_bad_steps` optimizer steps in a row had a non-finite loss or gradient."""
+    """`update.max_bad_steps` optimizer steps in a row had a non-finite loss or gradient.
 
-    def __init__(self, state: TrainState, limit: int):
+    `state` is that of the training step given up, metrics included; `batch` is what it trained on.
+    """
+
+    def __init__(self, state: TrainState, batch: AdvantagedBatch, limit: int):
         super().__init__(
             f"update.max_bad_steps={limit}: {limit} optimizer steps in a row had a non-finite loss or "
             "gradient and were not applied; lower optimizer.learning_rate or look at the rewards and samples"
         )
         self.state = state
+        self.batch = batch
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Learner:
         """All optimizer steps of one rollout batch: epochs x mini-batches. Donates `state`'s arrays.
 
         An optimizer step with a non-finite loss or gradient is counted and not applied; so is one in which
-        no token has a signal. Raises TooManyBadSteps, carrying the state, after `max_bad_steps` of the
+        no token has a signal. Raises TooManyBadSteps, carrying state and batch, after `max_bad_steps` of the
         former in a row.
         """
         compilations = num_compilations()
@@ -150,11 +154,13 @@ class Learner:
         prepared = time.perf_counter()
         objective = PolicyObjective(self.config, on_policy)
         totals = _Totals()
-        for epoch in range(self.config.epochs):
-            rng = np.random.default_rng([self.seed, state.train_step, epoch])
-            for rows in mini_batches(group_ids, self.mini_batch_size, rng):
-                mini = table.take(rows).weighted(self.config.loss_aggregation, self.max_new_tokens)
-                state = self._optimizer_step(state, mini, objective, totals)
+        hopeless = False
+        for rows in self._mini_batches(group_ids, state.train_step):
+            mini = table.take(rows).weighted(self.config.loss_aggregation, self.max_new_tokens)
+            state = self._optimizer_step(state, mini, objective, totals)
+            hopeless = bool(totals.bad) and state.bad_steps >= self.config.max_bad_steps
+            if hopeless:
+                break
         finished = time.perf_counter()
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
         metrics = totals.metrics | {
@@ -167,7 +173,15 @@ class Learner:
             "time/shard_s": Metric(totals.shard_s),
             "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
         }
+        if hopeless:
+            raise TooManyBadSteps(replace(state, metrics=metrics), batch, self.config.max_bad_steps)
         return replace(state, train_step=state.train_step + 1, metrics=metrics)
+
+    def _mini_batches(self, group_ids: np.ndarray, train_step: int) -> Iterator[np.ndarray]:
+        """Rows of each optimizer step: every epoch draws its own mini-batches of whole groups."""
+        for epoch in range(self.config.epochs):
+            rng = np.random.default_rng([self.seed, train_step, epoch])
+            yield from mini_batches(group_ids, self.mini_batch_size, rng)
 
     def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
         rollouts = batch.rollouts
@@ -207,8 +221,6 @@ class Learner:
         logger.warning(
             "optimizer step not applied: loss or gradient is not finite (%d in a row)", state.bad_steps
         )
-        if state.bad_steps >= self.config.max_bad_steps:
-            raise TooManyBadSteps(state, self.config.max_bad_steps)
         return state
 
 
