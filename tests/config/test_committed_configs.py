@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -37,4 +38,4 @@ def test_the_gpu_run_is_as_announced():
 def test_the_prompt_asks_for_the_form_that_is_rewarded(name):
     prompt = load_config(CONFIGS / f"{name}.yaml", [], {}).config.data.system_prompt
     assert prompt is not None
-    assert "<think>your reasoning</think>\n<answer>the number</answer>" in prompt
+    assert re.search(r"<think>[^<]+</think>\n<answer>[^<]+</answer>", prompt)
