@@ -7,6 +7,7 @@ neither JAX nor the `gguf` package.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def read_header(path: str | Path) -> GGUFHeader:
     Raises ValueError where there is no such file, it is not GGUF, its version is another, or it ends inside
     its header. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise ValueError(f"a GGUF file is expected at {path}; there is no such file; check the path")
     with path.open("rb") as file:

@@ -330,3 +330,11 @@ def test_nothing_is_said_about_torch() -> None:
     code = "from quatrain.data.tokenizer import load_tokenizer; load_tokenizer('builtin:tiny')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "PyTorch" not in done.stdout + done.stderr
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load_tokenizer("builtin:tiny").save_pretrained(tmp_path / "saved")
+    assert load_tokenizer("~/saved").encode("3+4") == load_tokenizer("builtin:tiny").encode("3+4")
+    with pytest.raises(ValueError, match=f"expected at {tmp_path}/a.gguf"):
+        load_tokenizer("~/a.gguf")

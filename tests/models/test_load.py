@@ -1,8 +1,11 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quatrain.models.families import architecture_to_hf, builtin_architecture
 from quatrain.models.hf import save_hf
 from quatrain.models.load import load_model, model_directory
 
@@ -36,10 +39,10 @@ def test_missing_directory_is_not_looked_for_on_the_hub(tmp_path):
 def test_hub_id_without_a_network(monkeypatch):
     import huggingface_hub
 
-    def unreachable(model_id, allow_patterns):
+    def unreachable(model_id, *_, **__):
         raise ConnectionError("Name or service not known\nand more")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     message = (
         r"'owner/name' is no local directory.*\(ConnectionError: Name or service not known\): check the name"
     )
@@ -50,12 +53,34 @@ def test_hub_id_without_a_network(monkeypatch):
 def test_hub_id_is_resolved_to_its_snapshot(monkeypatch, tmp_path):
     import huggingface_hub
 
+    arch = builtin_architecture("tiny", 20, (4,))
+    (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(arch)))
     asked = {}
 
     def download(model_id, allow_patterns):
         asked[model_id] = allow_patterns
         return str(tmp_path)
 
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(tmp_path / name))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_directory("owner/name") == tmp_path
     assert "*.safetensors" in asked["owner/name"]
+
+
+def test_no_weights_of_an_unsupported_model_are_fetched(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(tmp_path / name))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    with pytest.raises(ValueError, match="mamba"):
+        model_directory("owner/name")
+
+
+def test_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = load_model("builtin:tiny", vocab_size=20, eos_token_ids=(4,))
+    save_hf(tmp_path / "saved", model.arch, model.params)
+    assert load_model("~/saved").arch == model.arch
+    with pytest.raises(ValueError, match=f"expected at {tmp_path}/a.gguf"):
+        load_model("~/a.gguf")

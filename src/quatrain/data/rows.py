@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_rows
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
+_HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
     "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, or a hub id `owner/name:config[:split]`"
 )
@@ -34,7 +35,7 @@ def read_rows(spec: str) -> list[Row]:
     becomes the column `answer` as well, unless there is one. Raises ValueError when the data is missing,
     empty or malformed.
     """
-    path = Path(spec).expanduser()
+    path = local_path(spec)
     if spec.startswith("builtin:"):
         rows = builtin_rows(spec.removeprefix("builtin:"))
     elif path.suffix in _READERS:

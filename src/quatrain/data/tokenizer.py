@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
 from quatrain.gguf_header import read_header
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -39,8 +38,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
             return builtin_tokenizer()
         if path.endswith(".gguf"):
             return gguf_tokenizer(read_header(path).metadata)
-        if Path(path).is_dir():
-            return _from_folder(path)
+        if local_path(path).is_dir():
+            return _from_folder(str(local_path(path)))
         return _from_hub(path)
 
 
@@ -60,7 +59,7 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
 
 
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
-    if not _HUB_ID.fullmatch(model_id):
+    if not HUB_ID.fullmatch(model_id):
         raise ValueError(
             f"a tokenizer is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
             f"{model_id!r} is no folder and no hub id; check the path"

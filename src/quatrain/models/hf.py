@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from quatrain.config.places import local_path
 from quatrain.models.families import (
     Architecture,
     TensorName,
@@ -46,7 +47,7 @@ def load_hf(directory: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Arch
     generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for tensors
     that are missing, unknown, of another shape or damaged.
     """
-    directory = Path(directory)
+    directory = local_path(directory)
     config = _read_json(directory, "config.json")
     if (directory / "generation_config.json").is_file():
         ends = _read_json(directory, "generation_config.json").get("eos_token_id")
@@ -89,19 +90,29 @@ def save_hf(
 def resolve_hub(model_id: str) -> Path:
     """The local snapshot of a hub model: downloaded, or from the cache of an earlier download.
 
-    Raises ValueError in plain words where the hub cannot be reached or does not give the model.
+    Its config.json comes first, so that no weights of an unsupported model are fetched. Raises ValueError in
+    plain words where the hub cannot be reached or does not give the model, and for an unsupported one.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
+        config = Path(hf_hub_download(model_id, "config.json"))
     except Exception as error:  # each layer below the hub's client raises a class of its own
-        reason = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            f"{model_id!r} is no local directory, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {reason[0]}): check the name and the network, log in where the model "
-            "is gated, or give the path of a local directory or .gguf file"
-        ) from error
+        raise _no_download(model_id, error) from error
+    architecture_from_hf(_read_json(config.parent, config.name))
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
+    except Exception as error:
+        raise _no_download(model_id, error) from error
+
+
+def _no_download(model_id: str, error: Exception) -> ValueError:
+    reason = str(error).strip().splitlines() or [""]
+    return ValueError(
+        f"{model_id!r} is no local directory, and the Hugging Face hub did not give it "
+        f"({type(error).__name__}: {reason[0]}): check the name and the network, log in where the model "
+        "is gated, or give the path of a local directory or .gguf file"
+    )
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:

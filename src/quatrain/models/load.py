@@ -5,7 +5,6 @@ Data flow: config -> `Model(arch, params)` -> rollout, update, evaluation, expor
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.hf import load_hf, resolve_hub
 from quatrain.models.params import Params, init_params
 
 BUILTIN = "builtin:"
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""`owner/name`; anything else that is not there is a missing file."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def load_model(
     if path.endswith(".gguf"):
         from quatrain.models.gguf import load_gguf
 
-        return Model(*load_gguf(Path(path), dtype))
+        return Model(*load_gguf(local_path(path), dtype))
     return Model(*load_hf(model_directory(path), dtype))
 
 
@@ -61,7 +59,7 @@ def model_directory(path: str) -> Path:
 
     Raises ValueError where there is neither.
     """
-    local = Path(path).expanduser()
+    local = local_path(path)
     if local.exists() or not HUB_ID.fullmatch(path):
         return local
     return resolve_hub(path)
