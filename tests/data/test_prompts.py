@@ -114,6 +114,15 @@ def test_the_row_at_fault_is_named(dataset, tokenizer):
         load(dataset({"prompt": "a"}, {"prompt": ""}), tokenizer)
 
 
+@pytest.mark.parametrize("blank", ["", " \n", "it is ####"])
+def test_a_blank_answer_names_its_row(dataset, tokenizer, blank):
+    rows = dataset({"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": blank})
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: the column `answer` must have text"):
+        load(rows, tokenizer)
+    unjudged = load(dataset({"prompt": "a", "answer": None}, {"prompt": "b", "answer": 7}), tokenizer).head()
+    assert [prompt.columns["answer"] for prompt in unjudged] == [None, 7]
+
+
 def test_messages_without_a_chat_template(dataset):
     tokenizer = builtin_tokenizer()
     tokenizer.chat_template = None

@@ -53,3 +53,4 @@ def test_correct_is_lenient_about_the_format_and_abstains_without_a_gold_answer(
         0.0,
         None,
     ]
+    assert correct(["q"] * 3, ["7"] * 3, answer=["", " \n", "it is ####"]) == [None, None, None]

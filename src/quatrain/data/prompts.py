@@ -108,6 +108,7 @@ def load_prompts(
     rows = read_rows(spec)
     _check_columns(spec, rows[0], data)
     _check_required(spec, rows[0], required_columns)
+    _check_answers(spec, rows)
     prompts = _tokenise(spec, rows, data, tokenizer)
     return PromptSource(prompts.rows, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated)
 
@@ -179,6 +180,17 @@ def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collectio
             needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
             columns = ", ".join(column for column in row if column != "prompt") or "none"
             raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {columns}")
+
+
+def _check_answers(spec: str, rows: Sequence[Row]) -> None:
+    for number, row in enumerate(rows, start=1):
+        answer = row.get("answer")
+        if isinstance(answer, str) and not answer.rpartition("####")[2].strip():
+            raise ValueError(
+                f"{spec}, row {number}: the column `answer` must have text (after its last ####, if any), "
+                f"or be null in a row that is not judged; it is {_shown(answer)}; "
+                f"give the answer or remove the row"
+            )
 
 
 def _tokenise(spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> _TokenRows:

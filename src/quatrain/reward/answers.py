@@ -49,6 +49,11 @@ class Number(NamedTuple):
     percent: bool
 
 
+def gold_text(answer: Any) -> str:
+    """The text after the last `####` of a gold answer, or all of it; empty for None and for a blank one."""
+    return "" if answer is None else str(answer).rpartition("####")[2].strip()
+
+
 def is_correct(completion: str, answer: Any) -> bool:
     """Whether the last number of the completion's answer equals the gold number of `answer`.
 
@@ -60,8 +65,8 @@ def is_correct(completion: str, answer: Any) -> bool:
 
     Raises ValueError for a gold answer without text. Source: the GSM8K convention; the rest is ours.
     """
-    gold = str(answer).rpartition("####")[2].strip()
-    if answer is None or not gold:
+    gold = gold_text(answer)
+    if not gold:
         raise ValueError(f"the gold answer must have text (after its last ####, if any); got {answer!r}")
     said = _answer_of(completion)[-_TAIL_CHARS:]
     gold_number = whole_number(gold)

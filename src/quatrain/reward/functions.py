@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quatrain.reward.answers import is_correct
+from quatrain.reward.answers import gold_text, is_correct
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -27,10 +27,11 @@ def has_format(completion: str) -> bool:
 def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
     """1 where the last number of the completion's answer equals the gold number (see `is_correct`), else 0.
 
-    The format is not required: that is `format`'s to reward. Abstains where the gold answer is None.
+    The format is not required: that is `format`'s to reward. Abstains where the gold answer is None or
+    blank.
     """
     return [
-        None if gold is None else float(is_correct(completion, gold))
+        float(is_correct(completion, gold)) if gold_text(gold) else None
         for completion, gold in zip(completions, answer, strict=True)
     ]
 
