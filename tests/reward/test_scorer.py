@@ -57,13 +57,19 @@ def test_metrics():
     assert results(batch.metrics) == {
         "reward/mean": 1.0, "reward/std": 1.0, "reward/min": 0.0, "reward/max": 2.0,
         "reward/correct/mean": 0.5, "reward/correct/std": 0.5, "reward/correct/min": 0.0,
-        "reward/correct/max": 1.0, "reward/correct/errors": 0.0,
+        "reward/correct/max": 1.0, "reward/correct/errors": 0.0, "reward/correct/abstained": 0.0,
     }  # fmt: skip
 
 
 def test_an_abstention_leaves_no_term_and_all_of_them_leave_nan(tmp_path):
     source = "def a(completions, **_): return [None, 1, None]\ndef b(completions, **_): return [2, 2, None]\n"
     batch = make_scorer(tmp_path, source, "a", "b", weight=0.5).score(make_rollouts(["x", "y", "z"]))
+    counts = results(batch.metrics)
+    assert (counts["reward/a/abstained"], counts["reward/b/abstained"], counts["reward/a/errors"]) == (
+        2,
+        1,
+        0,
+    )
     np.testing.assert_array_equal(batch.rewards, np.float32([1.0, 1.5, np.nan]))
     np.testing.assert_array_equal(
         batch.rewards_per_function, np.float32([[np.nan, 1, np.nan], [2, 2, np.nan]])

@@ -35,7 +35,7 @@ def same_expression(said: str, gold: str) -> bool:
     """Whether the line `said` holds an expression equal to `gold`, both in LaTeX or plain notation.
 
     False for what math-verify is not asked: text over 100 characters, relations, functions, towers of powers,
-    and symbols that the gold answer lacks. False, and logged, where it takes too long.
+    and symbols that the gold answer lacks. False, and logged, where it takes too long or fails.
     """
     said, gold = _math_of(said), _math_of(gold)
     if not (said and gold and _is_bounded(said)) or _letters(said) - _letters(gold):
@@ -89,19 +89,28 @@ class _Worker:
 
     def same(self, gold: str, said: str) -> bool:
         with self._lock:
-            if self._process is None:
-                self._process = _start()
             try:
+                if self._process is None:
+                    self._process = _start()
                 reply = _exchange(self._process, json.dumps([gold, said]))
+                if reply:
+                    return json.loads(reply)
+            except (OSError, ValueError) as error:  # no process could be started, or its reply was cut short
+                self.close()
+                logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, said)
+                return False
             except BaseException:  # an unread answer must not be taken for the next question's
                 self.close()
                 raise
-            if reply:
-                return json.loads(reply)
             status = self.close()
-            if status != -signal.SIGPROF:
-                raise RuntimeError(f"the process that runs math-verify ended with exit status {status}")
-            logger.warning("math-verify took too long over %r, which counts as wrong", said)
+            if status == -signal.SIGPROF:
+                logger.warning("math-verify took too long over %r, which counts as wrong", said)
+            else:
+                logger.warning(
+                    "math-verify's process ended with exit status %d over %r, which counts as wrong",
+                    status,
+                    said,
+                )
             return False
 
     def close(self) -> int:

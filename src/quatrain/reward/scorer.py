@@ -50,7 +50,8 @@ class RewardScorer:
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
 
-        A function that abstains (None) leaves NaN and no term in the sum. A function that raises, or returns
+        A function that abstains (None) leaves NaN and no term in the sum, counted in
+        `reward/<name>/abstained`. A function that raises, or returns
         a value that is not finite, costs each sample at fault `ERROR_REWARD`, counted in
         `reward/<name>/errors`. Raises ValueError when a function returns the wrong number of values or
         something else than numbers, or needs a column that the rollouts lack.
@@ -68,6 +69,7 @@ class RewardScorer:
             row[:], errors = _score_function(function, samples)
             metrics |= describe(f"reward/{function.name}", row, _STATS)
             metrics[f"reward/{function.name}/errors"] = Metric(errors, reduction="sum")
+            metrics[f"reward/{function.name}/abstained"] = Metric(int(np.isnan(row).sum()), reduction="sum")
         rewards = _weighted_sum(raw, [function.weight for function in self._functions])
         names = tuple(function.name for function in self._functions)
         return RewardedBatch(rollouts, rewards, raw, names, describe("reward", rewards, _STATS) | metrics)
