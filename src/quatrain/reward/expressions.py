@@ -7,6 +7,7 @@ characters can keep it busy for ever, and its own time limit works on a process'
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import logging
@@ -118,7 +119,8 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return 0
-        with process:  # closes the pipes, at which the child ends, and waits
+        # Closes the pipes, at which the child ends, and waits; one that ended by itself leaves a broken pipe.
+        with contextlib.suppress(BrokenPipeError), process:
             pass
         return process.returncode
 
