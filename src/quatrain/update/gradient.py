@@ -91,7 +91,7 @@ def _weighted_loss(
 
 
 @partial(jax.jit, static_argnames=("policy", "objective"))
-def _first(params: Any, batch: MicroBatch, *, policy: Policy, objective: Objective) -> tuple[Any, Any]:
+def _gradient(params: Any, batch: MicroBatch, *, policy: Policy, objective: Objective) -> tuple[Any, Any]:
     grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads), stats
 
@@ -100,9 +100,9 @@ def _first(params: Any, batch: MicroBatch, *, policy: Policy, objective: Objecti
 def _accumulate(
     params: Any, total: tuple[Any, Any], batch: MicroBatch, *, policy: Policy, objective: Objective
 ) -> tuple[Any, Any]:
-    grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
+    grads, stats = _gradient(params, batch, policy=policy, objective=objective)
     return (
-        jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[0], grads),
+        jax.tree.map(jnp.add, total[0], grads),
         {
             "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
             "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
@@ -130,7 +130,7 @@ def sum_gradients(
     total: tuple[Any, Any] | None = None
     for batch in batches:
         if total is None:
-            total = _first(params, batch, policy=policy, objective=objective)
+            total = _gradient(params, batch, policy=policy, objective=objective)
         else:
             total = _accumulate(params, total, batch, policy=policy, objective=objective)
     assert total is not None, "a mini-batch has at least one micro-batch"
