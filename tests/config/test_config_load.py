@@ -133,6 +133,17 @@ def test_the_environment_over_an_entry_of_a_mapping_is_reported():
             "default: null)",
         ),
         (
+            "update={micro_batch_size: 8, max_tokens_per_device: 4096}",
+            "update.micro_batch_size must be null where update.max_tokens_per_device (4096) is set: "
+            "micro-batches are cut by sequences or by tokens, not both; set one of the two to null; got 8 "
+            "(from --set; default: null)",
+        ),
+        (
+            "update.max_tokens_per_device=0",
+            "update.max_tokens_per_device must be greater than or equal to 1; got 0 (from --set; "
+            "default: null)",
+        ),
+        (
             "reward.functions.correct=high",
             "reward.functions.correct must be a number; got 'high' (from --set; default: {'correct': 1.0, "
             "'format': 0.5, 'tag_count': 0.5})",
@@ -143,6 +154,33 @@ def test_a_bad_value_gives_rule_value_and_layer(override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override, "data.batch_size=32"], {})
     assert caught.value.problems == (message,)
+
+
+def test_a_token_budget_below_the_longest_sequence_is_refused():
+    longest = ["data.max_prompt_length=2048", "rollout.max_new_tokens=4096"]
+    sum_of_both = "data.max_prompt_length (2048) + rollout.max_new_tokens (4096) = 6144 tokens"
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            None, [*longest, "update.max_tokens_per_device=4096", "logprob.max_tokens_per_device=6143"], {}
+        )
+    assert caught.value.problems == (
+        f"update.max_tokens_per_device=4096 cannot hold one sequence of {sum_of_both}; set it to at least "
+        "6144",
+        f"logprob.max_tokens_per_device=6143 cannot hold one sequence of {sum_of_both}; set it to at least "
+        "6144",
+    )
+    config = load_config(None, [*longest, "update.max_tokens_per_device=6144"], {}).config
+    assert (config.update.max_tokens_per_device, config.logprob.max_tokens_per_device) == (6144, 12288)
+
+
+def test_the_derived_budget_has_its_layer():
+    resolved = load_config(None, ["logprob.max_tokens_per_device=9000"], {})
+    layers = {key: resolved.provenance[f"{key}.max_tokens_per_device"] for key in ("update", "logprob")}
+    assert layers == {"update": "derived", "logprob": "--set"}
+    fixed = load_config(None, ["update.micro_batch_size=4"], {})
+    assert (fixed.config.update.max_tokens_per_device, fixed.config.logprob.micro_batch_size) == (None, 8)
+    assert fixed.provenance["logprob.micro_batch_size"] == "derived"
+    assert fixed.provenance["update.max_tokens_per_device"] == "default"
 
 
 def test_every_bad_key_is_reported_with_its_own_layer(tmp_path):

@@ -8,6 +8,8 @@ from quatrain.config.schema import (
     Config,
     DataConfig,
     LoggingConfig,
+    LogprobConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
@@ -15,6 +17,8 @@ from quatrain.config.schema import (
     UpdateConfig,
 )
 from quatrain.ops import advantages
+
+SIZES = ("mini_batch_size", "micro_batch_size", "max_tokens_per_device")
 
 
 def test_every_key_is_described():
@@ -34,6 +38,7 @@ def test_the_keys_that_were_agreed_are_there():
     update.mini_batch_size update.epochs update.micro_batch_size update.loss update.clip_low
     update.clip_high update.dual_clip update.loss_aggregation update.kl_coef update.kl_estimator
     update.entropy_coef update.old_logprobs logprob.micro_batch_size optimizer.learning_rate
+    model.attention update.max_tokens_per_device logprob.max_tokens_per_device
     eval.every_steps checkpoint.every_steps checkpoint.keep logging.wandb logging.tensorboard
     """
     assert set(agreed.split()) <= set(valid_keys())
@@ -67,6 +72,13 @@ def test_sections_are_frozen():
         (RunConfig, {"name": ".."}),
         (RunConfig, {"name": "a b"}),
         (UpdateConfig, {"dual_clip": 1.0}),
+        *((UpdateConfig, {key: size}) for key in SIZES for size in (0, -1)),
+        *((LogprobConfig, {key: size}) for key in SIZES[1:] for size in (0, -1)),
+        (UpdateConfig, {"epochs": 0}),
+        (DataConfig, {"batch_size": 0}),
+        (DataConfig, {"batch_size": -16}),
+        (RolloutConfig, {"n": -8}),
+        (ModelConfig, {"attention": "flash"}),
         (LoggingConfig, {"tensorboard": "yes"}),
         (Config, {"seed": -1}),
         (Config, {"seed": 2**32}),
@@ -90,6 +102,15 @@ def test_a_mini_batch_larger_than_the_batch_is_refused():
     with pytest.raises(ValidationError, match=r"at most data\.batch_size \(16\)"):
         Config(update=update)
     assert Config(update=update, data=DataConfig(batch_size=17)).update.mini_batch_size == 17
+
+
+@pytest.mark.parametrize("section", ["update", "logprob"])
+def test_two_micro_batch_modes_in_one_section_are_refused(section):
+    both = {"micro_batch_size": 8, "max_tokens_per_device": 4096}
+    with pytest.raises(ValidationError, match=rf"{section}\.max_tokens_per_device \(4096\) is set"):
+        Config(**{section: both})
+    mixed = Config(update={"micro_batch_size": 8}, logprob={"max_tokens_per_device": 4096})
+    assert (mixed.update.micro_batch_size, mixed.logprob.max_tokens_per_device) == (8, 4096)
 
 
 def test_the_scales_are_those_the_estimators_know():

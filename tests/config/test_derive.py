@@ -20,8 +20,8 @@ def test_all_of_the_defaults():
         "sft.data": "builtin:arithmetic",
         "advantage.scale": "group",
         "update.mini_batch_size": 16,
-        "update.micro_batch_size": 21,  # 16384 // (512 + 256)
-        "logprob.micro_batch_size": 42,
+        "update.max_tokens_per_device": 16384,
+        "logprob.max_tokens_per_device": 32768,
         "logging.wandb": "disabled",
     }
 
@@ -38,16 +38,29 @@ def test_values_that_are_set_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion", "mini", "n", "micro"),
-    [(512, 512, 64, 8, 16), (10000, 10000, 64, 8, 1), (16, 16, 2, 3, 6), (64, 24, 32, 8, 186)],
+    ("prompt", "completion", "budget"), [(16, 16, 16384), (8192, 8192, 16384), (8192, 8193, 16385)]
 )
-def test_micro_batches_fit_the_tokens_and_the_mini_batch(prompt, completion, mini, n, micro):
-    values = derived(
-        data={"max_prompt_length": prompt, "batch_size": 64},
-        rollout={"max_new_tokens": completion, "n": n},
-        update={"mini_batch_size": mini},
-    )
-    assert values["update.micro_batch_size"] == micro
+def test_the_token_budget_holds_the_longest_sequence(prompt, completion, budget):
+    values = derived(data={"max_prompt_length": prompt}, rollout={"max_new_tokens": completion})
+    assert values["update.max_tokens_per_device"] == budget
+    assert values["logprob.max_tokens_per_device"] == 2 * budget
+
+
+@pytest.mark.parametrize(
+    ("update", "logprob", "sizes"),
+    [
+        ({"micro_batch_size": 5}, {}, {"logprob.micro_batch_size": 10}),
+        ({"micro_batch_size": 5}, {"micro_batch_size": 7}, {}),
+        ({"micro_batch_size": 5}, {"max_tokens_per_device": 4096}, {}),
+        ({"max_tokens_per_device": 1000}, {}, {"logprob.max_tokens_per_device": 2000}),
+        ({"max_tokens_per_device": 1000}, {"max_tokens_per_device": 768}, {}),
+        ({}, {"micro_batch_size": 7}, {"update.max_tokens_per_device": 16384}),
+        ({}, {"max_tokens_per_device": 768}, {"update.max_tokens_per_device": 16384}),
+    ],
+)
+def test_log_probabilities_take_the_mode_of_the_update_unless_they_have_one(update, logprob, sizes):
+    values = derived(update=update, logprob=logprob)
+    assert {key: value for key, value in values.items() if "micro_batch" in key or "tokens" in key} == sizes
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from quatrain.config.errors import ConfigError
 from quatrain.config.schema import ADVANTAGE_SCALES, Config
 
-# Tokens of one forward/backward on a device when the user names no micro-batch size.
+# Tokens of one forward/backward on a device shard when the user names no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
 HELDOUT = "-heldout"
@@ -27,24 +28,54 @@ LEAST_BFLOAT16_RATE = 1e-4
 def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: datetime) -> dict[str, Any]:
     """Values by dotted key for every null of `config` that follows from the rest.
 
-    `stem` is the name of the configuration file and `now` the time, for `run.name`.
+    `stem` is the name of the configuration file and `now` the time, for `run.name`. Raises ConfigError
+    where a token budget that was given cannot hold the longest possible sequence.
     """
-    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
-    mini = config.update.mini_batch_size or config.data.batch_size
-    fitting = min(max(1, MICRO_BATCH_TOKENS // longest), mini * config.rollout.n)
-    micro = config.update.micro_batch_size or fitting
+    _budgets_hold_a_sequence(config)
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
         "advantage.scale": ADVANTAGE_SCALES[config.advantage.estimator][0],
-        "update.mini_batch_size": mini,
-        "update.micro_batch_size": micro,
-        "logprob.micro_batch_size": 2 * micro,
+        "update.mini_batch_size": config.data.batch_size,
+        **_micro_batches(config),
         "logging.wandb": _wandb(environ),
     }
     return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest possible sequence: a full prompt and a full completion."""
+    return config.data.max_prompt_length + config.rollout.max_new_tokens
+
+
+def _micro_batches(config: Config) -> dict[str, int]:
+    """The size of the mode each stage is in: its own, or else the update's; or else the token budget."""
+    update, logprob = config.update, config.logprob
+    own = logprob.micro_batch_size or logprob.max_tokens_per_device
+    if update.micro_batch_size is not None:
+        return {} if own else {"logprob.micro_batch_size": 2 * update.micro_batch_size}
+    budget = update.max_tokens_per_device or max(MICRO_BATCH_TOKENS, longest_sequence(config))
+    values = {"update.max_tokens_per_device": budget}
+    return values if own else values | {"logprob.max_tokens_per_device": 2 * budget}
+
+
+def _budgets_hold_a_sequence(config: Config) -> None:
+    longest = longest_sequence(config)
+    budgets = {
+        f"{section}.max_tokens_per_device": stage.max_tokens_per_device
+        for section, stage in (("update", config.update), ("logprob", config.logprob))
+    }
+    problems = [
+        f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
+        f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}) = "
+        f"{longest} tokens; set it to at least {longest}"
+        for key, budget in budgets.items()
+        if budget is not None and budget < longest
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def value_at(config: Config, key: str) -> Any:

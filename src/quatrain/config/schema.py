@@ -73,6 +73,11 @@ class ModelConfig(Section):
     remat: Literal["none", "layer"] = Field(
         "layer", description="`layer`: recompute each layer in the backward pass, keeping only its input."
     )
+    attention: Literal["auto", "xla", "cudnn", "pallas", "splash"] = Field(
+        "auto",
+        description="Attention of the forward/backward passes: `auto` picks by device and model; a named "
+        "kernel that cannot honour the model's mask is an error.",
+    )
 
 
 class DataConfig(Section):
@@ -162,8 +167,13 @@ class UpdateConfig(Section):
     epochs: Count = Field(1, description="Passes over one rollout batch (μ).")
     micro_batch_size: Count | None = Field(
         None,
-        description="Sequences per device in one forward/backward; derived: as many of the longest possible "
-        "as fit 16384 tokens.",
+        description="Sequences per device shard in one forward/backward (fixed mode); null: "
+        "`update.max_tokens_per_device` counts instead.",
+    )
+    max_tokens_per_device: Count | None = Field(
+        None,
+        description="Tokens per device shard in one forward/backward (token-budget mode); derived, where "
+        "`update.micro_batch_size` is not set: 16384, or the longest possible sequence where that is more.",
     )
     loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
@@ -193,7 +203,14 @@ class LogprobConfig(Section):
     """Forward-only passes: old and reference log-probabilities."""
 
     micro_batch_size: Count | None = Field(
-        None, description="Sequences per device in one forward pass; derived: 2 x `update.micro_batch_size`."
+        None,
+        description="Sequences per device shard in one forward pass (fixed mode); derived, where the update "
+        "is in fixed mode and no mode is set here: 2 x `update.micro_batch_size`.",
+    )
+    max_tokens_per_device: Count | None = Field(
+        None,
+        description="Tokens per device shard in one forward pass (token-budget mode); derived, where the "
+        "update is in token-budget mode and no mode is set here: 2 x `update.max_tokens_per_device`.",
     )
 
 
@@ -290,6 +307,23 @@ class Config(Section):
                 "set a smaller number, or null for all of them",
                 {"key": "update.mini_batch_size", "value": mini, "whole": whole},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_micro_batch_mode(self) -> Self:
+        for section, stage in (("update", self.update), ("logprob", self.logprob)):
+            if stage.micro_batch_size is not None and stage.max_tokens_per_device is not None:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "must be null where {budget_key} ({budget}) is set: micro-batches are cut by sequences "
+                    "or by tokens, not both; set one of the two to null",
+                    {
+                        "key": f"{section}.micro_batch_size",
+                        "value": stage.micro_batch_size,
+                        "budget_key": f"{section}.max_tokens_per_device",
+                        "budget": stage.max_tokens_per_device,
+                    },
+                )
         return self
 
     @model_validator(mode="after")
