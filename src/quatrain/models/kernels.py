@@ -1,0 +1,218 @@
+"""Fused attention kernels that ship with JAX, and which of them may run a model.
+
+Data flow: `choose_attention` when a run starts; then the decoder calls the kernel chosen in place of dense
+masked attention, for whole rows of tokens (no cache).
+
+A token sees those of its own segment (0 is padding) at its place or before, and fewer than `window` places
+back. Tokens of a segment lie side by side in order, so places in the row tell what positions would.
+Queries are scaled already; padding comes out finite, with finite gradients, and means nothing.
+
+Shapes: B rows, T tokens, N query heads, K key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from quatrain.models.architecture import LAYER_TYPES, Architecture
+
+PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
+"""The platform that each kernel needs; the first that can run a model is what `auto` takes."""
+
+BLOCK = 128
+"""Rows are padded to a multiple of this: the TPU kernel requires it, and blocks of the others divide it."""
+
+MAX_HEAD_DIM = 128
+"""Of the GPU kernels: cuDNN takes no more before Hopper, and blocks of Pallas must fit in shared memory."""
+
+_TILE_BYTES = 16 * 1024
+"""Of a block of queries, keys or values: about five lie in shared memory, 99 KiB on the smallest GPUs."""
+
+
+def choose_attention(name: str, arch: Architecture, *, platform: str, dtype: DTypeLike, packed: bool) -> str:
+    """The kernel that `model.attention` = `name` stands for: `xla`, `cudnn`, `pallas` or `splash`.
+
+    `platform` is `jax.default_backend()`, `dtype` that of activations, and `packed` says that a row may hold
+    several segments. `auto` takes the first kernel of the platform that can honour the mask of `arch`, else
+    `xla`. Raises ValueError for a kernel that cannot, that belongs to another platform or does not exist.
+    """
+    if name == "auto":
+        kernels = (kernel for kernel, where in PLATFORMS.items() if where == platform)
+        return next((k for k in kernels if _obstacle(k, arch, dtype, packed) is None), "xla")
+    if name == "xla":
+        return name
+    if name not in PLATFORMS:
+        raise ValueError(f"model.attention must be auto, xla, {', '.join(PLATFORMS)}; got {name!r}")
+    if platform != PLATFORMS[name]:
+        raise ValueError(
+            f"model.attention={name} needs a {PLATFORMS[name].upper()}, and JAX runs on {platform} here; "
+            "set model.attention to auto or xla"
+        )
+    obstacle = _obstacle(name, arch, dtype, packed)
+    if obstacle is not None:
+        raise ValueError(f"model.attention={name} cannot {obstacle}; set model.attention to auto or xla")
+    return name
+
+
+def _obstacle(kernel: str, arch: Architecture, dtype: DTypeLike, packed: bool) -> str | None:
+    """What `kernel` cannot do that is asked of it, in words that follow "cannot"; None where it can."""
+    if kernel == "splash":
+        return None
+    if arch.attention_softcap is not None:
+        return f"honour a soft-cap of attention scores ({arch.family}, cap {arch.attention_softcap:g})"
+    if arch.head_dim > MAX_HEAD_DIM:
+        return f"take heads of more than {MAX_HEAD_DIM} elements ({arch.family}, head_dim {arch.head_dim})"
+    if kernel == "pallas":
+        if LAYER_TYPES[1] in arch.layer_types:
+            return f"honour a sliding window ({arch.family}, window {arch.sliding_window})"
+        return None
+    if packed:
+        return "keep apart the segments of a packed row"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
+    if arch.head_dim % 8:
+        return f"take heads that are no multiple of 8 elements ({arch.family}, head_dim {arch.head_dim})"
+    return None
+
+
+def cudnn_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    window: int | None,
+    cap: float | None,
+) -> jax.Array:
+    """Attention [B, T, N, H] by cuDNN, for rows of one segment with padding behind it (not checked)."""
+    return _one_segment_attention(
+        q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window=window, cap=cap, implementation="cudnn"
+    )
+
+
+def _one_segment_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    window: int | None,
+    cap: float | None,
+    implementation: Literal["xla", "cudnn"],
+) -> jax.Array:
+    # A causal mask hides the padding behind a segment from it, so cuDNN need not know the lengths: no row of
+    # masked scores, and none of its limits on windows with lengths. The padding in turn sees the segment,
+    # hence the zeros: whatever gradient reaches padding does not reach the segment through it.
+    assert cap is None
+    T = q_BTNH.shape[1]
+    y_BTNH = jax.nn.dot_product_attention(
+        *(_pad(x, 1, T + -T % BLOCK) for x in (q_BTNH, k_BTKH, v_BTKH)),
+        scale=1.0,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )[:, :T]
+    return jnp.where((segment_ids_BT != 0)[:, :, None, None], y_BTNH, 0)
+
+
+def pallas_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    window: int | None,
+    cap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention [B, T, N, H] by the Triton kernel of `jax.experimental.pallas.ops.gpu`; no window, no cap.
+
+    It takes as many key/value heads as query heads and heads of a power of two, so keys and values are
+    repeated and padded.
+    """
+    assert window is None
+    assert cap is None
+    mha = _gpu_attention()
+    _, T, N, H = q_BTNH.shape
+    padded_T, padded_H = T + -T % BLOCK, max(16, 1 << (H - 1).bit_length())
+    forward = min(BLOCK, _TILE_BYTES // (padded_H * q_BTNH.dtype.itemsize))
+    backward = min(32, forward)
+    blocks = mha.BlockSizes(
+        block_q=forward,
+        block_k=forward,
+        block_q_dkv=backward,
+        block_kv_dkv=backward,
+        block_q_dq=backward,
+        block_kv_dq=backward,
+    )
+    keys_values = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BTKH, v_BTKH))
+    y_BTNH = mha.mha(
+        *(_pad(_pad(x, 1, padded_T), 3, padded_H) for x in (q_BTNH, *keys_values)),
+        _pad(segment_ids_BT, 1, padded_T),
+        sm_scale=1.0,
+        causal=True,
+        block_sizes=blocks,
+        interpret=interpret,
+    )
+    return y_BTNH[:, :T, :, :H]
+
+
+def splash_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    window: int | None,
+    cap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention [B, T, N, H] by the TPU kernel of `jax.experimental.pallas.ops.tpu.splash_attention`.
+
+    Heads are padded to whole vector registers, which is what it is known to work with.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    _, T, N, H = q_BTNH.shape
+    padded_T, padded_H = T + -T % BLOCK, H + -H % 128
+    shape = padded_T, padded_T
+    seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    block = next(size for size in (4 * BLOCK, 2 * BLOCK, BLOCK) if padded_T % size == 0)
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([seen] * N),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        attn_logits_soft_cap=cap,
+        interpret=interpret,
+    )
+    segments = _pad(segment_ids_BT, 1, padded_T)
+    heads_first = (_pad(_pad(x, 1, padded_T), 3, padded_H).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    y_BNTH = jax.vmap(kernel)(*heads_first, splash.SegmentIds(segments, segments))
+    return y_BNTH.swapaxes(1, 2)[:, :T, :, :H]
+
+
+def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """x with zeros behind it, up to `size` along `dim`."""
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = 0, size - x.shape[dim]
+    return jnp.pad(x, widths)
+
+
+def _gpu_attention() -> ModuleType:
+    """The module of the Pallas kernel; JAX 0.11 still ships it, with a DeprecationWarning on import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    return attention
