@@ -10,6 +10,7 @@ import pytest
 
 from quatrain import cli
 
+COMMANDS = ("train", "eval", "sft", "plan", "config", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
 
 
@@ -65,7 +66,15 @@ def imported_by(*arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("config",), ("config", "--json"), ("train", "--print-config"), ("--help",)]
+    "arguments",
+    [
+        ("config",),
+        ("config", "--json"),
+        ("plan",),
+        ("plan", "--json"),
+        ("train", "--print-config"),
+        ("--help",),
+    ],
 )
 def test_configuration_and_help_import_nothing_heavy(arguments):
     seconds, output = imported_by(*arguments)
@@ -98,6 +107,37 @@ def test_config_prints_json(quatrain, monkeypatch):
     assert err.startswith("warning: ")
 
 
+EXAMPLE = (
+    *("--set", "data.batch_size=60", "--set", "rollout.n=12", "--set", "update.micro_batch_size=8"),
+    *("--devices", "6", "--rollout-tensor-parallel", "2"),
+)
+
+
+def test_plan_prints_a_table(quatrain):
+    status, out, err = quatrain("plan", *EXAMPLE)
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "sequences_per_step 720 sequences P x G = 60 x 12" in lines
+    assert "sequences_per_shard 120 sequences B / D = 720 / 6" in lines
+
+
+def test_plan_prints_json(quatrain):
+    layout = ("--tensor-parallel", "3", "--processes", "2", "--set", "data.batch_size=1")
+    status, out, err = quatrain("plan", *EXAMPLE, *layout, "--set", "rollout.n=1", "--json")
+    content = json.loads(out)
+    assert status == 0
+    assert (content["data_shards"], content["devices_per_process"], content["rollout_replicas"]) == (2, 3, 3)
+    assert content["unit"]["data_shards"] == "shards"
+    assert content["why"]["data_shards"] == "D: N / tensor parallelism = 6 / 3"
+    assert [warning.split(":")[0] for warning in content["warnings"]] == [
+        "more data shards (2) than sequences of an optimizer step (1), padded and masked",
+        "update.micro_batch_size (8) is larger than a shard's share of sequences (1), which is what a "
+        "micro-batch holds",
+        "more rollout replicas (3) than sequences of a training step (1)",
+    ]
+    assert "advantage" in err  # the configuration's own warnings stay on stderr
+
+
 def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -121,6 +161,11 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
             ("config", "--set", "rollout.n"),
             "error: --set needs KEY=VALUE, as --set rollout.n=16; got 'rollout.n'",
         ),
+        (
+            ("plan", "--devices", "6", "--tensor-parallel", "4"),
+            "error: tensor parallelism must divide the devices; got 4 for 6 devices; set it to one of "
+            "1, 2, 3, 6, or change the number of devices",
+        ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (
             ("train", "--resume", "gone"),
@@ -141,6 +186,7 @@ def test_each_problem_has_a_line_of_its_own(quatrain):
 def test_a_mistyped_option_or_command_exits_with_2(quatrain):
     assert quatrain("config", "--sett", "a=1")[0] == 2
     assert quatrain("trane")[0] == 2
+    assert quatrain("plan", "--devices", "0")[0] == 2
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -280,8 +326,8 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
 def test_help_lists_the_commands_with_examples(quatrain):
     status, out, _ = quatrain("--help")
     assert status == 0
-    assert all(f"│ {command} " in out for command in ("train", "eval", "sft", "config", "export", "bench"))
-    for command in ("train", "eval", "sft", "config", "export", "bench"):
+    assert all(f"│ {command} " in out for command in COMMANDS)
+    for command in COMMANDS:
         status, out, _ = quatrain(command, "--help")
         assert status == 0
         assert "Examples" in out

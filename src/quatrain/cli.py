@@ -1,4 +1,4 @@
-"""The command line: `quatrain train | eval | sft | config | export | bench`.
+"""The command line: `quatrain train | eval | sft | plan | config | export | bench`.
 
 Data flow: arguments and `.env` -> `config.load` -> the command's own function. What needs JAX is imported
 inside the commands, so help and configuration answer at once.
@@ -147,6 +147,43 @@ def config(
 ) -> None:
     """Print the final configuration, each value with the layer it came from."""
     _print_config(_resolve(config, set_), as_json=as_json)
+
+
+@app.command(
+    epilog=_examples(
+        "plan",
+        "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --rollout-tensor-parallel 2",
+        "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
+    )
+)
+def plan(
+    config: ConfigArgument = None,
+    set_: SetOption = None,
+    devices: Annotated[int, typer.Option(min=1, help="Devices of all processes.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes the devices belong to.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Devices that share one data shard in training.")
+    ] = 1,
+    rollout_tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Devices that share one replica of the model in the rollout.")
+    ] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
+    ] = False,
+) -> None:
+    """Print every batch number of a training step, with its unit and formula."""
+    resolved = _resolve(config, set_)
+    from quatrain.config.plan import plan as plan_batches
+    from quatrain.config.plan import render
+
+    batch_plan = plan_batches(
+        resolved.config,
+        devices=devices,
+        processes=processes,
+        tp=tensor_parallel,
+        rollout_tp=rollout_tensor_parallel,
+    )
+    typer.echo(json.dumps(batch_plan.to_dict(), indent=2) if as_json else render(batch_plan))
 
 
 @app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run exported/ --step 50"))

@@ -1,0 +1,397 @@
+"""The batch plan: every batch number of a run, with its unit and the formula it comes from.
+
+Data flow: `Config` and the number of devices -> `plan` -> `render` (a table) or `BatchPlan.to_dict` (JSON),
+for `quatrain plan` and the start of a run. What depends on the sampled lengths is a range that holds for all
+of them. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from quatrain.config.derive import longest_sequence
+from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
+
+SHORTEST = 2
+"""Tokens of the shortest possible sequence: one of the prompt and one of the completion."""
+WIDTH = 100
+GAP = "  "
+UNBROKEN = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number. `value` is None where it does not apply, and {"min", "max"} where it is no single one.
+
+    `why` is `symbols = the same with their numbers; remark`, or words where nothing is computed.
+    """
+
+    key: str
+    value: int | dict[str, int] | None
+    unit: str
+    why: str
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The numbers in the order of a training step, and a sentence for each that will surprise."""
+
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, key: str) -> int | dict[str, int] | None:
+        return next(row.value for row in self.rows if row.key == key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values by key, and beside them `unit` and `why` by key, and `warnings`."""
+        return {
+            **{row.key: row.value for row in self.rows},
+            "unit": {row.key: row.unit for row in self.rows},
+            "why": {row.key: row.why for row in self.rows},
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The least and the greatest of a number."""
+
+    low: int
+    high: int
+
+    @property
+    def value(self) -> int | dict[str, int]:
+        return self.low if self.low == self.high else {"min": self.low, "max": self.high}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How many devices there are, and how many of them share a model in training and in sampling."""
+
+    devices: int
+    processes: int
+    tp: int
+    rollout_tp: int
+
+    def __post_init__(self) -> None:
+        named = {
+            "processes": self.processes,
+            "tensor parallelism": self.tp,
+            "rollout tensor parallelism": self.rollout_tp,
+        }
+        for name, number in {"devices": self.devices, **named}.items():
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1; got {number}; set it to 1 or more")
+        for name, number in named.items():
+            if self.devices % number:
+                fitting = [str(k) for k in range(1, self.devices + 1) if not self.devices % k]
+                raise ValueError(
+                    f"{name} must divide the devices; got {number} for {self.devices} devices; "
+                    f"set it to one of {', '.join(fitting)}, or change the number of devices"
+                )
+
+    @property
+    def shards(self) -> int:
+        return self.devices // self.tp
+
+    @property
+    def replicas(self) -> int:
+        return self.devices // self.rollout_tp
+
+
+def plan(
+    config: Config, *, devices: int = 1, processes: int = 1, tp: int = 1, rollout_tp: int = 1
+) -> BatchPlan:
+    """The plan of a final configuration (nothing left to derive).
+
+    `devices` and `processes` are those of the whole run, `tp` and `rollout_tp` the devices that share one
+    model in the training and in the rollout mesh. Raises ValueError where one of them does not divide the
+    devices.
+    """
+    layout = _Layout(devices, processes, tp, rollout_tp)
+    steps, prompts = _mini_batches(config)
+    sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
+    rows = chain(
+        _step_rows(config),
+        _device_rows(layout),
+        _rollout_rows(config, layout),
+        _update_rows(config, layout, steps, prompts, sequences),
+        _logprob_rows(config, layout, steps),
+    )
+    return BatchPlan(tuple(rows), tuple(_warnings(config, layout, sequences)))
+
+
+def _mini_batches(config: Config) -> tuple[int, _Span]:
+    """How many mini-batches an epoch has, and the prompts of one."""
+    whole = config.data.batch_size
+    count = _ceil(whole, config.update.mini_batch_size or whole)
+    return count, _Span(whole // count, _ceil(whole, count))
+
+
+def _step_rows(config: Config) -> Iterator[Row]:
+    whole, n = config.data.batch_size, config.rollout.n
+    prompt, completion = config.data.max_prompt_length, config.rollout.max_new_tokens
+    yield Row("prompts_per_step", whole, "prompts", "P: data.batch_size")
+    yield Row("samples_per_prompt", n, "sequences", "G: rollout.n")
+    yield Row("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
+    yield Row(
+        "max_sequence_tokens",
+        longest_sequence(config),
+        "tokens",
+        f"L: data.max_prompt_length + rollout.max_new_tokens = {prompt} + {completion}",
+    )
+
+
+def _device_rows(layout: _Layout) -> Iterator[Row]:
+    n, k = layout.devices, layout.processes
+    yield Row("devices", n, "devices", "N: of all processes")
+    yield Row("processes", k, "processes", "K: the devices are shared out evenly")
+    yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
+    yield Row(
+        "data_shards",
+        layout.shards,
+        "shards",
+        f"D: N / tensor parallelism = {n} / {layout.tp}",
+    )
+
+
+def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
+    whole, n, replicas = config.data.batch_size, config.rollout.n, layout.replicas
+    yield Row(
+        "rollout_replicas",
+        replicas,
+        "replicas",
+        f"N / rollout tensor parallelism = {layout.devices} / {layout.rollout_tp}",
+    )
+    total = whole * n
+    remark = f"; {whole // replicas} prompts x {n}" if whole % replicas == 0 else ""
+    yield Row(
+        "sequences_per_replica",
+        _Span(total // replicas, _ceil(total, replicas)).value,
+        "sequences",
+        f"P x G / replicas = {_shares(_Span(total, total), replicas)}{remark}",
+    )
+
+
+def _update_rows(
+    config: Config, layout: _Layout, count: int, prompts: _Span, sequences: _Span
+) -> Iterator[Row]:
+    update, n, shards = config.update, config.rollout.n, layout.shards
+    whole = config.data.batch_size
+    parts = f"ceil({whole} / {update.mini_batch_size or whole})"
+    yield Row(
+        "mini_batch_prompts",
+        prompts.value,
+        "prompts",
+        f"P / ceil(P / M) = {_shares(_Span(whole, whole), count, parts)}; M: update.mini_batch_size",
+    )
+    yield Row(
+        "optimizer_steps_per_train_step",
+        update.epochs * count,
+        "steps",
+        f"update.epochs x ceil(P / M) = {update.epochs} x {parts}",
+    )
+    yield Row(
+        "mini_batch_sequences",
+        sequences.value,
+        "sequences",
+        f"B: mini_batch_prompts x G = {_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
+    )
+    stage = _Stage.of(config, "update", "B", sequences, shards)
+    yield stage.share("sequences_per_shard")
+    yield stage.held("micro_batch_sequences")
+    yield stage.budget("max_tokens_per_device")
+    yield stage.passes("micro_batches_per_optimizer_step")
+
+
+def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
+    total = config.data.batch_size * config.rollout.n
+    stage = _Stage.of(config, "logprob", "P x G", _Span(total, total), layout.shards)
+    yield _sweeps(config.update, config.update.epochs * count)
+    yield stage.held("logprob_micro_batch_sequences")
+    yield stage.budget("logprob_max_tokens_per_device")
+    yield stage.passes("logprob_forward_passes")
+
+
+def _sweeps(update: UpdateConfig, steps: int) -> Row:
+    old = update.old_logprobs == "recompute" or (update.old_logprobs == "auto" and steps > 1)
+    reference = update.kl_coef > 0
+    reason = {
+        "recompute": "update.old_logprobs is recompute",
+        "rollout": "update.old_logprobs is rollout",
+        "auto": f"update.old_logprobs is auto, {steps} optimizer step{'s' if steps > 1 else ''}",
+    }[update.old_logprobs]
+    return Row(
+        "logprob_sweeps",
+        old + reference,
+        "sweeps",
+        f"old + reference = {old:d} + {reference:d}; {reason}; update.kl_coef is {update.kl_coef:g}",
+    )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """`sequences` cut over `shards` data shards into micro-batches, by one of the two modes.
+
+    Fixed mode: shards take equal shares, and a micro-batch `rows` of each share.
+    Token-budget mode: a bin (one shard's part of one micro-batch) holds at most C = `tokens`, so at most
+    floor(C / 2) sequences. First fit closes no bin below floor(C / L) sequences of at most L tokens while
+    any is left, so ceil(sequences / (D x floor(C / L))) micro-batches always do. Both ends are met: by
+    sequences that are all of the shortest, and all of the longest possible length.
+    """
+
+    section: str
+    total: str
+    """What `sequences` is called in formulas."""
+    rows: int | None
+    tokens: int | None
+    sequences: _Span
+    shards: int
+    longest: int
+
+    @classmethod
+    def of(cls, config: Config, section: str, total: str, sequences: _Span, shards: int) -> _Stage:
+        sizes: UpdateConfig | LogprobConfig = getattr(config, section)
+        rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
+        assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
+        return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config))
+
+    def share(self, key: str) -> Row:
+        """Sequences of one shard: equal numbers in fixed mode, in token-budget mode of equal cost."""
+        if self.tokens is None or self.shards == 1:
+            value = _Span(self.sequences.low // self.shards, _ceil(self.sequences.high, self.shards)).value
+            return Row(key, value, "sequences", f"{self.total} / D = {_shares(self.sequences, self.shards)}")
+        value = _Span(0, self.sequences.high).value
+        average = _either(*(f"{n} / {self.shards}" for n in self._ends))
+        remark = f"{average} on average: shards are evened out by cost, not by number"
+        return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
+
+    def held(self, key: str) -> Row:
+        """Sequences of one shard in one micro-batch."""
+        if self.tokens is None:
+            return self._held_in_fixed_mode(key)
+        if self._num_passes.high * self.shards == 1:
+            whole = self.sequences
+            return Row(key, whole.value, "sequences", f"{self.total} = {_either(*map(str, self._ends))}")
+        most = min(self.sequences.high, self.tokens // SHORTEST)
+        numbers = f"0 to min({self.sequences.high}, floor({self.tokens} / {SHORTEST}))"
+        remark = f"floor({self.tokens} / {self.longest}) of the longest fit"
+        symbols = f"0 to min({self.total}, floor(C / {SHORTEST}))"
+        return Row(key, _Span(0, most).value, "sequences", f"{symbols} = {numbers}; {remark}")
+
+    def _held_in_fixed_mode(self, key: str) -> Row:
+        assert self.rows is not None
+        name, largest = f"{self.section}.micro_batch_size", _ceil(self.sequences.high, self.shards)
+        if largest >= self.rows:
+            return Row(key, self.rows, "sequences", f"m: {name}")
+        numbers = f"min({self.rows}, ceil({self.sequences.high} / {self.shards}))"
+        return Row(key, largest, "sequences", f"min(m, ceil({self.total} / D)) = {numbers}; m: {name}")
+
+    def budget(self, key: str) -> Row:
+        """Tokens of one shard in one micro-batch."""
+        name = f"{self.section}.max_tokens_per_device"
+        fixed = f"not used: {self.section}.micro_batch_size is set"
+        return Row(key, self.tokens, "tokens", fixed if self.tokens is None else f"C: {name}")
+
+    def passes(self, key: str) -> Row:
+        """Micro-batches that all of `sequences` make; the same number on every shard."""
+        if self.tokens is None:
+            numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
+            why = f"ceil(ceil({self.total} / D) / m) = {numbers}{self._remainder()}"
+        else:
+            formula = "ceil({} / ({} x floor({} / {})))".format
+            symbols = [formula(self.total, "D", "C", length) for length in (SHORTEST, "L")]
+            lengths = zip(self._ends, (SHORTEST, self.longest), strict=True)
+            ends = [formula(n, self.shards, self.tokens, length) for n, length in lengths]
+            why = f"{' to '.join(symbols)} = {' to '.join(ends)}"
+        return Row(key, self._num_passes.value, "passes", why)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return self.sequences.low, self.sequences.high
+
+    @property
+    def _num_passes(self) -> _Span:
+        if self.rows is not None:
+            return _Span(*(_ceil(_ceil(n, self.shards), self.rows) for n in self._ends))
+        assert self.tokens is not None
+        in_bin = (self.tokens // SHORTEST, self.tokens // self.longest)
+        return _Span(*(_ceil(n, self.shards * k) for n, k in zip(self._ends, in_bin, strict=True)))
+
+    def _remainder(self) -> str:
+        assert self.rows is not None
+        low, high = self._ends
+        left = high // self.shards % self.rows
+        even = low == high and high % self.shards == 0
+        return f"; the last holds {left}" if even and left and high // self.shards > self.rows else ""
+
+
+def _warnings(config: Config, layout: _Layout, sequences: _Span) -> Iterator[str]:
+    shards, replicas, least = layout.shards, layout.replicas, sequences.low
+    total, size = config.data.batch_size * config.rollout.n, config.update.micro_batch_size
+    if least < shards:
+        yield (
+            f"more data shards ({shards}) than sequences of an optimizer step ({least}), padded and masked: "
+            f"{shards - least} of {shards} shards idle; raise update.mini_batch_size, data.batch_size or "
+            "rollout.n, or use fewer devices"
+        )
+    share = _ceil(sequences.high, shards)
+    if size is not None and size > share:
+        yield (
+            f"update.micro_batch_size ({size}) is larger than a shard's share of sequences ({share}), which "
+            "is what a micro-batch holds"
+        )
+    if total < replicas:
+        yield (
+            f"more rollout replicas ({replicas}) than sequences of a training step ({total}): "
+            f"{replicas - total} of {replicas} replicas idle; raise data.batch_size or rollout.n, or use "
+            "fewer devices"
+        )
+
+
+def _ceil(number: int, parts: int) -> int:
+    return -(-number // parts)
+
+
+def _either(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _shares(total: _Span, parts: int, written: str | None = None) -> str:
+    """`total` over `parts`, which are written as `written`, with what happens to a remainder."""
+    text = written or str(parts)
+    if total.low == total.high and total.low % parts == 0:
+        return f"{total.low} / {text}"
+    return f"floor({total.low} / {text}) to ceil({total.high} / {text})"
+
+
+def render(batch_plan: BatchPlan) -> str:
+    """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
+    cells = [(row.key, _written(row.value), row.unit, row.why) for row in batch_plan.rows]
+    name, value, unit = (max(len(row[k]) for row in cells) for k in range(3))
+    room = WIDTH - name - value - unit - 3 * len(GAP)
+    lines = []
+    for row in cells:
+        first, *more = _wrapped(row[3], room)
+        lines.append(GAP.join((row[0].ljust(name), row[1].rjust(value), row[2].ljust(unit), first)))
+        lines += [" " * (WIDTH - room) + line for line in more]
+    for warning in batch_plan.warnings:
+        lines += textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _wrapped(formula: str, width: int) -> list[str]:
+    """Lines that break between terms, never around an operator."""
+    for operator in ("/", "x"):
+        formula = formula.replace(f" {operator} ", f"{UNBROKEN}{operator}{UNBROKEN}")
+    return [line.replace(UNBROKEN, " ") for line in textwrap.wrap(formula, width, break_on_hyphens=False)]
+
+
+def _written(value: int | dict[str, int] | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value['min']} to {value['max']}" if isinstance(value, dict) else str(value)

@@ -1,0 +1,352 @@
+import re
+from math import ceil, floor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quatrain.config.load import load_config
+from quatrain.config.plan import plan, render
+from quatrain.ops.packing import plan_packing
+
+PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
+FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}
+SIX = {"devices": 6, "rollout_tp": 2}
+KEYS = [
+    "prompts_per_step",
+    "samples_per_prompt",
+    "sequences_per_step",
+    "max_sequence_tokens",
+    "devices",
+    "processes",
+    "devices_per_process",
+    "data_shards",
+    "rollout_replicas",
+    "sequences_per_replica",
+    "mini_batch_prompts",
+    "optimizer_steps_per_train_step",
+    "mini_batch_sequences",
+    "sequences_per_shard",
+    "micro_batch_sequences",
+    "max_tokens_per_device",
+    "micro_batches_per_optimizer_step",
+    "logprob_sweeps",
+    "logprob_micro_batch_sequences",
+    "logprob_max_tokens_per_device",
+    "logprob_forward_passes",
+]
+
+
+def planned(values=None, **layout):
+    """The plan of the quickstart with `values` over it and no reference."""
+    values = {"update.kl_coef": 0.0, **(values or {})}
+    return plan(load_config(None, [f"{key}={value}" for key, value in values.items()], {}).config, **layout)
+
+
+def worked_example(**values):
+    return planned({**PROMPTS_60_SAMPLES_12, "rollout.max_new_tokens": 256, **FIXED_8, **values}, **SIX)
+
+
+def test_the_worked_example():
+    found = worked_example()
+    assert {key: found[key] for key in KEYS} == {
+        "prompts_per_step": 60,
+        "samples_per_prompt": 12,
+        "sequences_per_step": 720,
+        "max_sequence_tokens": 768,
+        "devices": 6,
+        "processes": 1,
+        "devices_per_process": 6,
+        "data_shards": 6,
+        "rollout_replicas": 3,
+        "sequences_per_replica": 240,
+        "mini_batch_prompts": 60,
+        "optimizer_steps_per_train_step": 1,
+        "mini_batch_sequences": 720,
+        "sequences_per_shard": 120,
+        "micro_batch_sequences": 8,
+        "max_tokens_per_device": None,
+        "micro_batches_per_optimizer_step": 15,
+        "logprob_sweeps": 0,
+        "logprob_micro_batch_sequences": 8,
+        "logprob_max_tokens_per_device": None,
+        "logprob_forward_passes": 15,
+    }
+    assert found.warnings == ()
+
+
+def test_the_formulas_of_the_worked_example():
+    assert worked_example().to_dict()["why"] == {
+        "prompts_per_step": "P: data.batch_size",
+        "samples_per_prompt": "G: rollout.n",
+        "sequences_per_step": "P x G = 60 x 12",
+        "max_sequence_tokens": "L: data.max_prompt_length + rollout.max_new_tokens = 512 + 256",
+        "devices": "N: of all processes",
+        "processes": "K: the devices are shared out evenly",
+        "devices_per_process": "N / K = 6 / 1",
+        "data_shards": "D: N / tensor parallelism = 6 / 1",
+        "rollout_replicas": "N / rollout tensor parallelism = 6 / 2",
+        "sequences_per_replica": "P x G / replicas = 720 / 3; 20 prompts x 12",
+        "mini_batch_prompts": "P / ceil(P / M) = 60 / ceil(60 / 60); M: update.mini_batch_size",
+        "optimizer_steps_per_train_step": "update.epochs x ceil(P / M) = 1 x ceil(60 / 60)",
+        "mini_batch_sequences": "B: mini_batch_prompts x G = 60 x 12",
+        "sequences_per_shard": "B / D = 720 / 6",
+        "micro_batch_sequences": "m: update.micro_batch_size",
+        "max_tokens_per_device": "not used: update.micro_batch_size is set",
+        "micro_batches_per_optimizer_step": "ceil(ceil(B / D) / m) = ceil(120 / 8)",
+        "logprob_sweeps": "old + reference = 0 + 0; update.old_logprobs is auto, 1 optimizer step; "
+        "update.kl_coef is 0",
+        "logprob_micro_batch_sequences": "m: logprob.micro_batch_size",
+        "logprob_max_tokens_per_device": "not used: logprob.micro_batch_size is set",
+        "logprob_forward_passes": "ceil(ceil(P x G / D) / m) = ceil(120 / 8)",
+    }
+
+
+def test_mini_batches_that_do_not_divide_the_batch_are_evened_out():
+    found = worked_example(**{"update.mini_batch_size": 40})
+    assert found["mini_batch_prompts"] == 30
+    assert found["optimizer_steps_per_train_step"] == 2
+    assert (found["mini_batch_sequences"], found["sequences_per_shard"]) == (360, 60)
+    assert found["micro_batches_per_optimizer_step"] == 8
+    why = found.to_dict()["why"]
+    assert why["mini_batch_prompts"] == "P / ceil(P / M) = 60 / ceil(60 / 40); M: update.mini_batch_size"
+    assert why["micro_batches_per_optimizer_step"] == (
+        "ceil(ceil(B / D) / m) = ceil(60 / 8); the last holds 4"
+    )
+    assert (found["logprob_sweeps"], found["logprob_forward_passes"]) == (1, 15)
+
+
+def test_mini_batches_differ_by_one_prompt_at_most():
+    found = planned(
+        {"data.batch_size": 10, "rollout.n": 4, "update.mini_batch_size": 4, "update.micro_batch_size": 3},
+        devices=2,
+    )
+    assert found["mini_batch_prompts"] == {"min": 3, "max": 4}
+    assert found["mini_batch_sequences"] == {"min": 12, "max": 16}
+    assert found["sequences_per_shard"] == {"min": 6, "max": 8}
+    assert found["micro_batches_per_optimizer_step"] == {"min": 2, "max": 3}
+    assert found["optimizer_steps_per_train_step"] == 3
+    why = found.to_dict()["why"]
+    assert why["mini_batch_sequences"] == "B: mini_batch_prompts x G = 3 x 4 to 4 x 4"
+    assert why["micro_batches_per_optimizer_step"] == "ceil(ceil(B / D) / m) = ceil(6 / 3) to ceil(8 / 3)"
+
+
+def test_every_epoch_goes_through_all_mini_batches():
+    found = planned({"data.batch_size": 10, "update.mini_batch_size": 4, "update.epochs": 3})
+    assert found["optimizer_steps_per_train_step"] == 9
+
+
+def test_the_token_budget():
+    found = planned({**PROMPTS_60_SAMPLES_12, "rollout.max_new_tokens": 256}, **SIX)
+    assert found["max_tokens_per_device"] == 16384
+    # All sequences of 768 tokens: 21 in a bin, so ceil(720 / 126). All of 2 tokens: one micro-batch.
+    assert found["micro_batches_per_optimizer_step"] == {"min": 1, "max": 6}
+    assert found["micro_batch_sequences"] == {"min": 0, "max": 720}
+    assert found["sequences_per_shard"] == {"min": 0, "max": 720}
+    assert found["logprob_max_tokens_per_device"] == 32768
+    assert found["logprob_forward_passes"] == {"min": 1, "max": 3}
+    assert found.to_dict()["why"]["micro_batches_per_optimizer_step"] == (
+        "ceil(B / (D x floor(C / 2))) to ceil(B / (D x floor(C / L))) = "
+        "ceil(720 / (6 x floor(16384 / 2))) to ceil(720 / (6 x floor(16384 / 768)))"
+    )
+
+
+def test_the_token_budget_of_one_sequence():
+    longest = {"data.max_prompt_length": 7, "rollout.max_new_tokens": 5, "update.max_tokens_per_device": 12}
+    found = planned({**longest, "data.batch_size": 5, "rollout.n": 4})
+    assert found["micro_batches_per_optimizer_step"] == {"min": 4, "max": 20}
+    assert found["micro_batch_sequences"] == {"min": 0, "max": 6}
+    assert found["sequences_per_shard"] == 20
+    assert found["logprob_forward_passes"] == {"min": 2, "max": 10}
+
+
+def test_a_budget_that_holds_all_is_one_micro_batch_of_all():
+    found = planned({"data.batch_size": 32, "rollout.n": 8})
+    assert (found["micro_batch_sequences"], found["micro_batches_per_optimizer_step"]) == (256, 1)
+
+
+def test_each_stage_has_a_mode_of_its_own():
+    found = planned({"update.micro_batch_size": 4, "logprob.max_tokens_per_device": 100, "rollout.n": 1})
+    assert (found["micro_batch_sequences"], found["max_tokens_per_device"]) == (4, None)
+    assert found["logprob_max_tokens_per_device"] == 100
+    assert found["logprob_forward_passes"] == {"min": 1, "max": 16}
+    assert found["logprob_micro_batch_sequences"] == {"min": 0, "max": 32}
+
+
+@pytest.mark.parametrize(
+    ("update", "sweeps"),
+    [
+        ({}, 0),
+        ({"kl_coef": 0.1}, 1),
+        ({"epochs": 2}, 1),
+        ({"mini_batch_size": 31, "kl_coef": 0.1}, 2),
+        ({"old_logprobs": "recompute"}, 1),
+        ({"old_logprobs": "recompute", "kl_coef": 0.1}, 2),
+        ({"old_logprobs": "rollout", "epochs": 2}, 0),
+        ({"old_logprobs": "rollout", "kl_coef": 0.1}, 1),
+    ],
+)
+def test_sweeps_of_log_probabilities(update, sweeps):
+    assert planned({f"update.{key}": value for key, value in update.items()})["logprob_sweeps"] == sweeps
+
+
+def test_the_layout_of_the_devices():
+    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, tp=2, rollout_tp=4)
+    assert (found["devices_per_process"], found["data_shards"], found["rollout_replicas"]) == (4, 4, 2)
+    assert found["sequences_per_replica"] == {"min": 7, "max": 8}
+    assert found.to_dict()["why"]["sequences_per_replica"] == (
+        "P x G / replicas = floor(15 / 2) to ceil(15 / 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"devices": 8, "processes": 3},
+            "processes must divide the devices; got 3 for 8 devices; set it to one of 1, 2, 4, 8, or change "
+            "the number of devices",
+        ),
+        ({"devices": 6, "tp": 4}, "tensor parallelism must divide the devices; got 4 for 6 devices; "),
+        ({"rollout_tp": 2}, "rollout tensor parallelism must divide the devices; got 2 for 1 devices; "),
+        ({"devices": 0}, "devices must be at least 1; got 0; set it to 1 or more"),
+        ({"tp": -1}, "tensor parallelism must be at least 1; got -1; "),
+        ({"processes": 0}, "processes must be at least 1; got 0; "),
+        ({"rollout_tp": 0}, "rollout tensor parallelism must be at least 1; got 0; "),
+    ],
+)
+def test_a_layout_that_does_not_come_out_even_is_refused(layout, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        planned(**layout)
+
+
+def test_more_shards_than_sequences():
+    found = planned({"data.batch_size": 2, "rollout.n": 3, "update.micro_batch_size": 1}, devices=8)
+    assert found["sequences_per_shard"] == {"min": 0, "max": 1}
+    assert found["micro_batches_per_optimizer_step"] == 1
+    assert found["sequences_per_replica"] == {"min": 0, "max": 1}
+    assert found.warnings == (
+        "more data shards (8) than sequences of an optimizer step (6), padded and masked: 2 of 8 shards "
+        "idle; raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
+        "more rollout replicas (8) than sequences of a training step (6): 2 of 8 replicas idle; raise "
+        "data.batch_size or rollout.n, or use fewer devices",
+    )
+
+
+def test_a_micro_batch_larger_than_a_share():
+    found = planned({"data.batch_size": 4, "rollout.n": 8, "update.micro_batch_size": 9}, devices=4)
+    assert found["micro_batch_sequences"] == 8
+    assert found["micro_batches_per_optimizer_step"] == 1
+    assert found.warnings == (
+        "update.micro_batch_size (9) is larger than a shard's share of sequences (8), which is what a "
+        "micro-batch holds",
+    )
+    exact = {"data.batch_size": 4, "rollout.n": 8, "update.micro_batch_size": 8}
+    assert planned(exact, devices=4).warnings == ()
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "data.batch_size": st.integers(1, 40),
+        "rollout.n": st.integers(1, 9),
+        "update.epochs": st.integers(1, 3),
+        "data.max_prompt_length": st.integers(1, 30),
+        "rollout.max_new_tokens": st.integers(1, 30),
+    },
+    optional={"update.micro_batch_size": st.integers(1, 20), "logprob.micro_batch_size": st.integers(1, 20)},
+)
+
+
+def value_of(why):
+    """What the numbers of a formula come to; None where there are none."""
+    _, equals, numbers = why.split("; ")[0].partition(" = ")
+    if not equals:
+        return None
+    known = {"ceil": ceil, "floor": floor, "min": min, "__builtins__": {}}
+    ends = [eval(text.replace(" x ", " * "), known) for text in numbers.split(" to ")]
+    return ends[0] if ends[0] == ends[-1] else {"min": ends[0], "max": ends[-1]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=SETTINGS, mini=st.integers(1, 40), room=st.integers(0, 90), devices=st.integers(1, 12))
+def test_the_formulas_come_to_the_values(values, mini, room, devices):
+    values = {**values, "update.mini_batch_size": min(mini, values["data.batch_size"])}
+    if "update.micro_batch_size" not in values:
+        longest = values["data.max_prompt_length"] + values["rollout.max_new_tokens"]
+        values["update.max_tokens_per_device"] = longest + room
+    found = planned(values, devices=devices)
+    results = {row.key: value_of(row.why) for row in found.rows}
+    computed = {key: value for key, value in results.items() if value is not None}
+    assert {key: found[key] for key in computed} == computed
+    as_set = {"prompts_per_step", "samples_per_prompt", "devices", "processes"}
+    sizes = {key for key in KEYS if "micro_batch_sequences" in key or key.endswith("tokens_per_device")}
+    assert computed.keys() >= set(KEYS) - as_set - sizes
+    assert all(len(line) <= 100 for line in render(found).splitlines())
+
+
+def bounds(value):
+    return (value["min"], value["max"]) if isinstance(value, dict) else (value, value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), devices=st.integers(1, 4), longest=st.integers(2, 30), room=st.integers(0, 40))
+def test_the_packer_keeps_within_the_ranges(data, devices, longest, room):
+    lengths = data.draw(st.lists(st.integers(2, longest), min_size=1, max_size=40))
+    packed = plan_packing(lengths, longest + room, devices)
+    found = planned(
+        {
+            "data.batch_size": len(lengths),
+            "rollout.n": 1,
+            "advantage.estimator": "reinforce",
+            "data.max_prompt_length": 1,
+            "rollout.max_new_tokens": longest - 1,
+            "update.max_tokens_per_device": longest + room,
+        },
+        devices=devices,
+    )
+    least, most = bounds(found["micro_batches_per_optimizer_step"])
+    assert least <= packed.num_micro_batches <= most
+    least, most = bounds(found["micro_batch_sequences"])
+    assert all(least <= len(rows) <= most for bins in packed.bins for rows in bins)
+    least, most = bounds(found["sequences_per_shard"])
+    shards = [sum(map(len, bins)) for bins in zip(*packed.bins, strict=True)]
+    assert all(least <= number <= most for number in shards)
+
+
+@pytest.mark.parametrize("end", ["min", "max"])
+def test_the_range_of_micro_batches_is_met_at_both_ends(end):
+    found = planned(
+        {
+            "data.batch_size": 25,
+            "rollout.n": 4,
+            "update.max_tokens_per_device": 25,
+            "data.max_prompt_length": 6,
+            "rollout.max_new_tokens": 4,
+        },
+        devices=3,
+    )
+    length = {"min": 2, "max": 10}[end]
+    assert found["micro_batches_per_optimizer_step"] == {"min": 3, "max": 17}
+    assert plan_packing([length] * 100, 25, 3).num_micro_batches == {"min": 3, "max": 17}[end]
+
+
+def test_the_table_is_aligned_and_keeps_formulas_whole():
+    found = worked_example(**{"update.mini_batch_size": 40})
+    lines = render(found).splitlines()
+    assert lines[0] == "prompts_per_step                   60  prompts    P: data.batch_size"
+    assert lines[2] == "sequences_per_step                720  sequences  P x G = 60 x 12"
+    assert (
+        "max_tokens_per_device               -  tokens     not used: update.micro_batch_size is set" in lines
+    )
+    begins = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert begins == KEYS
+    wrapped = [line for line in lines if line.startswith(" ")]
+    assert wrapped
+    assert all(len(line) - len(line.lstrip()) == 50 for line in wrapped)
+    assert render(found) == render(worked_example(**{"update.mini_batch_size": 40}))
+
+
+def test_warnings_follow_the_table():
+    text = render(planned({"data.batch_size": 1, "rollout.n": 2}, devices=4))
+    assert "\nwarning: more data shards (4) than sequences of an optimizer step (2)" in text
+    assert "0 to 1" in text
