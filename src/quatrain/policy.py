@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
+from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.update.gradient import Policy
@@ -29,7 +32,8 @@ class LoadedPolicy:
 def load_policy(config: Config) -> LoadedPolicy:
     """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
 
-    Raises ValueError where the tokenizer has more tokens than the model's vocabulary.
+    Raises ValueError where the tokenizer has more tokens than the model's vocabulary, the longest sequence
+    more than the model has positions, or where `model.attention` names a kernel that cannot run the model.
     """
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
@@ -50,6 +54,14 @@ def load_policy(config: Config) -> LoadedPolicy:
         raise ValueError(
             f"a sequence fits the positions its model knows: data.max_prompt_length + rollout.max_new_tokens "
             f"is {longest} tokens, {config.model.path} knows {model.arch.max_position}; lower one of the two"
+        )
+    for section in (config.update, config.logprob):
+        choose_attention(
+            config.model.attention,
+            model.arch,
+            platform=jax.default_backend(),
+            dtype=config.model.dtype,
+            packed=section.max_tokens_per_device is not None,
         )
     return LoadedPolicy(
         tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)
@@ -75,4 +87,5 @@ def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) ->
         temperature=temperature,
         dtype=config.model.dtype,
         remat=config.model.remat == "layer",
+        attention=config.model.attention,
     )

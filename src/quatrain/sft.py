@@ -9,6 +9,7 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.policy import LoadedPolicy, build_policy
 from quatrain.types import Metric
+from quatrain.update.batcher import Cutting
 from quatrain.update.supervised import SupervisedLearner
 
 
@@ -33,12 +34,10 @@ def warm_start(
     Donates the parameters of `loaded`. Their likelihood is that of temperature 1, whatever the rollout
     samples at. `on_step` is told each finished step, counted from 1, and its metrics.
     """
-    assert config.update.micro_batch_size is not None, "batch sizes are derived before they come here"
-    learner = SupervisedLearner(
-        build_policy(config, loaded, temperature=1.0),
-        config.sft,
-        micro_batch_size=min(config.sft.batch_size, config.update.micro_batch_size),
-    )
+    policy = build_policy(config, loaded, temperature=1.0)
+    update = config.update
+    cutting = Cutting(update.micro_batch_size, update.max_tokens_per_device, cost=policy.packing_cost)
+    learner = SupervisedLearner(policy, config.sft, cutting)
     params, opt_state = loaded.params, learner.init(loaded.params)
     for step in range(config.sft.steps):
         batch = demonstrations.batch(step, config.sft.batch_size)

@@ -18,10 +18,13 @@ from quatrain.checkpoint import Checkpointer
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
+from quatrain.config.plan import plan as batch_plan
+from quatrain.config.plan import render
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
+from quatrain.parallel.hosts import num_processes
 from quatrain.policy import build_engine, build_policy, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
@@ -178,6 +181,9 @@ class _Run:
 
     def _announce(self, plan: str) -> None:
         self.report.event(f"run {self.run.name}: {plan}")
+        batches = batch_plan(self.config, devices=num_processes(), processes=num_processes())
+        for line in render(batches).splitlines():
+            self.report.event(line)
         data, sft = self.config.data, self.config.sft
         for spec, source in (
             (data.train, self.prompts),

@@ -1,4 +1,4 @@
-"""Invariants 2 and 6: no cut into micro-batches and no order of the rows changes the gradient."""
+"""Invariants 1, 2 and 6: packed or padded, however cut and in whatever order, the gradient is the same."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import UpdateConfig
-from quatrain.ops.losses import LOSS_AGGREGATIONS
-from quatrain.update.batcher import TokenTable, micro_batches
+from quatrain.models.params import init_params
+from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
+from quatrain.update.batcher import Cutting, TokenTable, micro_batches
 from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
 from quatrain.update.learner import PolicyObjective
 
@@ -17,6 +18,9 @@ OBJECTIVES = {
     "asymmetric dual clip": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
     "kl and entropy": {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2},
 }
+LONGEST = 9
+"""Completion tokens of `make_batch`'s longest sequences; its prompts have up to 6."""
+ALL_ROWS = Cutting(rows=1000)
 
 
 def _table(arch, params, batch, seed: int) -> TokenTable:
@@ -24,7 +28,7 @@ def _table(arch, params, batch, seed: int) -> TokenTable:
     rollouts = batch.rollouts
     columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
     table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
-    own = table_logprobs(params, table, policy=_policy(arch), rows_per_batch=len(table))
+    own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     rng = np.random.default_rng(seed)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
@@ -34,8 +38,8 @@ def _policy(arch) -> Policy:
     return Policy(arch, temperature=0.9, remat=False)
 
 
-def _gradient(arch, params, table, rows_per_batch, objective):
-    batches = (batch for _, batch in micro_batches(table, rows_per_batch))
+def _gradient(arch, params, table, cutting, objective):
+    batches = (batch for _, batch in micro_batches(table, cutting))
     grads, stats = sum_gradients(params, batches, policy=_policy(arch), objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
@@ -49,30 +53,61 @@ def _assert_same(got, expected):
             np.testing.assert_allclose(got[1][kind][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, aggregation, name):
-    objective = PolicyObjective(UpdateConfig(**OBJECTIVES[name]), on_policy=False)
-    table = _table(small_arch, small_params, make_batch(21), 1).weighted(aggregation, 9)
-    whole = _gradient(small_arch, small_params, table, len(table), objective)
+def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss, aggregation, name):
+    """`make_batch` has completions of no token, of one, and of the longest; `cap` is one longest sequence."""
+    config = UpdateConfig(loss=loss, **OBJECTIVES[name])
+    objective = PolicyObjective(config, on_policy=False)
+    table = _table(small_arch, small_params, make_batch(21), 1).weighted(aggregation, LONGEST)
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
-    for rows in (1, 5):
-        _assert_same(_gradient(small_arch, small_params, table, rows, objective), whole)
+    cap = int(table.lengths.max())
+    for cutting in (
+        Cutting(rows=1),
+        Cutting(rows=5),
+        Cutting(rows=2, num_shards=3),
+        Cutting(max_tokens=cap),
+        Cutting(max_tokens=500),
+        Cutting(max_tokens=32, num_shards=3),
+    ):
+        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
 
-def test_no_order_of_the_rows_changes_the_gradient(small_arch, small_params, make_batch):
-    objective = PolicyObjective(UpdateConfig(), on_policy=True)
-    table = _table(small_arch, small_params, make_batch(22), 2)
-    shuffled = table.take(np.random.default_rng(0).permutation(len(table)))
-    expected = _gradient(small_arch, small_params, table.weighted("token_mean", 9), 5, objective)
-    got = _gradient(small_arch, small_params, shuffled.weighted("token_mean", 9), 5, objective)
-    _assert_same(got, expected)
+def _random_cutting(rng: np.random.Generator, table: TokenTable) -> Cutting:
+    """Fixed rows or a token budget, over one to four shards: more shards than sequences included."""
+    shards = int(rng.integers(1, 5))
+    if rng.random() < 0.5:
+        return Cutting(rows=int(rng.integers(1, 6)), num_shards=shards)
+    cap = int(table.lengths.max())
+    return Cutting(max_tokens=int(rng.choice([cap, cap + 3, 32, 64])), num_shards=shards)
 
 
-def test_padding_changes_nothing(small_arch, small_params, make_batch):
+def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[TokenTable]:
+    parts = np.array_split(rng.permutation(len(table)), rng.integers(1, 4))
+    return [table.take(part) for part in parts if len(part)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small_params, make_batch, seed):
+    """Sequences in any order, in parts that are cut each in its own way: the sums are those of one batch."""
+    rng = np.random.default_rng(seed)
+    objective = PolicyObjective(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
+    table = _table(small_arch, small_params, make_batch(30 + seed, groups=int(rng.integers(1, 6))), seed)
+    table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, table)]
+    batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting)]
+    got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
+    _assert_same(jax.tree.map(np.asarray, got), whole)
+
+
+@pytest.mark.parametrize("cutting", [Cutting(rows=4), Cutting(max_tokens=64)], ids=["fixed", "budget"])
+def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
     """A row is the same alone and beside a far longer one."""
     objective = PolicyObjective(UpdateConfig(), on_policy=False)
-    table = _table(small_arch, small_params, make_batch(23), 3).weighted("seq_mean_token_sum", 9)
+    table = _table(small_arch, small_params, make_batch(23), 3).weighted("seq_mean_token_sum", LONGEST)
     wide = replace(
         table,
         input_ids=np.pad(table.input_ids, ((0, 1), (0, 40))),
@@ -81,5 +116,50 @@ def test_padding_changes_nothing(small_arch, small_params, make_batch):
         columns={name: np.pad(values, ((0, 1), (0, 40))) for name, values in table.columns.items()},
     )
     wide.attention_mask[-1] = True
-    expected = _gradient(small_arch, small_params, table, 4, objective)
-    _assert_same(_gradient(small_arch, small_params, wide, 4, objective), expected)
+    expected = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    _assert_same(_gradient(small_arch, small_params, wide, cutting, objective), expected)
+
+
+@pytest.mark.parametrize("cutting", [Cutting(rows=2, num_shards=2), Cutting(max_tokens=40)])
+def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, make_batch, cutting):
+    table = _table(small_arch, small_params, make_batch(24), 4)
+    whole = table_logprobs(small_params, table, policy=_policy(small_arch), cutting=ALL_ROWS)
+    got = table_logprobs(small_params, table, policy=_policy(small_arch), cutting=cutting)
+    np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)
+    assert not got[~table.completion_mask].any()
+    assert (got[table.completion_mask] < 0).all()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2", "qwen3"])
+def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
+    """Sliding windows shorter than the sequences, soft caps, biases and norms of queries included."""
+    windowed = ("sliding_attention", "full_attention")
+    traits = {
+        "gemma2": {
+            "layer_types": windowed,
+            "sliding_window": 4,
+            "attention_softcap": 5.0,
+            "final_softcap": 3.0,
+            "post_norms": True,
+            "scale_embeddings": True,
+            "norm_offset": 1.0,
+        },
+        "gemma3_text": {
+            "layer_types": windowed,
+            "sliding_window": 3,
+            "local_rope_theta": 100.0,
+            "qk_norm": True,
+            "post_norms": True,
+            "norm_offset": 1.0,
+        },
+        "qwen2": {"qkv_bias": True},
+        "qwen3": {"qk_norm": True},
+    }[family]
+    arch = replace(small_arch, family=family, **traits)
+    params = init_params(arch, jax.random.key(3))
+    objective = PolicyObjective(UpdateConfig(), on_policy=False)
+    table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)
+    padded = _gradient(arch, params, table, Cutting(rows=3), objective)
+    packed = _gradient(arch, params, table, Cutting(max_tokens=70), objective)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded[0])) > 1e-3
+    _assert_same(packed, padded)

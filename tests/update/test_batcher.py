@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from quatrain.update.batcher import TokenTable, micro_batches, mini_batches
+from quatrain.ops.packing import DEFAULT_COST
+from quatrain.update.batcher import Cutting, TokenTable, describe_cuts, micro_batches, mini_batches
 
 
 def _table() -> TokenTable:
@@ -13,10 +14,10 @@ def _table() -> TokenTable:
 
 
 def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
-    (rows, batch), (last_rows, last) = micro_batches(_table(), 2)
+    (rows, batch), (last_rows, last) = micro_batches(_table(), Cutting(rows=2))
     assert rows.tolist() == [0, 1]
     assert last_rows.tolist() == [2]
-    assert batch.input_ids.shape == last.input_ids.shape == (2, 16)
+    assert batch.input_ids.shape == last.input_ids.shape == batch.targets.shape == (2, 16)
     assert batch.mask.sum(axis=1).tolist() == [1, 2]
     assert batch.targets[0, :1].tolist() == [7]
     assert batch.predictors[0, :1].tolist() == [1]
@@ -28,9 +29,53 @@ def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
     assert not last.segment_ids[1].any()  # the last micro-batch is padded with an empty row
 
 
+def test_packed_sequences_stand_one_after_another():
+    ((rows, batch),) = micro_batches(_table(), Cutting(max_tokens=10))
+    assert rows.tolist() == [0, 1, 2]
+    assert batch.packed
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 2, 3, 3, 0]]
+    assert batch.targets[0, :3].tolist() == [7, 9, 11]
+    assert batch.predictors[0, :3].tolist() == [1, 3, 5]
+    assert batch.advantages[0, :3].tolist() == [1.0, 2.0, 2.0]
+    assert batch.mask[0].tolist() == [True] * 3 + [False] * 7
+
+
+def test_shards_take_turns_line_by_line():
+    (cut,) = Cutting(rows=2, num_shards=2).cut(_table())
+    assert [line.tolist() for line in cut.lines] == [[0], [1], [2], []]
+    (cut,) = Cutting(rows=8, num_shards=2).cut(_table())  # more rows than a shard's share: no empty ones
+    assert [line.tolist() for line in cut.lines] == [[0], [1], [2], []]
+    (cut,) = Cutting(max_tokens=4, num_shards=4).cut(_table())  # more shards than sequences
+    assert sorted(line.tolist() for line in cut.lines) == [[], [0], [1], [2]]
+
+
+def test_a_sequence_longer_than_the_budget_is_refused():
+    with pytest.raises(ValueError, match="4"):
+        Cutting(max_tokens=3).cut(_table())
+
+
 def test_absent_columns_are_zero():
-    _, batch = next(micro_batches(_table(), 3))
+    _, batch = next(micro_batches(_table(), Cutting(rows=3)))
     assert not np.asarray(batch.old_logprobs).any()
+
+
+def test_cuts_are_described():
+    table = _table()
+    metrics = describe_cuts(table, Cutting(rows=1, num_shards=2).cut(table), DEFAULT_COST)
+    results = {name: metric.result() for name, metric in metrics.items()}
+    assert results["batch/micro_batches"] == 2
+    assert results["batch/tokens"] == 9
+    assert results["batch/padding_fraction"] == 1 - 9 / 64  # 2 micro-batches of 2 rows of 16
+    assert results["global_seqlen/max"] == 7  # the first shard has sequences of 3 and 4 tokens
+    assert results["global_seqlen/min"] == 2
+    assert results["global_seqlen/minmax_diff"] == 5
+    assert results["global_seqlen/mean"] == 4.5
+    assert results["batch/imbalance"] == pytest.approx(2.0)  # the second: four tokens beside none
+    balanced = describe_cuts(table, Cutting(max_tokens=5, num_shards=2).cut(table), DEFAULT_COST)
+    assert balanced["global_seqlen/balanced_max"].result() == 5
+    assert balanced["global_seqlen/balanced_min"].result() == 4
 
 
 @pytest.mark.parametrize(("groups", "size", "sizes"), [(60, 40, [30, 30]), (7, 3, [3, 2, 2]), (4, 9, [4])])

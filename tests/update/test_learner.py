@@ -7,8 +7,10 @@ import pytest
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
+from quatrain.ops.losses import LOSS_AGGREGATIONS
+from quatrain.ops.packing import width_ladder
 from quatrain.types import AdvantagedBatch
-from quatrain.update.batcher import TokenTable
+from quatrain.update.batcher import Cutting, TokenTable
 from quatrain.update.gradient import Policy, table_logprobs
 from quatrain.update.learner import Learner, TooManyBadSteps
 
@@ -16,17 +18,27 @@ from quatrain.update.learner import Learner, TooManyBadSteps
 @pytest.fixture
 def make_learner(small_arch):
     def make(
-        update=None, optimizer=None, *, mini_batch_size=4, micro_batch_size=5, reference=None, **knobs
+        update=None,
+        optimizer=None,
+        *,
+        mini_batch_size=4,
+        micro_batch_size=5,
+        max_tokens=None,
+        reference=None,
+        **knobs,
     ) -> Learner:
         config = UpdateConfig(
-            mini_batch_size=mini_batch_size, micro_batch_size=micro_batch_size, **(update or {})
+            mini_batch_size=mini_batch_size,
+            micro_batch_size=None if max_tokens else micro_batch_size,
+            max_tokens_per_device=max_tokens,
+            **(update or {}),
         )
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
         return Learner(
             Policy(small_arch, temperature=0.8, remat=False),
             config,
-            LogprobConfig(micro_batch_size=7),
+            LogprobConfig(max_tokens_per_device=48) if max_tokens else LogprobConfig(micro_batch_size=7),
             optimizer,
             max_new_tokens=9,
             total_steps=10,
@@ -50,7 +62,7 @@ def _changes(before, after) -> float:
 def _logprobs(learner: Learner, params, batch: AdvantagedBatch) -> np.ndarray:
     r = batch.rollouts
     table = TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {})
-    return table_logprobs(params, table, policy=learner.policy, rows_per_batch=7)
+    return table_logprobs(params, table, policy=learner.policy, cutting=Cutting(rows=7))
 
 
 def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arch, small_params):
@@ -87,6 +99,67 @@ def test_no_learning_rate_no_change(make_learner, make_batch, small_params):
     learner = make_learner(optimizer={"name": "adamw", "learning_rate": 0.0})
     state = learner.step(learner.init(_copy(small_params)), make_batch(3))
     assert _changes(small_params, state.params) == 0.0
+
+
+WHOLE_STEPS = {
+    "two epochs of two mini-batches": {"epochs": 2},
+    "with KL and entropy": {"epochs": 2, "kl_coef": 0.2, "entropy_coef": 0.1},
+    "to the sampler's log-probabilities": {"old_logprobs": "rollout", "dual_clip": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_STEPS)
+@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+def test_a_training_step_is_the_same_in_rows_and_in_tokens(
+    make_learner, make_batch, small_params, name, aggregation
+):
+    """All of it: old and reference log-probabilities, mini-batches, epochs; over one shard or three."""
+    config = {**WHOLE_STEPS[name], "loss_aggregation": aggregation}
+    reference = jax.tree.map(lambda x: x * 1.05, small_params)
+    batch = make_batch(13, groups=5)
+    states = []
+    for cutting in ({"micro_batch_size": 4}, {"max_tokens": 40}, {"max_tokens": 15, "num_shards": 3}):
+        learner = make_learner(
+            config, {"learning_rate": 0.05}, mini_batch_size=3, reference=reference, **cutting
+        )
+        states.append(learner.step(learner.init(_copy(small_params)), batch))
+    rows, *packed = states
+    assert rows.step == 2 * config.get("epochs", 1)
+    assert _changes(small_params, rows.params) > 1e-4
+    for state in packed:
+        for a, b in zip(jax.tree.leaves(rows.params), jax.tree.leaves(state.params)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        for metric in ("loss", "update/entropy", "update/ratio_mean", "update/ratio_max", "update/grad_norm"):
+            assert state.metrics[metric].result() == pytest.approx(rows.metrics[metric].result(), rel=2e-5)
+
+
+def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, small_params):
+    """20 steps of random lengths and counts: a compilation comes with a new width of the ladder, or not."""
+    learner = make_learner({"epochs": 2}, mini_batch_size=4, max_tokens=512)
+    state = learner.init(_copy(small_params))
+    rng = np.random.default_rng(0)
+    seen, settled = set(), 0
+    for step in range(20):
+        batch = make_batch(step, groups=int(rng.integers(1, 7)), n=int(rng.integers(1, 9)))
+        widths = set()
+        original = learner.cutting.cut
+
+        def noted(self, table, original=original, widths=widths):
+            cuts = original(table)
+            widths.update((cut.packed, len(cut.lines), cut.width) for cut in cuts)
+            return cuts
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(learner.cutting), "cut", noted)
+            state = learner.step(state, batch)
+        compiled = state.metrics["update/compilations"].result()
+        if step > 1 and widths <= seen:
+            assert compiled == 0
+            settled += 1
+        seen |= widths
+    assert settled > 10
+    assert len(seen) > 2
+    assert {width for _, _, width in seen} <= set(width_ladder(512)) | set(width_ladder(48))
 
 
 def test_epochs_and_mini_batches_count_and_move_the_ratio(make_learner, make_batch, small_params):

@@ -1,6 +1,7 @@
 """The forward pass of every supported family: token ids to hidden states, hidden states to logits.
 
 Data flow: sampling (with a cache) and log-probabilities, loss and gradient (without) all run through here.
+Without a cache, attention is the implementation that was chosen for the device (`attention.py`).
 
 Shapes: B rows, T queries, S keys, D hidden, N query heads, K key/value heads, H head size, V vocabulary.
 """
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from quatrain.models.attention import Seen, seen_by, self_attention
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.kv_cache import KVCache, write
 from quatrain.models.layers import (
@@ -46,6 +48,7 @@ def forward(
     cache_start: jax.Array | int | None = None,
     dtype: DTypeLike = jnp.float32,
     remat: bool = False,
+    attention: str = "xla",
 ) -> tuple[jax.Array, KVCache | None]:
     """Hidden states [B, T, D] after the final norm, and the cache with the new tokens in it.
 
@@ -54,6 +57,7 @@ def forward(
     `cache`, a row is one sequence: the T tokens are written at columns cache_start..cache_start+T, padding
     as position -1, and queries attend to all the cache holds. Activations are in `dtype`; norms, rotary
     embeddings and softmax in float32. `remat` recomputes each layer in the backward pass, keeping its input.
+    `attention` names the implementation of attention without a cache (`kernels.choose_attention`).
     Raises ValueError where a cache comes without `cache_start` or with fewer than T columns.
     """
     if cache is not None:
@@ -61,18 +65,18 @@ def forward(
     x_BTD = params["embed"][input_ids].astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
-    masks = _masks(arch, positions, segment_ids, cache)
+    seen = _seen(arch, positions, segment_ids, cache, attention)
     angles = _angles(arch, positions)
 
-    run = partial(_layer, arch=arch)
     written = []
     for i, layer in enumerate(params["layers"]):
         kind = arch.layer_type(i)
         cached = None
         if cache is not None and cache_start is not None:
             cached = cache.keys[i], cache.values[i], cache_start
+        run = partial(_layer, arch=arch, window=_windows(arch)[kind], implementation=attention)
         x_BTD, keys_values = (jax.checkpoint(run) if remat else run)(
-            x_BTD, layer, angles[kind], masks[kind], cached
+            x_BTD, layer, angles[kind], seen[kind], cached
         )
         written.append(keys_values)
     hidden_BTD = rms_norm(x_BTD, params["final_norm"], arch.norm_eps, arch.norm_offset)
@@ -96,27 +100,35 @@ def _layer(
     x_BTD: jax.Array,
     layer: Layer,
     angles: Angles,
-    mask_BTS: jax.Array,
+    seen: Seen,
     cached: Cached | None,
     arch: Architecture,
+    window: int | None,
+    implementation: str,
 ) -> tuple[jax.Array, KeysValues | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them."""
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    y_BTD, written = _attend(norm(x_BTD, layer["attention_norm"]), layer, angles, mask_BTS, cached, arch)
+    q_BTNH, k_BTKH, v_BTKH = _queries_keys_values(norm(x_BTD, layer["attention_norm"]), layer, angles, arch)
+    if cached is None:
+        written = None
+        y_BTNH = self_attention(
+            implementation, q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=arch.attention_softcap
+        )
+    else:
+        assert isinstance(seen, jax.Array), "with a cache, what is seen is a mask"
+        keys, values, start = cached
+        written = write(keys, k_BTKH.swapaxes(1, 2), start, 2), write(values, v_BTKH.swapaxes(1, 2), start, 2)
+        y_BTNH = attention(q_BTNH, *written, seen, arch.attention_softcap)
+    y_BTD = linear(y_BTNH.reshape(*x_BTD.shape[:2], -1), layer, "o")
     x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
     y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
     return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD), written
 
 
-def _attend(
-    x_BTD: jax.Array,
-    layer: Layer,
-    angles: Angles,
-    mask_BTS: jax.Array,
-    cached: Cached | None,
-    arch: Architecture,
-) -> tuple[jax.Array, KeysValues | None]:
-    """Attention over the tokens themselves, or over a layer's cache after they are written to it."""
+def _queries_keys_values(
+    x_BTD: jax.Array, layer: Layer, angles: Angles, arch: Architecture
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries, scaled for the dot product, rotated keys, and values."""
     B, T, _ = x_BTD.shape
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
     q_BTNH = linear(x_BTD, layer, "q").reshape(B, T, arch.num_heads, arch.head_dim)
@@ -124,14 +136,7 @@ def _attend(
     v_BTKH = linear(x_BTD, layer, "v").reshape(B, T, arch.num_kv_heads, arch.head_dim)
     if arch.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, layer["q_norm"]), norm(k_BTKH, layer["k_norm"])
-    q_BTNH, k_BTKH = rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles)
-    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-    if cached is not None:
-        keys, values, start = cached
-        k_BKSH, v_BKSH = write(keys, k_BKSH, start, axis=2), write(values, v_BKSH, start, axis=2)
-    y_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, mask_BTS, arch.attention_softcap)
-    y_BTD = linear(y_BTNH.reshape(B, T, -1), layer, "o")
-    return y_BTD, None if cached is None else (k_BKSH, v_BKSH)
+    return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
 
 
 def _write_positions(
@@ -147,21 +152,25 @@ def _write_positions(
     return KVCache(cache.keys, cache.values, write(cache.positions, new, cache_start, axis=1))
 
 
-def _masks(
-    arch: Architecture, positions: jax.Array, segment_ids: jax.Array, cache: KVCache | None
-) -> dict[str, jax.Array]:
-    """The mask of each layer type in use, made once for all layers."""
+def _seen(
+    arch: Architecture,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    cache: KVCache | None,
+    implementation: str,
+) -> dict[str, Seen]:
+    """Who sees whom in each layer type in use, made once for all layers: masks where there is a cache."""
+    kinds = sorted(set(arch.layer_types or LAYER_TYPES[:1]))
+    windows = _windows(arch)
     if cache is None:
-        keys, key_segments, query_segments = positions, segment_ids, segment_ids
-    else:
-        keys = cache.positions
-        key_segments = (cache.positions >= 0).astype(jnp.int32)
-        query_segments = (segment_ids != 0).astype(jnp.int32)
-    windows = dict(zip(LAYER_TYPES, (None, arch.sliding_window), strict=True))
-    return {
-        kind: attention_mask(positions, keys, query_segments, key_segments, windows[kind])
-        for kind in sorted(set(arch.layer_types or LAYER_TYPES[:1]))
-    }
+        return {kind: seen_by(implementation, positions, segment_ids, windows[kind]) for kind in kinds}
+    filled = (cache.positions >= 0).astype(jnp.int32)
+    real = (segment_ids != 0).astype(jnp.int32)
+    return {kind: attention_mask(positions, cache.positions, real, filled, windows[kind]) for kind in kinds}
+
+
+def _windows(arch: Architecture) -> dict[str, int | None]:
+    return dict(zip(LAYER_TYPES, (None, arch.sliding_window), strict=True))
 
 
 def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,44 @@ MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     """x / rms(x) * (offset + weight) over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
+    return _rms_norm_forward(x, weight, eps, offset)[0]
+
+
+def _rms_norm_forward(
+    x: jax.Array, weight: jax.Array, eps: float, offset: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (normed * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * (offset + weight.astype(jnp.float32))).astype(x.dtype), (x, weight, scale)
+
+
+def _rms_norm_backward(
+    eps: float, offset: float, residuals: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """By hand for the weight's gradient: a sum over rows, a third of the cost as a product with ones."""
+    x, weight, scale = residuals
+    normed, dy = x.astype(jnp.float32) * scale, dy.astype(jnp.float32)
+    along = dy * (offset + weight.astype(jnp.float32))
+    dx = scale * (along - normed * jnp.mean(along * normed, axis=-1, keepdims=True))
+    products = (dy * normed).reshape(-1, len(weight))
+    sums = jnp.matmul(jnp.ones(len(products)), products, precision="highest")
+    return dx.astype(x.dtype), sums.astype(weight.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def linear(x: jax.Array, layer: Layer, name: str) -> jax.Array:
-    """x @ w, plus the bias where the layer has one; weights are cast to the activations' dtype."""
-    y = x @ layer[name].astype(x.dtype)
+    """x @ w, plus the bias where the layer has one; weights are cast to the activations' dtype.
+
+    Rows and columns are joined for the product: on a CPU the gradient of the weights, a contraction over
+    both, is three times as fast over one.
+    """
+    y = x.reshape(-1, x.shape[-1]) @ layer[name].astype(x.dtype)
+    y = y.reshape(*x.shape[:-1], -1)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 
-_Outputs = tuple[jax.Array, jax.Array]
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-_STATISTICS = "token_statistics"
+LogitsFn = Callable[..., jax.Array]
+Arrays = tuple[jax.Array, ...]
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk at most: 64 MiB as float32."""
@@ -32,15 +33,15 @@ def token_logprobs(
     temperature: float,
     *,
     chunk: int,
+    num_live: jax.Array | int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target token and entropy of its distribution, at the sampling temperature.
 
     With z = logits_fn(hidden) / temperature: logprob_n = z[n, targets_n] - logsumexp_v z[n, v] and
     entropy_n = logsumexp_v z[n, v] - sum_v softmax(z)[n, v] z[n, v], both in nats and float32.
 
-    With more tokens than `chunk`, each chunk is computed under `jax.checkpoint`: forward and backward hold
-    the logits of one chunk, at the price of computing the logits (and nothing else) twice. Gradients flow
-    to `hidden` and to whatever `logits_fn` closes over.
+    Forward and backward hold the logits of one chunk, at the price of computing the logits (and nothing
+    else) twice. Gradients flow to `hidden` and to whatever `logits_fn` closes over.
 
     Args:
         logits_fn: hidden [n, D] -> logits [n, V], row by row; may close over parameters.
@@ -48,6 +49,8 @@ def token_logprobs(
         targets: [N] integer token ids in [0, V).
         temperature: static float > 0 that the tokens were sampled at.
         chunk: tokens per chunk, >= 1; need not divide N (`default_chunk` bounds the memory).
+        num_live: the first so many tokens are asked for, by default all N. It may be traced: chunks past it
+            are not computed, and their tokens have 0 for both results.
 
     Returns:
         (logprobs [N] float32, entropy [N] float32).
@@ -56,25 +59,21 @@ def token_logprobs(
         ValueError: for a temperature <= 0, a chunk < 1, or shapes that do not fit.
     """
     num_tokens = _check(hidden, targets, temperature, chunk)
-
-    def one_chunk(hidden_chunk: jax.Array, targets_chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = logits_fn(hidden_chunk).astype(jnp.float32) / jnp.float32(temperature)
-        return _logprobs_and_entropy(logits, targets_chunk)
-
-    if num_tokens <= chunk:
-        return one_chunk(hidden, targets)
+    if not num_tokens:
+        return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     # As many chunks as the cap asks for, of equal size: less padding than full chunks and a small last one.
     num_chunks = -(-num_tokens // chunk)
     size = -(-num_tokens // num_chunks)
     padding = num_chunks * size - num_tokens
-    chunks = (
-        jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1),
-        jnp.pad(targets, (0, padding)).reshape(num_chunks, size),
-    )
-    # Three numbers kept per token leave only the logits to compute again.
-    keep = jax.checkpoint_policies.save_only_these_names(_STATISTICS)
-    step = jax.checkpoint(one_chunk, prevent_cse=False, policy=keep)
-    _, outputs = jax.lax.scan(lambda carry, xs: (carry, step(*xs)), None, chunks)
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
+    targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, size)
+    live = jnp.int32(num_chunks) if num_live is None else jnp.minimum(-(-num_live // size), num_chunks)
+
+    def scaled(chunk_hidden: jax.Array) -> jax.Array:
+        return logits_fn(chunk_hidden).astype(jnp.float32) / jnp.float32(temperature)
+
+    pure, constants = jax.closure_convert(scaled, hidden[0])
+    outputs = _by_chunks(pure, hidden, targets, live, tuple(constants))
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
@@ -95,41 +94,68 @@ def _check(hidden: jax.Array, targets: jax.Array, temperature: float, chunk: int
     return hidden.shape[0]
 
 
-@jax.custom_vjp
-def _logprobs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(log-probability of the target, entropy) of each row; the gradient by hand, in one pass over [n, V]."""
-    outputs, _ = _logprobs_and_entropy_forward(logits, targets)
-    return outputs
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_chunks(
+    logits_fn: LogitsFn, hidden: jax.Array, targets: jax.Array, live: jax.Array, constants: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
+    return _forward(logits_fn, hidden, targets, live, constants)[0]
 
 
-def _logprobs_and_entropy_forward(logits: jax.Array, targets: jax.Array) -> tuple[_Outputs, _Residuals]:
-    peak = checkpoint_name(logits.max(axis=-1, keepdims=True), _STATISTICS)
+def _forward(
+    logits_fn: LogitsFn, hidden: jax.Array, targets: jax.Array, live: jax.Array, constants: Arrays
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def one_chunk(i: jax.Array, results: Arrays) -> Arrays:
+        values = _statistics(logits_fn(hidden[i], *constants), targets[i])
+        return tuple(result.at[i].set(value) for result, value in zip(results, values, strict=True))
+
+    empty = jnp.zeros(targets.shape, jnp.float32)
+    logprobs, entropy, log_total = lax.fori_loop(0, live, one_chunk, (empty,) * 3)
+    return (logprobs, entropy), (hidden, targets, live, constants, entropy, log_total)
+
+
+def _statistics(logits: jax.Array, targets: jax.Array) -> Arrays:
+    """Log-probability of the target, entropy, and log of the sum of exponentials of each row."""
+    peak = logits.max(axis=-1, keepdims=True)
     shifted = logits - peak
     weights = jnp.exp(shifted)
-    total = weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1)
     # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
-    mean_shifted = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1, keepdims=True) / total
+    mean_shifted = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1) / total
     # A masked sum, not a gather: it stays local on a vocabulary split over devices.
     target = jnp.where(_is_target(logits, targets), shifted, 0.0).sum(axis=-1)
-    log_total = checkpoint_name(jnp.log(total), _STATISTICS)
-    entropy = checkpoint_name(log_total - mean_shifted, _STATISTICS)
-    return (target - log_total[:, 0], entropy[:, 0]), (logits, targets, peak, log_total, entropy)
+    log_total = jnp.log(total)
+    return target - log_total, log_total - mean_shifted, log_total + peak[:, 0]
 
 
-def _logprobs_and_entropy_backward(residuals: _Residuals, cotangents: _Outputs) -> tuple[jax.Array, None]:
-    logits, targets, peak, log_total, entropy = residuals
-    by_logprob, by_entropy = (cotangent[:, None] for cotangent in cotangents)
-    logprobs = logits - peak - log_total
-    probs = jnp.exp(logprobs)
-    surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy
-    gradient = jnp.where(_is_target(logits, targets), by_logprob, 0.0) - probs * (
-        by_logprob + by_entropy * surprise
-    )
-    return gradient, None
+def _backward(logits_fn: LogitsFn, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    hidden, targets, live, constants, entropy, log_total = residuals
+    by_logprob, by_entropy = cotangents
+
+    def one_chunk(i: jax.Array, grads: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        to_hidden, to_constants = grads
+        logits, pull = jax.vjp(logits_fn, hidden[i], *constants)
+        logprobs = logits - log_total[i][:, None]
+        probs = jnp.exp(logprobs)
+        surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
+        weight = by_logprob[i][:, None]
+        to_logits = jnp.where(_is_target(logits, targets[i]), weight, 0.0) - probs * (
+            weight + by_entropy[i][:, None] * surprise
+        )
+        hidden_grad, *constant_grads = pull(to_logits)
+        return to_hidden.at[i].set(hidden_grad), tuple(
+            total + grad for total, grad in zip(to_constants, constant_grads, strict=True)
+        )
+
+    # Sums over chunks are in float32 even where the parameters are not.
+    zeros = jnp.zeros_like(hidden), tuple(jnp.zeros(c.shape, jnp.float32) for c in constants)
+    to_hidden, sums = lax.fori_loop(0, live, one_chunk, zeros)
+    to_constants = tuple(total.astype(c.dtype) for total, c in zip(sums, constants, strict=True))
+    return to_hidden, None, None, to_constants
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+    return lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
 
 
-_logprobs_and_entropy.defvjp(_logprobs_and_entropy_forward, _logprobs_and_entropy_backward)
+_by_chunks.defvjp(_forward, _backward)

@@ -1,8 +1,12 @@
 """Cuts an advantaged batch into mini-batches of whole groups and these into micro-batches for the device.
 
 Data flow: `AdvantagedBatch` -> `TokenTable` (per-token columns of the whole batch) -> `mini_batches` (row
-numbers) -> `micro_batches` (`MicroBatch` of static shape). Token weights are computed from the whole
-mini-batch before it is cut, so no cut can change the gradient. R rows, T columns, K scored tokens a row.
+numbers) -> `Cutting.cut` (which sequences share a micro-batch) -> `MicroBatch` of static shape. Token weights
+are computed from the whole mini-batch before it is cut, so no cut can change the gradient.
+
+A micro-batch has R lines of T positions: in fixed mode a line holds one sequence, with a token budget it
+holds one data shard's share of whole sequences, one after another. Scored tokens are listed per line, K = T
+places for them: those the list does not fill cost nothing, and so there is one shape less to compile.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import numpy as np
 
 from quatrain.ops.ladder import round_up
 from quatrain.ops.losses import token_weights
+from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing
+from quatrain.types import Metric
 
 
 @partial(
@@ -33,14 +39,15 @@ from quatrain.ops.losses import token_weights
         "old_logprobs",
         "ref_logprobs",
     ],
-    meta_fields=[],
+    meta_fields=["packed"],
 )
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward/backward sees. Scored tokens are listed per row, so the head runs on them alone.
+    """What one forward/backward sees. Scored tokens are listed per line, so the head runs on them alone.
 
     `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
-    padding of that list, where `weights` and all else are 0.
+    padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
+    on each line, and positions from 0 in each segment.
     """
 
     input_ids: jax.Array  # [R, T] int32
@@ -54,6 +61,8 @@ class MicroBatch:
     rollout_logprobs: jax.Array  # [R, K] float32
     old_logprobs: jax.Array  # [R, K] float32
     ref_logprobs: jax.Array  # [R, K] float32
+    packed: bool = False
+    """Lines may hold several segments; static."""
 
 
 TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
@@ -85,6 +94,11 @@ class TokenTable:
         """This table with the token weights of `aggregation` over all its sequences."""
         return self.with_columns(weights=token_weights(aggregation, self.completion_mask, max_new_tokens))
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] int64, prompt and completion tokens of each sequence."""
+        return self.attention_mask.sum(axis=1)
+
     def __len__(self) -> int:
         return len(self.input_ids)
 
@@ -100,47 +114,122 @@ def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> 
     return [np.flatnonzero(np.isin(membership, part)) for part in np.array_split(order, count)]
 
 
-def micro_batches(table: TokenTable, rows_per_batch: int) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """(row numbers, micro-batch) of at most `rows_per_batch` sequences; the last is padded with empty rows.
+@dataclass(frozen=True)
+class Cutting:
+    """How a mini-batch is cut: `rows` sequences, or `max_tokens` tokens, per data shard; one of them is set.
 
-    Widths come from a ladder over the whole table, so all micro-batches share one shape.
+    `cost` is what the packer balances over the `num_shards` shards of a micro-batch.
     """
-    width = round_up(int(table.attention_mask.sum(axis=1).max(initial=1)))
-    scored = round_up(int(table.completion_mask.sum(axis=1).max(initial=1)))
-    for first in range(0, len(table), rows_per_batch):
-        rows = np.arange(first, min(first + rows_per_batch, len(table)))
-        yield rows, _pad(table.take(rows), rows_per_batch, width, scored)
+
+    rows: int | None = None
+    max_tokens: int | None = None
+    num_shards: int = 1
+    cost: PackingCost = DEFAULT_COST
+
+    def __post_init__(self) -> None:
+        assert (self.rows is None) != (self.max_tokens is None), "one way to cut, not two and not none"
+
+    def cut(self, table: TokenTable) -> list[Cut]:
+        """The micro-batches of `table`, in the order to run them; every sequence is in exactly one."""
+        if self.max_tokens is None:
+            return self._fixed_rows(table)
+        packing = plan_packing(table.lengths, self.max_tokens, self.num_shards, cost=self.cost)
+        return [
+            Cut(tuple(bins), len(bins), width, packed=True)
+            for bins, width in zip(packing.bins, packing.widths, strict=True)
+        ]
+
+    def _fixed_rows(self, table: TokenTable) -> list[Cut]:
+        """Shard after shard takes its share; widths come from the whole table, so there is one shape."""
+        assert self.rows is not None
+        width = round_up(int(table.lengths.max(initial=1)))
+        shares = np.array_split(np.arange(len(table)), self.num_shards)
+        largest = max(len(share) for share in shares)
+        rows = min(self.rows, max(largest, 1))
+        cuts = []
+        for first in range(0, largest, rows):
+            lines = [share[i : i + 1] for share in shares for i in range(first, first + rows)]
+            cuts.append(Cut(tuple(lines), self.num_shards, width, packed=False))
+        return cuts
 
 
-def _pad(table: TokenTable, rows: int, width: int, scored: int) -> MicroBatch:
-    columns = min(width, table.input_ids.shape[1])
-    attention = _fit(table.attention_mask[:, :columns], (rows, width))
-    input_ids = np.where(attention, _fit(table.input_ids[:, :columns], (rows, width)), 0)
-    where = [np.flatnonzero(row) for row in table.completion_mask]
-    targets = np.zeros((rows, scored), np.int32)
-    mask = np.zeros((rows, scored), bool)
-    for row, places in enumerate(where):
-        targets[row, : len(places)] = places
-        mask[row, : len(places)] = True
-    token_columns = {}
-    for name in TOKEN_COLUMNS:
-        values = np.zeros((rows, scored), np.float32)
-        if name in table.columns:
-            for row, places in enumerate(where):
-                values[row, : len(places)] = table.columns[name][row, places]
-        token_columns[name] = values
-    host = {
-        "input_ids": input_ids.astype(np.int32),
-        "positions": np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)),
-        "segment_ids": attention.astype(np.int32),
-        "predictors": np.maximum(targets - 1, 0),
-        "targets": np.take_along_axis(input_ids, targets, axis=1).astype(np.int32),
-        "mask": mask,
-        **token_columns,
+@dataclass(frozen=True)
+class Cut:
+    """One micro-batch before it has tokens: the sequences of each line, and the shape of the buffer.
+
+    The lines of a shard are side by side, shard after shard.
+    """
+
+    lines: tuple[np.ndarray, ...]
+    num_shards: int
+    width: int
+    packed: bool
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """Row numbers in the order their tokens come."""
+        return np.concatenate(self.lines)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return len(self.lines) * self.width
+
+    def fill(self, table: TokenTable) -> MicroBatch:
+        """The micro-batch of these sequences of `table`."""
+        shape = (len(self.lines), self.width)
+        tokens = {name: np.zeros(shape, np.int32) for name in ("input_ids", "positions", "segment_ids")}
+        scored = {name: np.zeros(shape, np.int32) for name in ("predictors", "targets")}
+        columns = {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
+        mask = np.zeros(shape, bool)
+        for line, sequences in enumerate(self.lines):
+            start = first = 0
+            for segment, row in enumerate(sequences, start=1):
+                length = int(table.attention_mask[row].sum())
+                stop = start + length
+                tokens["input_ids"][line, start:stop] = table.input_ids[row, :length]
+                tokens["positions"][line, start:stop] = np.arange(length)
+                tokens["segment_ids"][line, start:stop] = segment
+                places = np.flatnonzero(table.completion_mask[row])
+                last = first + len(places)
+                scored["predictors"][line, first:last] = start + places - 1
+                scored["targets"][line, first:last] = table.input_ids[row, places]
+                for name in columns.keys() & table.columns.keys():
+                    columns[name][line, first:last] = table.columns[name][row, places]
+                mask[line, first:last] = True
+                start, first = stop, last
+        host = {**tokens, **scored, **columns, "mask": mask}
+        return MicroBatch(**jax.device_put(host), packed=self.packed)
+
+
+def micro_batches(table: TokenTable, cutting: Cutting) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+    """(row numbers, in the order their tokens come; micro-batch) for each part of `table`."""
+    for cut in cutting.cut(table):
+        yield cut.sequences, cut.fill(table)
+
+
+def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:
+    """How well `cuts` of `table` fill and balance the devices: the `batch/` and `global_seqlen/` metrics."""
+    lengths = table.lengths
+    computed = sum(cut.num_tokens for cut in cuts)
+    shards = cuts[0].num_shards
+    before = [part.sum() for part in np.array_split(lengths, shards)]
+    after, imbalance = np.zeros(shards), []
+    for cut in cuts:
+        parts = np.array_split(np.arange(len(cut.lines)), shards)
+        held = [lengths[np.concatenate([cut.lines[line] for line in part])] for part in parts]
+        after += [part.sum() for part in held]
+        costs = np.array([cost.of(part, part**2).sum() for part in held])
+        imbalance.append(costs.max() / costs.mean() if costs.any() else 1.0)
+    return {
+        "batch/micro_batches": Metric(len(cuts), reduction="sum"),
+        "batch/tokens": Metric(float(lengths.sum()), reduction="sum"),
+        "batch/padding_fraction": Metric(float(computed - lengths.sum()), computed),
+        "batch/imbalance": Metric(float(max(imbalance)), reduction="max"),
+        "global_seqlen/min": Metric(float(min(before)), reduction="min"),
+        "global_seqlen/max": Metric(float(max(before)), reduction="max"),
+        "global_seqlen/mean": Metric(float(np.mean(before))),
+        "global_seqlen/minmax_diff": Metric(float(max(before) - min(before)), reduction="max"),
+        "global_seqlen/balanced_min": Metric(float(after.min()), reduction="min"),
+        "global_seqlen/balanced_max": Metric(float(after.max()), reduction="max"),
     }
-    return MicroBatch(**jax.device_put(host))
-
-
-def _fit(values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    padding = [(0, want - have) for want, have in zip(shape, values.shape)]
-    return np.pad(values, padding)

@@ -18,9 +18,11 @@ import optax
 
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture
+from quatrain.models.kernels import choose_attention
 from quatrain.ops.logprobs import default_chunk, token_logprobs
+from quatrain.ops.packing import PackingCost
 from quatrain.types import Metric
-from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches
+from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 
 TokenMetrics = dict[str, jax.Array]
 Objective = Callable[[jax.Array, jax.Array, MicroBatch], tuple[jax.Array, TokenMetrics, TokenMetrics]]
@@ -36,6 +38,16 @@ class Policy:
     temperature: float = 1.0
     dtype: str = "float32"
     remat: bool = True
+    attention: str = "auto"
+
+    @property
+    def packing_cost(self) -> PackingCost:
+        """Multiplications of a layer for a sequence: what the packer balances over devices."""
+        arch = self.arch
+        heads = arch.num_heads * arch.head_dim
+        linear = arch.hidden_size * (2 * heads + 2 * arch.num_kv_heads * arch.head_dim)
+        linear += 3 * arch.hidden_size * arch.intermediate_size
+        return PackingCost(linear=float(linear), quadratic=float(heads))
 
     def logprobs(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
@@ -47,16 +59,29 @@ class Policy:
             batch.segment_ids,
             dtype=jnp.dtype(self.dtype),
             remat=self.remat,
+            attention=choose_attention(
+                self.attention,
+                self.arch,
+                platform=jax.default_backend(),
+                dtype=self.dtype,
+                packed=batch.packed,
+            ),
         )
-        scored = jnp.take_along_axis(hidden, batch.predictors[:, :, None], axis=1)
-        logprobs, entropy = token_logprobs(
+        # Those the list does not fill go last, where the chunks past the live ones are not computed.
+        order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
+        lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
+        scored = (lines + batch.predictors).reshape(-1)[order]
+        results = token_logprobs(
             lambda h: logits(params, self.arch, h),
-            scored.reshape(-1, scored.shape[-1]),
-            batch.targets.reshape(-1),
+            hidden.reshape(-1, hidden.shape[-1])[scored],
+            batch.targets.reshape(-1)[order],
             self.temperature,
             chunk=default_chunk(self.arch.vocab_size),
+            num_live=batch.mask.sum(),
         )
-        return logprobs.reshape(batch.mask.shape), entropy.reshape(batch.mask.shape)
+        back = jnp.argsort(order)
+        logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
+        return logprobs, entropy
 
 
 @partial(jax.jit, static_argnames=("policy",))
@@ -65,14 +90,14 @@ def score(params: Any, batch: MicroBatch, *, policy: Policy) -> jax.Array:
     return jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
 
 
-def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, rows_per_batch: int) -> np.ndarray:
+def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
     """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
     result = np.zeros(table.completion_mask.shape, np.float32)
-    for rows, batch in micro_batches(table, rows_per_batch):
-        scored = np.asarray(score(params, batch, policy=policy))[: len(rows)]
-        part = np.zeros((len(rows), table.input_ids.shape[1]), np.float32)
-        part[table.completion_mask[rows]] = scored[np.asarray(batch.mask)[: len(rows)]]
-        result[rows] = part
+    for sequences, batch in micro_batches(table, cutting):
+        scored = np.asarray(score(params, batch, policy=policy))
+        part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
+        part[table.completion_mask[sequences]] = scored[np.asarray(batch.mask)]
+        result[sequences] = part
     return result
 
 
@@ -90,24 +115,27 @@ def _weighted_loss(
     }
 
 
-@partial(jax.jit, static_argnames=("policy", "objective"))
-def _gradient(params: Any, batch: MicroBatch, *, policy: Policy, objective: Objective) -> tuple[Any, Any]:
-    grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
-    return jax.tree.map(lambda g: g.astype(jnp.float32), grads), stats
-
-
 @partial(jax.jit, static_argnames=("policy", "objective"), donate_argnames=("total",))
 def _accumulate(
     params: Any, total: tuple[Any, Any], batch: MicroBatch, *, policy: Policy, objective: Objective
 ) -> tuple[Any, Any]:
-    grads, stats = _gradient(params, batch, policy=policy, objective=objective)
+    grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
     return (
-        jax.tree.map(jnp.add, total[0], grads),
+        jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[0], grads),
         {
             "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
             "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
         },
     )
+
+
+def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> tuple[Any, Any]:
+    """The total before the first micro-batch, so that the first runs the program of all the others."""
+    _, stats = jax.eval_shape(partial(_weighted_loss, policy=policy, objective=objective), params, batch)
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), {
+        "sum": {name: jnp.float32(0) for name in stats["sum"]},
+        "max": {name: jnp.float32(-jnp.inf) for name in stats["max"]},
+    }
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))
@@ -130,9 +158,8 @@ def sum_gradients(
     total: tuple[Any, Any] | None = None
     for batch in batches:
         if total is None:
-            total = _gradient(params, batch, policy=policy, objective=objective)
-        else:
-            total = _accumulate(params, total, batch, policy=policy, objective=objective)
+            total = _nothing_yet(params, batch, policy, objective)
+        total = _accumulate(params, total, batch, policy=policy, objective=objective)
     assert total is not None, "a mini-batch has at least one micro-batch"
     return total
 

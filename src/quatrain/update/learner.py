@@ -22,7 +22,7 @@ from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.parallel.compilations import num_compilations
 from quatrain.types import AdvantagedBatch, Metric
-from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches, mini_batches
+from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, describe_cuts, mini_batches
 from quatrain.update.gradient import (
     Policy,
     TokenMetrics,
@@ -108,6 +108,7 @@ class Learner:
 
     `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
     spans. `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0.
+    `num_shards` are the data shards every micro-batch is spread over.
     """
 
     def __init__(
@@ -121,13 +122,17 @@ class Learner:
         total_steps: int,
         seed: int,
         reference: Any = None,
+        num_shards: int = 1,
     ):
-        sizes = (update.mini_batch_size, update.micro_batch_size, logprob.micro_batch_size)
-        assert None not in sizes, "batch sizes are derived before they come here"
+        assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
         self.policy = policy
         self.config = update
-        self.mini_batch_size, self.micro_batch_size, self.logprob_batch_size = (int(s or 0) for s in sizes)
+        self.mini_batch_size = update.mini_batch_size
+        self.cutting, self.logprob_cutting = (
+            Cutting(section.micro_batch_size, section.max_tokens_per_device, num_shards, policy.packing_cost)
+            for section in (update, logprob)
+        )
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.reference = reference
@@ -185,7 +190,7 @@ class Learner:
 
     def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
         rollouts = batch.rollouts
-        logprobs = partial(table_logprobs, policy=self.policy, rows_per_batch=self.logprob_batch_size)
+        logprobs = partial(table_logprobs, policy=self.policy, cutting=self.logprob_cutting)
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
         if self.config.old_logprobs == "rollout":
@@ -204,7 +209,9 @@ class Learner:
             totals.skipped += 1
             return state
         began = time.perf_counter()
-        batches = [micro for _, micro in micro_batches(mini, self.micro_batch_size)]
+        cuts = self.cutting.cut(mini)
+        batches = [cut.fill(mini) for cut in cuts]
+        totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(
             state.params,
@@ -238,7 +245,9 @@ class _Totals:
         first = not self.applied and not self.bad
         self.applied += applied
         self.bad += not applied
+        # Only before the first update are sampler and trainer the same weights.
+        self.combine({k: v for k, v in metrics.items() if first or not k.startswith("rollout/")})
+
+    def combine(self, metrics: dict[str, Metric]) -> None:
         for name, metric in metrics.items():
-            if name.startswith("rollout/") and not first:
-                continue  # only before the first update are sampler and trainer the same weights
             self.metrics[name] = self.metrics[name].combine(metric) if name in self.metrics else metric

@@ -1,6 +1,6 @@
 """The supervised step: demonstrations to new weights, through the same gradient as the update.
 
-Data flow: (prompt, completion) token pairs -> padded rows -> negative log-likelihood of the completion
+Data flow: (prompt, completion) token pairs -> micro-batches -> negative log-likelihood of the completion
 tokens, averaged over the batch's tokens -> optimizer.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
 from quatrain.types import Metric
-from quatrain.update.batcher import MicroBatch, TokenTable, micro_batches
+from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
 from quatrain.update.optimizer import build_optimizer
 
@@ -32,9 +32,9 @@ def negative_log_likelihood(
 class SupervisedLearner:
     """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`."""
 
-    def __init__(self, policy: Policy, config: SFTConfig, *, micro_batch_size: int):
+    def __init__(self, policy: Policy, config: SFTConfig, cutting: Cutting):
         self.policy = policy
-        self.micro_batch_size = micro_batch_size
+        self.cutting = cutting
         settings = OptimizerConfig(
             learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
         )
@@ -55,7 +55,7 @@ class SupervisedLearner:
         params, opt_state, applied, metrics = optimizer_step(
             params,
             opt_state,
-            (batch for _, batch in micro_batches(table, self.micro_batch_size)),
+            (batch for _, batch in micro_batches(table, self.cutting)),
             policy=self.policy,
             objective=negative_log_likelihood,
             optimizer=self.optimizer,

@@ -1,0 +1,46 @@
+"""Attention of whole rows, padded or packed, through the implementation that was chosen.
+
+Called by the decoder where there is no cache. What a query sees is the same in all of them: keys of its own
+segment, at its position or before, within the window; they differ in what they can run on (`kernels.py`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from quatrain.models import kernels
+from quatrain.models.block_attention import BlockPattern, block_attention, block_pattern
+
+Seen = BlockPattern | jax.Array
+"""What an implementation needs to know of the rows: made once, used by all layers with the same window."""
+
+_KERNELS = {
+    "cudnn": kernels.cudnn_attention,
+    "pallas": kernels.pallas_attention,
+    "splash": kernels.splash_attention,
+    "splash_interpreted": partial(kernels.splash_attention, interpret=True),
+    "pallas_interpreted": partial(kernels.pallas_attention, interpret=True),
+}
+
+
+def seen_by(name: str, positions: jax.Array, segment_ids: jax.Array, window: int | None) -> Seen:
+    """What `self_attention` by the implementation `name` needs to know of rows [B, T]."""
+    return block_pattern(positions, segment_ids, window) if name == "xla" else segment_ids
+
+
+def self_attention(
+    name: str,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    seen: Seen,
+    *,
+    window: int | None,
+    cap: float | None,
+) -> jax.Array:
+    """Grouped-query attention [B, T, N, H] of queries that are scaled already; finite on padding."""
+    if isinstance(seen, BlockPattern):
+        return block_attention(q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=cap)
+    return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=cap)

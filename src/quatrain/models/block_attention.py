@@ -1,0 +1,221 @@
+"""Self-attention that computes only the blocks of the score matrix that hold something to see.
+
+Called by the decoder for forward passes without a cache, where XLA computes attention itself. A row may hold
+many packed sequences: the work follows what each token sees, not the length of the row.
+
+Shapes: L tokens in blocks of S, M blocks, worked on A at a time; N query heads, K key/value heads, G = N / K,
+H head size, X = G x S queries of one key/value head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from quatrain.models.layers import MASKED, attention_mask, softcap
+
+BLOCK_TOKENS = 64
+BLOCKS_AT_ONCE = 8
+FAR = np.iinfo(np.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockPattern:
+    """Which key blocks each block of queries has to look at; made once and used by all layers of a kind.
+
+    The blocks of queries are in groups of A with similar numbers of key blocks. `rank` undoes that order.
+    """
+
+    queries: jax.Array  # [groups, A] int32, block numbers
+    keys: jax.Array  # [groups, A, M] int32, key blocks to look at, first `counts` of them
+    counts: jax.Array  # [groups, A] int32
+    rank: jax.Array  # [M] int32, where block m is in the order of the groups
+    positions: jax.Array  # [M, S] int32
+    segment_ids: jax.Array  # [M, S] int32, different for different rows
+
+
+def block_pattern(positions: jax.Array, segment_ids: jax.Array, window: int | None) -> BlockPattern:
+    """The pattern of rows with `positions` and `segment_ids` [B, T]; a segment lies within one row."""
+    rows, length = positions.shape
+    row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
+    own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
+    positions, own = _blocks(positions), _blocks(own)
+    allowed = _may_see(positions, own, window)
+    counts = allowed.sum(axis=1, dtype=jnp.int32)
+    keys = jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32)
+    order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
+    size = _group_size(len(counts))
+    padding = -len(counts) % size
+    grouped = jnp.pad(order, (0, padding)).reshape(-1, size)
+    live = jnp.pad(jnp.ones_like(order), (0, padding)).reshape(-1, size)
+    rank = jnp.argsort(order).astype(jnp.int32)
+    return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own)
+
+
+def _may_see(positions: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
+    """[M, M] bool: False where no query of a block sees any key of another; never False where one does."""
+    real = segments != 0
+    first_segment = jnp.where(real, segments, FAR).min(axis=1)
+    last_segment = segments.max(axis=1)
+    blocks = jnp.arange(len(segments))
+    overlap = (first_segment[:, None] <= last_segment[None]) & (first_segment[None] <= last_segment[:, None])
+    allowed = overlap & (blocks[:, None] >= blocks[None])
+    if window is None:
+        return allowed
+    first_position = jnp.where(real, positions, FAR).min(axis=1)
+    last_position = jnp.where(real, positions, -1).max(axis=1)
+    return allowed & (first_position[:, None] - last_position[None] < window)
+
+
+def block_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    pattern: BlockPattern,
+    *,
+    window: int | None,
+    cap: float | None,
+) -> jax.Array:
+    """Grouped-query attention [B, T, N, H] of queries that are scaled already; softmax in float32.
+
+    The mask is `layers.attention_mask`, so padding sees nothing and comes out as 0. Scores are computed block
+    by block with a running softmax, and once more in the backward pass, so none are kept (arXiv 2205.14135).
+    """
+    K = k_BTKH.shape[2]
+    q_MKXH, k_MKSH, v_MKSH = (_heads(x, K) for x in (q_BTNH, k_BTKH, v_BTKH))
+    y_MKXH = _attention(q_MKXH, k_MKSH, v_MKSH, pattern, window, cap)
+    B, T, N, H = q_BTNH.shape
+    M, S = pattern.positions.shape
+    y_MSNH = y_MKXH.reshape(M, K, N // K, S, H).transpose(0, 3, 1, 2, 4)
+    return y_MSNH.reshape(M * S, N, H)[: B * T].reshape(B, T, N, H)
+
+
+def _blocks(values: jax.Array) -> jax.Array:
+    """[L, ...] as [M, S, ...], rows joined, padded with 0."""
+    tokens = values.shape[0] * values.shape[1]
+    size = min(BLOCK_TOKENS, tokens)
+    flat = values.reshape(tokens, *values.shape[2:])
+    flat = jnp.pad(flat, [(0, -tokens % size)] + [(0, 0)] * (flat.ndim - 1))
+    return flat.reshape(-1, size, *flat.shape[1:])
+
+
+def _heads(x_BTNH: jax.Array, K: int) -> jax.Array:
+    x_MSNH = _blocks(x_BTNH)
+    M, S, N, H = x_MSNH.shape
+    return x_MSNH.reshape(M, S, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(M, K, N // K * S, H)
+
+
+def _group_size(blocks: int) -> int:
+    return min(BLOCKS_AT_ONCE, blocks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, pattern: BlockPattern, window: int | None, cap: float | None
+) -> jax.Array:
+    return _forward(q, k, v, pattern, window, cap)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, pattern: BlockPattern, window: int | None, cap: float | None
+) -> tuple[jax.Array, Any]:
+    def group(_: None, inputs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
+        blocks, keys, counts = inputs
+        queries = q[blocks]
+
+        def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            peak, total, y = carry
+            block = keys[:, j]
+            scores, seen = _scores(queries, k[block], pattern, blocks, block, j < counts, window, cap)
+            new_peak = jnp.maximum(peak, jnp.where(seen, scores, MASKED).max(axis=-1))
+            weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
+            shrink = jnp.exp(peak - new_peak)
+            product = jnp.einsum(
+                "AKXS,AKSH->AKXH", weights.astype(v.dtype), v[block], preferred_element_type=jnp.float32
+            )
+            return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
+
+        empty = jnp.zeros(queries.shape[:-1], jnp.float32)
+        start = (jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32))
+        peak, total, y = lax.fori_loop(0, counts.max(), look, start)
+        safe = jnp.where(total > 0, total, 1.0)
+        return None, ((y / safe[..., None]).astype(q.dtype), peak + jnp.log(safe))
+
+    _, (y, log_total) = lax.scan(group, None, (pattern.queries, pattern.keys, pattern.counts))
+    y = _in_order(y, pattern)
+    return y, (q, k, v, pattern, y, _in_order(log_total, pattern))
+
+
+def _backward(window: int | None, cap: float | None, residuals: Any, dy: jax.Array) -> Any:
+    q, k, v, pattern, y, log_total = residuals
+    along = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+
+    def group(
+        carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        blocks, keys, counts = inputs
+        queries, dys, norms, alongs = q[blocks], dy[blocks], log_total[blocks], along[blocks]
+
+        def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            dq, dk, dv = carry
+            block = keys[:, j]
+            scores, seen = _scores(queries, k[block], pattern, blocks, block, j < counts, window, cap)
+            weights = jnp.where(seen, jnp.exp(scores - norms[..., None]), 0.0)
+            product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+            dweights = product("AKXH,AKSH->AKXS", dys, v[block])
+            dscores = weights * (dweights - alongs[..., None])
+            if cap is not None:
+                dscores = dscores * (1 - jnp.square(scores / cap))
+            dscores = dscores.astype(q.dtype)
+            return (
+                dq + product("AKXS,AKSH->AKXH", dscores, k[block]),
+                dk.at[block].add(product("AKXS,AKXH->AKSH", dscores, queries)),
+                dv.at[block].add(product("AKXS,AKXH->AKSH", weights.astype(v.dtype), dys)),
+            )
+
+        zeros = jnp.zeros(queries.shape, jnp.float32)
+        dq, dk, dv = lax.fori_loop(0, counts.max(), look, (zeros, *carry))
+        return (dk, dv), dq.astype(q.dtype)
+
+    empty = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    (dk, dv), dq = lax.scan(group, empty, (pattern.queries, pattern.keys, pattern.counts))
+    return _in_order(dq, pattern), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _scores(
+    queries: jax.Array,
+    keys: jax.Array,
+    pattern: BlockPattern,
+    query_blocks: jax.Array,
+    key_blocks: jax.Array,
+    live: jax.Array,
+    window: int | None,
+    cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores [A, K, X, S] of A pairs of blocks, and which of them count [A, 1, X, S]."""
+    scores = jnp.einsum("AKXH,AKSH->AKXS", queries, keys, preferred_element_type=jnp.float32)
+    seen = attention_mask(
+        pattern.positions[query_blocks],
+        pattern.positions[key_blocks],
+        pattern.segment_ids[query_blocks],
+        pattern.segment_ids[key_blocks],
+        window,
+    )
+    seen = seen & live[:, None, None]
+    groups = queries.shape[2] // seen.shape[1]
+    return softcap(scores, cap), jnp.tile(seen, (1, groups, 1))[:, None]
+
+
+def _in_order(grouped: jax.Array, pattern: BlockPattern) -> jax.Array:
+    """[groups, A, ...] as [M, ...], blocks in the order of the row."""
+    return grouped.reshape(-1, *grouped.shape[2:])[pattern.rank]

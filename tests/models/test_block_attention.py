@@ -1,0 +1,81 @@
+"""The attention that skips blocks is the attention that does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.models import block_attention as module
+from quatrain.models.block_attention import block_attention, block_pattern
+from quatrain.models.layers import attention, attention_mask
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(module, "BLOCKS_AT_ONCE", 3)
+
+
+def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and segment ids of rows filled with segments of random lengths; some padding at the ends."""
+    positions, segments = np.zeros((2, rows, width), np.int32)
+    for row in range(rows):
+        start, number = 0, 0
+        while start < width - 3:
+            length = min(int(rng.integers(1, width // 2)), width - start)
+            number += 1
+            positions[row, start : start + length] = np.arange(length)
+            segments[row, start : start + length] = number
+            start += length
+    return positions, segments
+
+
+def _dense(q, k, v, positions, segments, window, cap):
+    mask = attention_mask(positions, positions, segments, segments, window)
+    return attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, cap)
+
+
+def _block(q, k, v, positions, segments, window, cap):
+    pattern = block_pattern(positions, segments, window)
+    return block_attention(q, k, v, pattern, window=window, cap=cap)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, 2.0), (13, 3.0)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 61), (3, 37), (2, 4)])
+def test_values_and_gradients_are_those_of_dense_attention(window, cap, rows, width):
+    rng = np.random.default_rng(rows * width)
+    positions, segments = map(jnp.asarray, _rows(rng, rows, width))
+    q, k, v, dy = (
+        jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (6, 2, 2, 6)
+    )
+    dy = jnp.where((segments != 0)[..., None, None], dy, 0.0)  # nothing reads the output of padding
+
+    def loss(attend, q, k, v):
+        return jnp.sum(attend(q, k, v, positions, segments, window, cap) * dy)
+
+    expected = jax.value_and_grad(loss, argnums=(1, 2, 3))(_dense, q, k, v)
+    got = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)(_block, q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_blocks_with_nothing_to_see_are_left_out():
+    """Four sequences of 8 tokens in one row of blocks of 8: each block looks at itself alone."""
+    positions = jnp.tile(jnp.arange(8, dtype=jnp.int32), 4)[None]
+    segments = jnp.repeat(jnp.arange(1, 5, dtype=jnp.int32), 8)[None]
+    pattern = block_pattern(positions, segments, None)
+    counts = dict(zip(np.ravel(pattern.queries)[:4].tolist(), np.ravel(pattern.counts)[:4].tolist()))
+    assert counts == {0: 1, 1: 1, 2: 1, 3: 1}
+    one = block_pattern(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32), None)
+    assert sorted(np.ravel(one.counts).tolist()) == [0, 0, 1, 2, 3, 4]  # two blocks fill the last group
+    windowed = block_pattern(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32), 8)
+    assert sorted(np.ravel(windowed.counts).tolist()) == [0, 0, 1, 2, 2, 2]
+
+
+def test_padding_comes_out_as_zero():
+    positions = jnp.arange(10, dtype=jnp.int32)[None]
+    segments = jnp.asarray([[1] * 6 + [0] * 4], jnp.int32)
+    q = jnp.ones((1, 10, 2, 4))
+    out = _block(q, q, q, positions, segments, None, None)
+    assert not np.asarray(out)[0, 6:].any()
+    np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
