@@ -2,9 +2,9 @@
 
     python benchmarks/update.py configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl --steps 3
 
-Prompts are those of the configuration. Completions are random tokens of log-normal lengths (median `--median`,
-sigma 0.6, at most rollout.max_new_tokens): what they say does not change what they cost. The first step of each
-mode compiles and is dropped; the figures are medians.
+Prompts are those of the configuration. Completions are random tokens of log-normal lengths (median
+`--median`, sigma 0.6, at most rollout.max_new_tokens): what they say does not change what they cost. The
+first step of each mode compiles and is dropped; the figures are medians.
 """
 
 from __future__ import annotations

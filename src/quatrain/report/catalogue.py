@@ -67,6 +67,26 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/compilations": MetricDoc(
         "programs", "sum", "Programs compiled during the update; 0 once shapes settled."
     ),
+    "batch/micro_batches": MetricDoc(
+        "micro-batches", "sum", "Micro-batches of all optimizer steps, on each data shard."
+    ),
+    "batch/tokens": MetricDoc(
+        "tokens", "sum", "Prompt and completion tokens of all optimizer steps, padding left out."
+    ),
+    "batch/padding_fraction": MetricDoc("fraction", "mean", "Computed tokens that are padding."),
+    "batch/imbalance": MetricDoc(
+        "1", "max", "Cost of a micro-batch's dearest data shard over that of its mean shard."
+    ),
+    "global_seqlen/min": MetricDoc(
+        "tokens", "min", "Tokens of the smallest data shard, if sequences went to shards in their order."
+    ),
+    "global_seqlen/max": MetricDoc("tokens", "max", "Tokens of the largest such shard."),
+    "global_seqlen/mean": MetricDoc("tokens", "mean", "Tokens of a data shard, mean over shards."),
+    "global_seqlen/minmax_diff": MetricDoc(
+        "tokens", "max", "Difference of largest and smallest, if sequences went to shards in their order."
+    ),
+    "global_seqlen/balanced_min": MetricDoc("tokens", "min", "Tokens of the smallest data shard, as planned."),
+    "global_seqlen/balanced_max": MetricDoc("tokens", "max", "Tokens of the largest data shard, as planned."),
     **_stats("reward", "reward", "total reward of a sequence, abstentions left out"),
     **_stats("reward/<name>", "reward", "raw value of one reward function, abstentions left out"),
     "reward/<name>/errors": MetricDoc(
