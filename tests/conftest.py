@@ -58,6 +58,7 @@ def make_batch(small_arch):
         attention = columns < (prompts + completions)[:, None]
         mask = attention & (columns >= prompts[:, None])
         tokens = rng.integers(0, small_arch.vocab_size, attention.shape)
+        tokens = np.where(mask, tokens, np.repeat(tokens[::n], n, axis=0))  # one prompt to a group
         rollouts = RolloutBatch(
             input_ids=np.where(attention, tokens, 0).astype(np.int32),
             attention_mask=attention,

@@ -17,7 +17,7 @@ from quatrain.types import RolloutBatch
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-WITH_CONFIG = ("train", "eval", "sft", "config", "bench")
+WITH_CONFIG = ("train", "eval", "sft", "config", "plan", "bench")
 
 
 def blocks(page, language):

@@ -38,7 +38,7 @@ def test_the_keys_that_were_agreed_are_there():
     update.mini_batch_size update.epochs update.micro_batch_size update.loss update.clip_low
     update.clip_high update.dual_clip update.loss_aggregation update.kl_coef update.kl_estimator
     update.entropy_coef update.old_logprobs logprob.micro_batch_size optimizer.learning_rate
-    model.attention update.max_tokens_per_device logprob.max_tokens_per_device
+    model.attention update.max_tokens_per_device logprob.max_tokens_per_device update.share_prompts
     eval.every_steps checkpoint.every_steps checkpoint.keep logging.wandb logging.tensorboard
     """
     assert set(agreed.split()) <= set(valid_keys())
@@ -131,6 +131,16 @@ def test_a_scale_that_the_estimator_does_not_know_is_refused(estimator, scale, k
     with pytest.raises(ValidationError, match=f"must be {known} for advantage.estimator {estimator}"):
         Config(advantage=AdvantageConfig(estimator=estimator, scale=scale))
     assert Config(advantage=AdvantageConfig(estimator=estimator, scale="none")).advantage.scale == "none"
+
+
+def test_prompts_are_shared_only_where_they_can_be():
+    with pytest.raises(ValidationError, match=r"needs a token budget, and update.micro_batch_size is 8"):
+        Config(update=UpdateConfig(share_prompts=True, micro_batch_size=8))
+    with pytest.raises(ValidationError, match=r"which model.attention splash does not"):
+        Config(update=UpdateConfig(share_prompts=True), model=ModelConfig(attention="splash"))
+    assert Config(update=UpdateConfig(micro_batch_size=8)).update.share_prompts == "auto"
+    with pytest.raises(ValidationError):
+        UpdateConfig(share_prompts="yes")
 
 
 def test_weight_decay_without_effect_is_refused():

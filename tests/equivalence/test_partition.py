@@ -27,7 +27,9 @@ def _table(arch, params, batch, seed: int) -> TokenTable:
     """Old and reference log-probabilities near the policy's own, so that some ratios are clipped."""
     rollouts = batch.rollouts
     columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
-    table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
+    table = TokenTable(
+        rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns, rollouts.group_ids
+    )
     own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     rng = np.random.default_rng(seed)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
@@ -71,6 +73,9 @@ def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss,
         Cutting(max_tokens=cap),
         Cutting(max_tokens=500),
         Cutting(max_tokens=32, num_shards=3),
+        Cutting(max_tokens=cap, share_prompts=True),
+        Cutting(max_tokens=32, num_shards=3, share_prompts=True),
+        Cutting(max_tokens=500, share_prompts=True),
     ):
         _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
@@ -81,7 +86,8 @@ def _random_cutting(rng: np.random.Generator, table: TokenTable) -> Cutting:
     if rng.random() < 0.5:
         return Cutting(rows=int(rng.integers(1, 6)), num_shards=shards)
     cap = int(table.lengths.max())
-    return Cutting(max_tokens=int(rng.choice([cap, cap + 3, 32, 64])), num_shards=shards)
+    budget = int(rng.choice([cap, cap + 3, 32, 64]))
+    return Cutting(max_tokens=budget, num_shards=shards, share_prompts=bool(rng.random() < 0.5))
 
 
 def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[TokenTable]:
@@ -120,7 +126,14 @@ def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
     _assert_same(_gradient(small_arch, small_params, wide, cutting, objective), expected)
 
 
-@pytest.mark.parametrize("cutting", [Cutting(rows=2, num_shards=2), Cutting(max_tokens=40)])
+@pytest.mark.parametrize(
+    "cutting",
+    [
+        Cutting(rows=2, num_shards=2),
+        Cutting(max_tokens=40),
+        Cutting(max_tokens=40, num_shards=2, share_prompts=True),
+    ],
+)
 def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, make_batch, cutting):
     table = _table(small_arch, small_params, make_batch(24), 4)
     whole = table_logprobs(small_params, table, policy=_policy(small_arch), cutting=ALL_ROWS)
@@ -160,6 +173,7 @@ def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
     objective = PolicyObjective(UpdateConfig(), on_policy=False)
     table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)
     padded = _gradient(arch, params, table, Cutting(rows=3), objective)
-    packed = _gradient(arch, params, table, Cutting(max_tokens=70), objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded[0])) > 1e-3
-    _assert_same(packed, padded)
+    for share in (False, True):
+        cutting = Cutting(max_tokens=70, share_prompts=share)
+        _assert_same(_gradient(arch, params, table, cutting, objective), padded)

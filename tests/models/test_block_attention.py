@@ -36,7 +36,7 @@ def _dense(q, k, v, positions, segments, window, cap):
 
 
 def _block(q, k, v, positions, segments, window, cap):
-    pattern = block_pattern(positions, segments, window)
+    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), window)
     return block_attention(q, k, v, pattern, window=window, cap=cap)
 
 
@@ -63,12 +63,13 @@ def test_blocks_with_nothing_to_see_are_left_out():
     """Four sequences of 8 tokens in one row of blocks of 8: each block looks at itself alone."""
     positions = jnp.tile(jnp.arange(8, dtype=jnp.int32), 4)[None]
     segments = jnp.repeat(jnp.arange(1, 5, dtype=jnp.int32), 8)[None]
-    pattern = block_pattern(positions, segments, None)
+    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), None)
     counts = dict(zip(np.ravel(pattern.queries)[:4].tolist(), np.ravel(pattern.counts)[:4].tolist()))
     assert counts == {0: 1, 1: 1, 2: 1, 3: 1}
-    one = block_pattern(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32), None)
+    row, ones = jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32)
+    one = block_pattern(row, ones, jnp.zeros_like(ones), None)
     assert sorted(np.ravel(one.counts).tolist()) == [0, 0, 1, 2, 3, 4]  # two blocks fill the last group
-    windowed = block_pattern(jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32), 8)
+    windowed = block_pattern(row, ones, jnp.zeros_like(ones), 8)
     assert sorted(np.ravel(windowed.counts).tolist()) == [0, 0, 1, 2, 2, 2]
 
 
@@ -79,3 +80,48 @@ def test_padding_comes_out_as_zero():
     out = _block(q, q, q, positions, segments, None, None)
     assert not np.asarray(out)[0, 6:].any()
     np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
+
+
+def _branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each segment becomes a trunk and up to three branches at the positions after it."""
+    positions, branches = positions.copy(), np.zeros_like(segments)
+    for row in range(len(segments)):
+        for segment in np.unique(segments[row][segments[row] > 0]):
+            places = np.flatnonzero(segments[row] == segment)
+            trunk, *rest = np.array_split(places, 4)
+            positions[row, trunk] = np.arange(len(trunk))
+            for branch, own in enumerate(rest, start=1):
+                positions[row, own] = len(trunk) + np.arange(len(own))
+                branches[row, own] = branch
+    return positions, branches
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("rows", "width"), [(1, 90), (2, 70)])
+def test_branches_see_their_trunk_and_themselves(window, rows, width):
+    rng = np.random.default_rng(width)
+    positions, segments = _rows(rng, rows, width)
+    positions, branches = (jnp.asarray(x) for x in _branches(segments, positions))
+    segments = jnp.asarray(segments)
+    q, k, v, dy = (
+        jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (4, 2, 2, 4)
+    )
+    dy = jnp.where((segments != 0)[..., None, None], dy, 0.0)
+
+    def dense(q, k, v):
+        mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
+        return attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, None)
+
+    def block(q, k, v):
+        pattern = block_pattern(positions, segments, branches, window)
+        return block_attention(q, k, v, pattern, window=window, cap=None)
+
+    expected, got = (
+        jax.value_and_grad(lambda *x, f=f: jnp.sum(f(*x) * dy), argnums=(0, 1, 2))(q, k, v)
+        for f in (dense, block)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    whole = block_pattern(positions, segments, jnp.zeros_like(segments), window)
+    branched = block_pattern(positions, segments, branches, window)
+    assert branched.counts.sum() <= whole.counts.sum()

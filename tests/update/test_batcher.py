@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 
 from quatrain.ops.packing import DEFAULT_COST
-from quatrain.update.batcher import Cutting, TokenTable, describe_cuts, micro_batches, mini_batches
+from quatrain.update.batcher import (
+    Cutting,
+    TokenTable,
+    describe_cuts,
+    micro_batches,
+    mini_batches,
+    shared_segments,
+)
 
 
 def _table() -> TokenTable:
@@ -42,18 +49,65 @@ def test_packed_sequences_stand_one_after_another():
     assert batch.mask[0].tolist() == [True] * 3 + [False] * 7
 
 
+def _rows(cut) -> list[list[int]]:
+    """The sequences of each line."""
+    return [[int(row) for segment in line for row in segment.rows] for line in cut.lines]
+
+
 def test_shards_take_turns_line_by_line():
     (cut,) = Cutting(rows=2, num_shards=2).cut(_table())
-    assert [line.tolist() for line in cut.lines] == [[0], [1], [2], []]
+    assert _rows(cut) == [[0], [1], [2], []]
     (cut,) = Cutting(rows=8, num_shards=2).cut(_table())  # more rows than a shard's share: no empty ones
-    assert [line.tolist() for line in cut.lines] == [[0], [1], [2], []]
+    assert _rows(cut) == [[0], [1], [2], []]
     (cut,) = Cutting(max_tokens=4, num_shards=4).cut(_table())  # more shards than sequences
-    assert sorted(line.tolist() for line in cut.lines) == [[], [0], [1], [2]]
+    assert sorted(_rows(cut)) == [[], [0], [1], [2]]
 
 
 def test_a_sequence_longer_than_the_budget_is_refused():
     with pytest.raises(ValueError, match="4"):
         Cutting(max_tokens=3).cut(_table())
+
+
+def _group() -> TokenTable:
+    """Three samples of the prompt 1 2 3, of 2, 0 and 1 tokens, and one of another group."""
+    input_ids = np.array([[1, 2, 3, 10, 11], [1, 2, 3, 0, 0], [1, 2, 3, 12, 0], [1, 2, 20, 0, 0]], np.int32)
+    attention = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], bool)
+    completion = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0]], bool)
+    return TokenTable(input_ids, attention, completion, {}, np.array([7, 7, 7, 4]))
+
+
+def test_a_group_has_its_prompt_once():
+    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=9, share_prompts=True))
+    assert rows.tolist() == [3, 0, 1, 2]
+    assert batch.shared
+    assert batch.input_ids.tolist() == [[1, 2, 20, 1, 2, 3, 10, 11, 12]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 3]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 2, 2, 2]]
+    assert batch.branch_ids.tolist() == [[0, 0, 1, 0, 0, 0, 1, 1, 3]]
+    assert batch.targets[0, :4].tolist() == [20, 10, 11, 12]
+    assert batch.predictors[0, :4].tolist() == [
+        1,
+        5,
+        6,
+        5,
+    ]  # both samples begin after the prompt's last token
+
+
+def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
+    cuts = Cutting(max_tokens=5, share_prompts=True).cut(_group())
+    held = sorted(
+        (segment.rows.tolist(), segment.num_tokens) for cut in cuts for line in cut.lines for segment in line
+    )
+    assert held == [([0, 1], 5), ([2], 4), ([3], 3)]
+    metrics = describe_cuts(_group(), cuts, DEFAULT_COST)
+    assert metrics["batch/shared_fraction"].result() == 1 - 12 / 15
+
+
+def test_only_tokens_that_are_equal_are_shared():
+    table = _group()
+    table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
+    shared = {tuple(s.rows.tolist()): s.shared for s in shared_segments(table, 100)}
+    assert shared == {(3,): 2, (0, 1, 2): 1}
 
 
 def test_absent_columns_are_zero():

@@ -132,6 +132,11 @@ class RolloutConfig(Section):
     stop: tuple[Text, ...] = Field(
         (), strict=False, description="Strings that end a completion, beside the model's stop tokens."
     )
+    max_concurrency: Count | None = Field(
+        None,
+        description="Sequences that decode at once; derived from memory where null: all of a call, as long as "
+        "their cache fits.",
+    )
 
 
 class RewardConfig(Section):
@@ -174,6 +179,12 @@ class UpdateConfig(Section):
         None,
         description="Tokens per device shard in one forward/backward (token-budget mode); derived, where "
         "`update.micro_batch_size` is not set: 16384, or the longest possible sequence where that is more.",
+    )
+    share_prompts: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute the prompt of a group once for all its samples, in the update and for "
+        "log-probabilities. `auto`: wherever micro-batches have a token budget and `model.attention` is auto "
+        "or xla; the result is the same.",
     )
     loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
@@ -324,6 +335,26 @@ class Config(Section):
                         "budget": stage.max_tokens_per_device,
                     },
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_can_be_shared(self) -> Self:
+        update, kernel = self.update, self.model.attention
+        asked = {"key": "update.share_prompts", "value": update.share_prompts}
+        if update.share_prompts is True and update.micro_batch_size is not None:
+            raise PydanticCustomError(
+                "across_sections",
+                "needs a token budget, and update.micro_batch_size is {rows}: a padded row holds one "
+                "sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
+                {**asked, "rows": update.micro_batch_size},
+            )
+        if update.share_prompts is True and kernel not in ("auto", "xla"):
+            raise PydanticCustomError(
+                "across_sections",
+                "needs an attention that knows shared prompts, which model.attention {kernel} does not; set "
+                "model.attention to auto or xla, or update.share_prompts to auto",
+                {**asked, "kernel": kernel},
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,9 +6,10 @@ segment, at its position or before, within the window; they differ in what they 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from quatrain.models import kernels
 from quatrain.models.block_attention import BlockPattern, block_attention, block_pattern
@@ -16,18 +17,22 @@ from quatrain.models.block_attention import BlockPattern, block_attention, block
 Seen = BlockPattern | jax.Array
 """What an implementation needs to know of the rows: made once, used by all layers with the same window."""
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[..., jax.Array]] = {
     "cudnn": kernels.cudnn_attention,
     "pallas": kernels.pallas_attention,
     "splash": kernels.splash_attention,
-    "splash_interpreted": partial(kernels.splash_attention, interpret=True),
-    "pallas_interpreted": partial(kernels.pallas_attention, interpret=True),
 }
 
 
-def seen_by(name: str, positions: jax.Array, segment_ids: jax.Array, window: int | None) -> Seen:
+def seen_by(
+    name: str, positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array | None, window: int | None
+) -> Seen:
     """What `self_attention` by the implementation `name` needs to know of rows [B, T]."""
-    return block_pattern(positions, segment_ids, window) if name == "xla" else segment_ids
+    if name == "xla":
+        branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
+        return block_pattern(positions, segment_ids, branches, window)
+    assert branch_ids is None, "the kernels know segments, not branches: choose_attention refuses them"
+    return segment_ids
 
 
 def self_attention(

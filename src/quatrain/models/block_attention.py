@@ -39,15 +39,21 @@ class BlockPattern:
     rank: jax.Array  # [M] int32, where block m is in the order of the groups
     positions: jax.Array  # [M, S] int32
     segment_ids: jax.Array  # [M, S] int32, different for different rows
+    branch_ids: jax.Array  # [M, S] int32
 
 
-def block_pattern(positions: jax.Array, segment_ids: jax.Array, window: int | None) -> BlockPattern:
-    """The pattern of rows with `positions` and `segment_ids` [B, T]; a segment lies within one row."""
+def block_pattern(
+    positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, window: int | None
+) -> BlockPattern:
+    """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T].
+
+    A segment lies within one row and its branches, 0 first, one after another.
+    """
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
-    positions, own = _blocks(positions), _blocks(own)
-    allowed = _may_see(positions, own, window)
+    positions, own, branches = _blocks(positions), _blocks(own), _blocks(branch_ids)
+    allowed = _may_see(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
     keys = jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32)
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
@@ -56,22 +62,34 @@ def block_pattern(positions: jax.Array, segment_ids: jax.Array, window: int | No
     grouped = jnp.pad(order, (0, padding)).reshape(-1, size)
     live = jnp.pad(jnp.ones_like(order), (0, padding)).reshape(-1, size)
     rank = jnp.argsort(order).astype(jnp.int32)
-    return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own)
+    return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own, branches)
 
 
-def _may_see(positions: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
+def _may_see(positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None) -> jax.Array:
     """[M, M] bool: False where no query of a block sees any key of another; never False where one does."""
     real = segments != 0
-    first_segment = jnp.where(real, segments, FAR).min(axis=1)
-    last_segment = segments.max(axis=1)
+    # Segments and branches numbered along the rows as one: what a block holds is a range of these numbers.
+    flat, leaves = segments.reshape(-1), branches.reshape(-1)
+    begins = (jnp.diff(flat, prepend=0) != 0) | (jnp.diff(leaves, prepend=0) != 0)
+    leaves = jnp.cumsum(begins, dtype=jnp.int32).reshape(segments.shape)
+    same_leaf = _overlap(_range(leaves, real), _range(leaves, real))
+    trunk = _overlap(_range(segments, real), _range(segments, real & (branches == 0)))
     blocks = jnp.arange(len(segments))
-    overlap = (first_segment[:, None] <= last_segment[None]) & (first_segment[None] <= last_segment[:, None])
-    allowed = overlap & (blocks[:, None] >= blocks[None])
+    allowed = (same_leaf | trunk) & (blocks[:, None] >= blocks[None])
     if window is None:
         return allowed
-    first_position = jnp.where(real, positions, FAR).min(axis=1)
-    last_position = jnp.where(real, positions, -1).max(axis=1)
-    return allowed & (first_position[:, None] - last_position[None] < window)
+    first, _ = _range(positions, real)
+    _, last = _range(positions, real)
+    return allowed & (first[:, None] - last[None] < window)
+
+
+def _range(values: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Least and greatest value of each block among those counted; an empty range where there are none."""
+    return jnp.where(counted, values, FAR).min(axis=1), jnp.where(counted, values, -1).max(axis=1)
+
+
+def _overlap(queries: tuple[jax.Array, jax.Array], keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return (queries[0][:, None] <= keys[1][None]) & (keys[0][None] <= queries[1][:, None])
 
 
 def block_attention(
@@ -210,6 +228,7 @@ def _scores(
         pattern.segment_ids[query_blocks],
         pattern.segment_ids[key_blocks],
         window,
+        (pattern.branch_ids[query_blocks], pattern.branch_ids[key_blocks]),
     )
     seen = seen & live[:, None, None]
     groups = queries.shape[2] // seen.shape[1]

@@ -46,6 +46,7 @@ def forward(
     *,
     cache: KVCache | None = None,
     cache_start: jax.Array | int | None = None,
+    branch_ids: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
     remat: bool = False,
     attention: str = "xla",
@@ -53,11 +54,13 @@ def forward(
     """Hidden states [B, T, D] after the final norm, and the cache with the new tokens in it.
 
     A query attends to keys of its own segment (0 is padding) at its position or before, within the sliding
-    window where the layer has one; a row may hold several segments, each with positions from 0. With a
-    `cache`, a row is one sequence: the T tokens are written at columns cache_start..cache_start+T, padding
-    as position -1, and queries attend to all the cache holds. Activations are in `dtype`; norms, rotary
-    embeddings and softmax in float32. `remat` recomputes each layer in the backward pass, keeping its input.
-    `attention` names the implementation of attention without a cache (`kernels.choose_attention`).
+    window where the layer has one; a row may hold several segments, each with positions from 0. Without a
+    cache a segment may have branches, `branch_ids` [B, T]: those from 1 on see themselves and branch 0, and
+    have positions that follow it. With a `cache`, a row is one sequence: the T tokens are written at columns
+    cache_start..cache_start+T, padding as position -1, and queries attend to all the cache holds. Activations
+    are in `dtype`; norms, rotary embeddings and softmax in float32. `remat` recomputes each layer in the
+    backward pass, keeping its input. `attention` names the implementation of attention without a cache
+    (`kernels.choose_attention`).
     Raises ValueError where a cache comes without `cache_start` or with fewer than T columns.
     """
     if cache is not None:
@@ -65,7 +68,7 @@ def forward(
     x_BTD = params["embed"][input_ids].astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
-    seen = _seen(arch, positions, segment_ids, cache, attention)
+    seen = _seen(arch, positions, segment_ids, branch_ids, cache, attention)
     angles = _angles(arch, positions)
 
     written = []
@@ -156,6 +159,7 @@ def _seen(
     arch: Architecture,
     positions: jax.Array,
     segment_ids: jax.Array,
+    branch_ids: jax.Array | None,
     cache: KVCache | None,
     implementation: str,
 ) -> dict[str, Seen]:
@@ -163,7 +167,9 @@ def _seen(
     kinds = sorted(set(arch.layer_types or LAYER_TYPES[:1]))
     windows = _windows(arch)
     if cache is None:
-        return {kind: seen_by(implementation, positions, segment_ids, windows[kind]) for kind in kinds}
+        return {
+            kind: seen_by(implementation, positions, segment_ids, branch_ids, windows[kind]) for kind in kinds
+        }
     filled = (cache.positions >= 0).astype(jnp.int32)
     real = (segment_ids != 0).astype(jnp.int32)
     return {kind: attention_mask(positions, cache.positions, real, filled, windows[kind]) for kind in kinds}

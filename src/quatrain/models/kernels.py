@@ -35,16 +35,19 @@ _TILE_BYTES = 16 * 1024
 """Of a block of queries, keys or values: about five lie in shared memory, 99 KiB on the smallest GPUs."""
 
 
-def choose_attention(name: str, arch: Architecture, *, platform: str, dtype: DTypeLike, packed: bool) -> str:
+def choose_attention(
+    name: str, arch: Architecture, *, platform: str, dtype: DTypeLike, packed: bool, shared: bool = False
+) -> str:
     """The kernel that `model.attention` = `name` stands for: `xla`, `cudnn`, `pallas` or `splash`.
 
-    `platform` is `jax.default_backend()`, `dtype` that of activations, and `packed` says that a row may hold
-    several segments. `auto` takes the first kernel of the platform that can honour the mask of `arch`, else
-    `xla`. Raises ValueError for a kernel that cannot, that belongs to another platform or does not exist.
+    `platform` is `jax.default_backend()`, `dtype` that of activations, `packed` says that a row may hold
+    several segments, and `shared` that a segment may have branches. `auto` takes the first kernel of the
+    platform that can honour the mask of `arch`, else `xla`. Raises ValueError for a kernel that cannot, that
+    belongs to another platform or does not exist.
     """
     if name == "auto":
         kernels = (kernel for kernel, where in PLATFORMS.items() if where == platform)
-        return next((k for k in kernels if _obstacle(k, arch, dtype, packed) is None), "xla")
+        return next((k for k in kernels if _obstacle(k, arch, dtype, packed, shared) is None), "xla")
     if name == "xla":
         return name
     if name not in PLATFORMS:
@@ -54,14 +57,16 @@ def choose_attention(name: str, arch: Architecture, *, platform: str, dtype: DTy
             f"model.attention={name} needs a {PLATFORMS[name].upper()}, and JAX runs on {platform} here; "
             "set model.attention to auto or xla"
         )
-    obstacle = _obstacle(name, arch, dtype, packed)
+    obstacle = _obstacle(name, arch, dtype, packed, shared)
     if obstacle is not None:
         raise ValueError(f"model.attention={name} cannot {obstacle}; set model.attention to auto or xla")
     return name
 
 
-def _obstacle(kernel: str, arch: Architecture, dtype: DTypeLike, packed: bool) -> str | None:
+def _obstacle(kernel: str, arch: Architecture, dtype: DTypeLike, packed: bool, shared: bool) -> str | None:
     """What `kernel` cannot do that is asked of it, in words that follow "cannot"; None where it can."""
+    if shared:
+        return "let the sequences of a group share their prompt (update.share_prompts)"
     if kernel == "splash":
         return None
     if arch.attention_softcap is not None:

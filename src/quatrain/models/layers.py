@@ -98,15 +98,20 @@ def attention_mask(
     query_segments: jax.Array,
     key_segments: jax.Array,
     window: int | None,
+    branches: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """[B, T, S] bool: the one place that says which keys a query sees.
 
     Those of its own segment (0 is padding, seen by nobody), at its position or before, and fewer than
-    `window` positions back. Positions count within a segment, so packed rows need nothing more.
+    `window` positions back. Positions count within a segment, so packed rows need nothing more. Where
+    segments have branches (those of queries and keys), a branch sees itself and branch 0, where it begins.
     """
     back = query_positions[:, :, None] - key_positions[:, None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
     seen = same & (key_segments != 0)[:, None, :] & (back >= 0)
+    if branches is not None:
+        queries, keys = branches
+        seen = seen & ((keys == 0)[:, None, :] | (queries[:, :, None] == keys[:, None, :]))
     return seen if window is None else seen & (back < window)
 
 

@@ -74,6 +74,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "tokens", "sum", "Prompt and completion tokens of all optimizer steps, padding left out."
     ),
     "batch/padding_fraction": MetricDoc("fraction", "mean", "Computed tokens that are padding."),
+    "batch/shared_fraction": MetricDoc(
+        "fraction", "mean", "Tokens that need no computing, because a group has its prompt in common."
+    ),
     "batch/imbalance": MetricDoc(
         "1", "max", "Cost of a micro-batch's dearest data shard over that of its mean shard."
     ),
@@ -114,6 +117,12 @@ CATALOGUE: dict[str, MetricDoc] = {
     ),
     "rollout/prefill_s": MetricDoc("s", "sum", "Part of generation that read the prompts."),
     "rollout/decode_s": MetricDoc("s", "sum", "Part of generation that sampled tokens."),
+    "rollout/slot_utilisation": MetricDoc(
+        "fraction", "mean", "Decode work that gave a token, of what the widest batch could do in its steps."
+    ),
+    "rollout/wasted_decode_fraction": MetricDoc(
+        "fraction", "mean", "Decode work, in slots times steps, that gave no token of a completion."
+    ),
     "rollout/compilations": MetricDoc(
         "programs", "sum", "Programs compiled during the rollout; 0 once shapes settled."
     ),

@@ -5,15 +5,17 @@ numbers) -> `Cutting.cut` (which sequences share a micro-batch) -> `MicroBatch` 
 are computed from the whole mini-batch before it is cut, so no cut can change the gradient.
 
 A micro-batch has R lines of T positions: in fixed mode a line holds one sequence, with a token budget it
-holds one data shard's share of whole sequences, one after another. Scored tokens are listed per line, K = T
+holds one data shard's share of whole sequences, one after another. Where prompts are shared, the sequences of
+a group stand together, the tokens they begin with in common once. Scored tokens are listed per line, K = T
 places for them: those the list does not fill cost nothing, and so there is one shape less to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +25,8 @@ from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing
 from quatrain.types import Metric
 
+T = TypeVar("T")
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -30,6 +34,7 @@ from quatrain.types import Metric
         "input_ids",
         "positions",
         "segment_ids",
+        "branch_ids",
         "predictors",
         "targets",
         "mask",
@@ -39,7 +44,7 @@ from quatrain.types import Metric
         "old_logprobs",
         "ref_logprobs",
     ],
-    meta_fields=["packed"],
+    meta_fields=["packed", "shared"],
 )
 @dataclass(frozen=True)
 class MicroBatch:
@@ -47,12 +52,14 @@ class MicroBatch:
 
     `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
     padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
-    on each line, and positions from 0 in each segment.
+    on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
+    a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
     """
 
     input_ids: jax.Array  # [R, T] int32
     positions: jax.Array  # [R, T] int32
     segment_ids: jax.Array  # [R, T] int32, 0 on padding
+    branch_ids: jax.Array  # [R, T] int32, a branch sees itself and branch 0 of its segment
     predictors: jax.Array  # [R, K] int32
     targets: jax.Array  # [R, K] int32
     mask: jax.Array  # [R, K] bool
@@ -63,6 +70,8 @@ class MicroBatch:
     ref_logprobs: jax.Array  # [R, K] float32
     packed: bool = False
     """Lines may hold several segments; static."""
+    shared: bool = False
+    """Segments may have branches; static."""
 
 
 TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
@@ -70,24 +79,27 @@ TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "r
 
 @dataclass(frozen=True)
 class TokenTable:
-    """B sequences with the per-token columns [B, T] that the objective reads; absent columns are zeros."""
+    """B sequences with the per-token columns [B, T] that the objective reads; absent columns are zeros.
+
+    Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
+    """
 
     input_ids: np.ndarray
     attention_mask: np.ndarray
     completion_mask: np.ndarray
     columns: dict[str, np.ndarray]
+    group_ids: np.ndarray | None = None
 
     def with_columns(self, **columns: np.ndarray) -> TokenTable:
         """This table with `columns` added or replaced."""
-        return TokenTable(
-            self.input_ids, self.attention_mask, self.completion_mask, {**self.columns, **columns}
-        )
+        return replace(self, columns={**self.columns, **columns})
 
     def take(self, rows: np.ndarray) -> TokenTable:
         """The sequences `rows` of this table."""
         columns = {name: values[rows] for name, values in self.columns.items()}
+        groups = None if self.group_ids is None else self.group_ids[rows]
         return TokenTable(
-            self.input_ids[rows], self.attention_mask[rows], self.completion_mask[rows], columns
+            self.input_ids[rows], self.attention_mask[rows], self.completion_mask[rows], columns, groups
         )
 
     def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
@@ -115,60 +127,129 @@ def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> 
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Sequences that stand together in a line: the `shared` tokens all begin with, then the rest of each."""
+
+    rows: np.ndarray
+    shared: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Cutting:
     """How a mini-batch is cut: `rows` sequences, or `max_tokens` tokens, per data shard; one of them is set.
 
-    `cost` is what the packer balances over the `num_shards` shards of a micro-batch.
+    `cost` is what the packer balances over the `num_shards` shards of a micro-batch. With `share_prompts`,
+    which takes a token budget, what sequences of a group begin with is computed once for all of them.
     """
 
     rows: int | None = None
     max_tokens: int | None = None
     num_shards: int = 1
     cost: PackingCost = DEFAULT_COST
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         assert (self.rows is None) != (self.max_tokens is None), "one way to cut, not two and not none"
+        assert self.max_tokens is not None or not self.share_prompts, "prompts are shared in packed lines"
 
     def cut(self, table: TokenTable) -> list[Cut]:
         """The micro-batches of `table`, in the order to run them; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
-        packing = plan_packing(table.lengths, self.max_tokens, self.num_shards, cost=self.cost)
+        if not self.share_prompts or table.group_ids is None:
+            return self._packed(_whole_sequences(table), self.max_tokens)
+        # Long segments share more, short ones fill the buffers better: the fewest tokens to compute win.
+        plans = [
+            self._packed(shared_segments(table, most), self.max_tokens)
+            for most in (self.max_tokens, self.max_tokens // 2, self.max_tokens // 4)
+        ]
+        return min(plans, key=lambda cuts: sum(cut.num_tokens for cut in cuts))
+
+    def _packed(self, segments: list[Segment], max_tokens: int) -> list[Cut]:
+        lengths = np.array([segment.num_tokens for segment in segments], np.int64)
+        packing = plan_packing(lengths, max_tokens, self.num_shards, cost=self.cost)
         return [
-            Cut(tuple(bins), len(bins), width, packed=True)
+            Cut(
+                tuple(tuple(segments[i] for i in held) for held in bins),
+                len(bins),
+                width,
+                packed=True,
+                shared=self.share_prompts,
+            )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
-        """Shard after shard takes its share; widths come from the whole table, so there is one shape."""
+        """Shard after shard takes its share; the width comes from the whole table: there is one shape."""
         assert self.rows is not None
         width = round_up(int(table.lengths.max(initial=1)))
-        shares = np.array_split(np.arange(len(table)), self.num_shards)
+        shares = [list(share) for share in _split(_whole_sequences(table), self.num_shards)]
         largest = max(len(share) for share in shares)
         rows = min(self.rows, max(largest, 1))
-        cuts = []
-        for first in range(0, largest, rows):
-            lines = [share[i : i + 1] for share in shares for i in range(first, first + rows)]
-            cuts.append(Cut(tuple(lines), self.num_shards, width, packed=False))
-        return cuts
+        return [
+            Cut(
+                tuple(tuple(share[i : i + 1]) for share in shares for i in range(first, first + rows)),
+                self.num_shards,
+                width,
+            )
+            for first in range(0, largest, rows)
+        ]
+
+
+def _whole_sequences(table: TokenTable) -> list[Segment]:
+    return [Segment(np.array([row]), 0, int(length)) for row, length in enumerate(table.lengths)]
+
+
+def shared_segments(table: TokenTable, max_tokens: int) -> list[Segment]:
+    """Each group as one segment, or as several where it has more than `max_tokens` tokens.
+
+    A segment of one sequence may be longer than that. What a group shares are the tokens its sequences begin
+    with in common, at most up to the first token that one of them produced.
+    """
+    assert table.group_ids is not None
+    lengths, segments = table.lengths, []
+    for group in np.unique(table.group_ids):
+        rows = np.flatnonzero(table.group_ids == group)
+        shared = _common_tokens(table, rows)
+        own = lengths[rows] - shared
+        held: list[int] = []
+        tokens = shared
+        for row, extra in zip(rows, own, strict=True):
+            if held and tokens + extra > max_tokens:
+                segments.append(Segment(np.array(held), shared, tokens))
+                held, tokens = [], shared
+            held.append(int(row))
+            tokens += int(extra)
+        segments.append(Segment(np.array(held), shared, tokens))
+    return segments
+
+
+def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
+    """Tokens that `rows` begin with in common, none of them produced by the policy."""
+    same = (table.input_ids[rows] == table.input_ids[rows[0]]).all(axis=0)
+    same &= table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
+    return int(np.logical_and.accumulate(same).sum())
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One micro-batch before it has tokens: the sequences of each line, and the shape of the buffer.
+    """One micro-batch before it has tokens: the segments of each line, and the width of the buffer.
 
     The lines of a shard are side by side, shard after shard.
     """
 
-    lines: tuple[np.ndarray, ...]
+    lines: tuple[tuple[Segment, ...], ...]
     num_shards: int
     width: int
-    packed: bool
+    packed: bool = False
+    shared: bool = False
 
     @property
     def sequences(self) -> np.ndarray:
-        """Row numbers in the order their tokens come."""
-        return np.concatenate(self.lines)
+        """Row numbers in the order their scored tokens come."""
+        rows = [segment.rows for line in self.lines for segment in line]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
 
     @property
     def num_tokens(self) -> int:
@@ -177,54 +258,82 @@ class Cut:
 
     def fill(self, table: TokenTable) -> MicroBatch:
         """The micro-batch of these sequences of `table`."""
-        shape = (len(self.lines), self.width)
-        tokens = {name: np.zeros(shape, np.int32) for name in ("input_ids", "positions", "segment_ids")}
-        scored = {name: np.zeros(shape, np.int32) for name in ("predictors", "targets")}
-        columns = {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
-        mask = np.zeros(shape, bool)
-        for line, sequences in enumerate(self.lines):
-            start = first = 0
-            for segment, row in enumerate(sequences, start=1):
-                length = int(table.attention_mask[row].sum())
-                stop = start + length
-                tokens["input_ids"][line, start:stop] = table.input_ids[row, :length]
-                tokens["positions"][line, start:stop] = np.arange(length)
-                tokens["segment_ids"][line, start:stop] = segment
-                places = np.flatnonzero(table.completion_mask[row])
-                last = first + len(places)
-                scored["predictors"][line, first:last] = start + places - 1
-                scored["targets"][line, first:last] = table.input_ids[row, places]
-                for name in columns.keys() & table.columns.keys():
-                    columns[name][line, first:last] = table.columns[name][row, places]
-                mask[line, first:last] = True
-                start, first = stop, last
-        host = {**tokens, **scored, **columns, "mask": mask}
-        return MicroBatch(**jax.device_put(host), packed=self.packed)
+        buffers = _Buffers((len(self.lines), self.width))
+        for line, segments in enumerate(self.lines):
+            for number, segment in enumerate(segments, start=1):
+                buffers.add(line, number, segment, table)
+        return MicroBatch(**jax.device_put(buffers.arrays), packed=self.packed, shared=self.shared)
+
+
+class _Buffers:
+    """The arrays of a micro-batch while they are filled, and how far each line is."""
+
+    def __init__(self, shape: tuple[int, int]):
+        integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
+        self.arrays = {name: np.zeros(shape, np.int32) for name in integers}
+        self.arrays |= {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
+        self.arrays["mask"] = np.zeros(shape, bool)
+        self.used = np.zeros(shape[0], int)
+        self.scored = np.zeros(shape[0], int)
+
+    def add(self, line: int, number: int, segment: Segment, table: TokenTable) -> None:
+        trunk, shared = self.used[line], segment.shared
+        self._write(line, number, 0, table.input_ids[segment.rows[0], :shared], 0)
+        for branch, row in enumerate(segment.rows, start=1 if shared else 0):
+            own = self.used[line]
+            length = int(table.attention_mask[row].sum())
+            self._write(line, number, branch, table.input_ids[row, shared:length], shared)
+            places = np.flatnonzero(table.completion_mask[row])
+            before = places - 1
+            self._score(line, row, places, before + np.where(before < shared, trunk, own - shared), table)
+
+    def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+        start, stop = self.used[line], self.used[line] + len(ids)
+        self.arrays["input_ids"][line, start:stop] = ids
+        self.arrays["positions"][line, start:stop] = first_position + np.arange(len(ids))
+        self.arrays["segment_ids"][line, start:stop] = number
+        self.arrays["branch_ids"][line, start:stop] = branch
+        self.used[line] = stop
+
+    def _score(
+        self, line: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
+    ) -> None:
+        start, stop = self.scored[line], self.scored[line] + len(places)
+        self.arrays["predictors"][line, start:stop] = predictors
+        self.arrays["targets"][line, start:stop] = table.input_ids[row, places]
+        self.arrays["mask"][line, start:stop] = True
+        for name, values in table.columns.items():
+            self.arrays[name][line, start:stop] = values[row, places]
+        self.scored[line] = stop
 
 
 def micro_batches(table: TokenTable, cutting: Cutting) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """(row numbers, in the order their tokens come; micro-batch) for each part of `table`."""
+    """(row numbers, in the order their scored tokens come; micro-batch) for each part of `table`."""
     for cut in cutting.cut(table):
         yield cut.sequences, cut.fill(table)
 
 
 def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:
     """How well `cuts` of `table` fill and balance the devices: the `batch/` and `global_seqlen/` metrics."""
-    lengths = table.lengths
-    computed = sum(cut.num_tokens for cut in cuts)
     shards = cuts[0].num_shards
-    before = [part.sum() for part in np.array_split(lengths, shards)]
-    after, imbalance = np.zeros(shards), []
+    before = [part.sum() for part in np.array_split(table.lengths, shards)]
+    after, imbalance = np.zeros(shards), [1.0]
     for cut in cuts:
-        parts = np.array_split(np.arange(len(cut.lines)), shards)
-        held = [lengths[np.concatenate([cut.lines[line] for line in part])] for part in parts]
+        held = [
+            np.array([segment.num_tokens for line in lines for segment in line], np.int64)
+            for lines in _split(cut.lines, shards)
+        ]
         after += [part.sum() for part in held]
         costs = np.array([cost.of(part, part**2).sum() for part in held])
-        imbalance.append(costs.max() / costs.mean() if costs.any() else 1.0)
+        if costs.any():
+            imbalance.append(costs.max() / costs.mean())
+    computed, filled = sum(cut.num_tokens for cut in cuts), after.sum()
+    tokens = float(table.lengths.sum())
     return {
         "batch/micro_batches": Metric(len(cuts), reduction="sum"),
-        "batch/tokens": Metric(float(lengths.sum()), reduction="sum"),
-        "batch/padding_fraction": Metric(float(computed - lengths.sum()), computed),
+        "batch/tokens": Metric(tokens, reduction="sum"),
+        "batch/padding_fraction": Metric(float(computed - filled), computed),
+        "batch/shared_fraction": Metric(float(tokens - filled), tokens),
         "batch/imbalance": Metric(float(max(imbalance)), reduction="max"),
         "global_seqlen/min": Metric(float(min(before)), reduction="min"),
         "global_seqlen/max": Metric(float(max(before)), reduction="max"),
@@ -233,3 +342,10 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
         "global_seqlen/balanced_min": Metric(float(after.min()), reduction="min"),
         "global_seqlen/balanced_max": Metric(float(after.max()), reduction="max"),
     }
+
+
+def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """`items` in `parts` runs whose sizes differ by one at most."""
+    ends = [len(run) for run in np.array_split(np.arange(len(items)), parts)]
+    stops = np.cumsum(ends)
+    return [items[stop - size : stop] for stop, size in zip(stops, ends, strict=True)]

@@ -57,6 +57,7 @@ class Policy:
             batch.input_ids,
             batch.positions,
             batch.segment_ids,
+            branch_ids=batch.branch_ids if batch.shared else None,
             dtype=jnp.dtype(self.dtype),
             remat=self.remat,
             attention=choose_attention(
@@ -65,6 +66,7 @@ class Policy:
                 platform=jax.default_backend(),
                 dtype=self.dtype,
                 packed=batch.packed,
+                shared=batch.shared,
             ),
         )
         # Those the list does not fill go last, where the chunks past the live ones are not computed.

@@ -129,8 +129,15 @@ class Learner:
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
+        shares = update.share_prompts is not False and policy.attention in ("auto", "xla")
         self.cutting, self.logprob_cutting = (
-            Cutting(section.micro_batch_size, section.max_tokens_per_device, num_shards, policy.packing_cost)
+            Cutting(
+                section.micro_batch_size,
+                section.max_tokens_per_device,
+                num_shards,
+                policy.packing_cost,
+                share_prompts=shares and section.max_tokens_per_device is not None,
+            )
             for section in (update, logprob)
         )
         self.max_new_tokens = max_new_tokens
@@ -192,7 +199,13 @@ class Learner:
         rollouts = batch.rollouts
         logprobs = partial(table_logprobs, policy=self.policy, cutting=self.logprob_cutting)
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
-        table = TokenTable(rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns)
+        table = TokenTable(
+            rollouts.input_ids,
+            rollouts.attention_mask,
+            rollouts.completion_mask,
+            columns,
+            rollouts.group_ids,
+        )
         if self.config.old_logprobs == "rollout":
             table = table.with_columns(old_logprobs=rollouts.rollout_logprobs)
         elif not on_policy:
