@@ -6,7 +6,7 @@ import pytest
 from quatrain.config.schema import RolloutConfig
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
-from quatrain.update.batcher import TokenTable
+from quatrain.update.batcher import Cutting, TokenTable
 from quatrain.update.gradient import Policy, table_logprobs
 
 
@@ -20,7 +20,7 @@ def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperat
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     policy = Policy(small_arch, temperature=temperature, remat=True)
-    trained = table_logprobs(small_params, table, policy=policy, rows_per_batch=6)
+    trained = table_logprobs(small_params, table, policy=policy, cutting=Cutting(rows=6))
     gap = np.abs(trained - batch.rollout_logprobs)
     assert len(np.unique(batch.completion_lengths)) > 2
     assert gap.max() < 1e-4

@@ -37,6 +37,20 @@ def init_cache(arch: Architecture, batch: int, length: int, dtype: DTypeLike = j
     return KVCache(keys, values, jnp.full((batch, length), -1, jnp.int32))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CachePart:
+    """Keys and values of every layer without their positions, which the reader knows; see `KVCache`."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def bytes_per_column(arch: Architecture, dtype: DTypeLike) -> int:
+    """Memory of one cached token in all layers."""
+    return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * jnp.dtype(dtype).itemsize
+
+
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
     """`buffer` with `new` at start, start+1, ... along `axis`, the same columns in each row."""
     return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)

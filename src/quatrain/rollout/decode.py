@@ -1,21 +1,27 @@
-"""The jitted half of the rollout: prefill, fan-out to a group's samples, and decode.
+"""The compiled half of the rollout: prompts into the cache, then several tokens of every slot in one call.
 
-Called by `engine.py` alone. Shapes: N prompts, n samples each, B = N·n sequences, P prompt columns,
-L completion columns, S = P + L cache columns, V vocabulary, D model width.
+Called by `session.py` alone. Shapes: B slots, R rows of the prompt cache, each of S columns, O columns of a
+slot's own, M slots that share a prompt at most; a prefill has N prompts of n samples in T packed tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from quatrain.models.decoder import forward, logits
-from quatrain.models.families import Architecture
-from quatrain.models.kv_cache import KVCache, init_cache
+from quatrain.models import decode_step
+from quatrain.models.architecture import Architecture
+from quatrain.models.decode_step import Sharing
+from quatrain.models.decoder import logits
+from quatrain.models.kv_cache import CachePart
 from quatrain.ops.sampling import sample, token_uniforms
+
+TOKENS_PER_CALL = 8
+"""Tokens each slot decodes before the host looks; a slot that ends waits half as many on average."""
 
 
 @dataclass(frozen=True)
@@ -33,137 +39,194 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
 
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "logprobs", "lengths", "done", "prompt_lengths", "sequence_ids", "time"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class DecodeState:
-    """B sequences in flight. `lengths` counts completion tokens; `time` is the number decoded so far."""
-
-    cache: KVCache
-    tokens: jax.Array  # [B, L] int32
-    logprobs: jax.Array  # [B, L] float32
-    lengths: jax.Array  # [B] int32
-    done: jax.Array  # [B] bool
-    prompt_lengths: jax.Array  # [B] int32
-    sequence_ids: jax.Array  # [B] uint32
-    time: jax.Array  # [] int32
+    def __post_init__(self) -> None:
+        for name in ("n", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}: a completion "
+                    "has a token at least, and a group a sample"
+                )
 
 
 @dataclass(frozen=True)
 class Draw:
     """What sampling one token needs beside the logits; static."""
 
-    sampling: Sampling
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_new_tokens: int
     stop_ids: tuple[int, ...]
 
+    @classmethod
+    def of(cls, sampling: Sampling, stop_ids: tuple[int, ...]) -> Draw:
+        """The draw of `sampling`; a completion ends with the first of `stop_ids`."""
+        filters = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        return cls(*filters, sampling.max_new_tokens, stop_ids)
+
     def __call__(
-        self, state: DecodeState, token_logits: jax.Array, seed: jax.Array, step: jax.Array
-    ) -> DecodeState:
-        """Append one token to every live sequence, from `token_logits` [B, V]."""
-        spec, position = self.sampling, state.time
-        positions = jnp.full(state.lengths.shape, position, jnp.uint32)
-        uniforms = token_uniforms(seed, step, state.sequence_ids, positions)
-        token, logprob = sample(
+        self,
+        token_logits: jax.Array,
+        seed: jax.Array,
+        steps: jax.Array,
+        sequence_ids: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and log-probabilities [B] from logits [B, V], as completion tokens number `positions`."""
+        each = jax.vmap(token_uniforms, (None, 0, 0, 0))
+        uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        return sample(
             token_logits,
             uniforms,
-            temperature=spec.temperature,
-            top_k=spec.top_k,
-            top_p=spec.top_p,
-            min_p=spec.min_p,
-        )
-        live = ~state.done
-        token, logprob = jnp.where(live, token, 0), jnp.where(live, logprob, 0.0)
-        lengths = state.lengths + live
-        stopped = jnp.isin(token, jnp.asarray(self.stop_ids, jnp.int32)) & live
-        return replace(
-            state,
-            tokens=jax.lax.dynamic_update_slice(state.tokens, token[:, None], (0, position)),
-            logprobs=jax.lax.dynamic_update_slice(state.logprobs, logprob[:, None], (0, position)),
-            lengths=lengths,
-            done=state.done | stopped | (lengths >= spec.max_new_tokens),
-            time=position + 1,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
         )
 
+    def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""
+        return jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32)) | (lengths >= self.max_new_tokens)
 
-@partial(jax.jit, static_argnames=("arch", "draw", "dtype"))
-def start(
+
+class Packed(NamedTuple):
+    """N prompts in one row of T tokens, and the samples that start from them."""
+
+    input_ids: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    segment_ids: jax.Array  # [T] int32, 0 is padding
+    starts: jax.Array  # [N] int32
+    lengths: jax.Array  # [N] int32, at least 1
+    rows: jax.Array  # [N] int32, of the prompt cache; out of range for padding
+    sequence_ids: jax.Array  # [N, n] uint32
+    steps: jax.Array  # [N] uint32
+
+
+@partial(jax.jit, static_argnames=("arch", "draw", "dtype", "attention"), donate_argnames=("prompts",))
+def prefill(
     params: dict,
-    input_ids: jax.Array,
-    lengths: jax.Array,
-    live: jax.Array,
-    sequence_ids: jax.Array,
+    prompts: CachePart,
+    packed: Packed,
     seed: jax.Array,
-    step: jax.Array,
     *,
     arch: Architecture,
     draw: Draw,
     dtype: jnp.dtype,
-) -> DecodeState:
-    """Prefill each of N prompts once, fan its cache out to n samples, and sample their first tokens.
+    attention: str,
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    """`prompts` with the new ones in their rows, and the first token of each sample, with log-probability.
 
-    `input_ids` [N, P] right-padded, `lengths` and `live` [N] (rows not live are padding of the batch),
-    `sequence_ids` [N·n].
+    A prompt is computed once; its n samples fan out from its last logits. Both are [N, n].
     """
-    n, new = draw.sampling.n, draw.sampling.max_new_tokens
-    prompts, width = input_ids.shape
-    columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), input_ids.shape)
-    segments = (columns < lengths[:, None]).astype(jnp.int32)
-    empty = init_cache(arch, prompts, width + new, dtype)
-    hidden, cache = forward(
-        params, arch, input_ids, columns, segments, cache=empty, cache_start=jnp.int32(0), dtype=dtype
+    hidden_TD, new = decode_step.prefill(
+        params,
+        arch,
+        packed.input_ids,
+        packed.positions,
+        packed.segment_ids,
+        dtype=dtype,
+        attention=attention,
     )
-    assert cache is not None
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    state = DecodeState(
-        cache=jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), cache),
-        tokens=jnp.zeros((prompts * n, new), jnp.int32),
-        logprobs=jnp.zeros((prompts * n, new), jnp.float32),
-        lengths=jnp.zeros(prompts * n, jnp.int32),
-        done=~jnp.repeat(live, n),
-        prompt_lengths=jnp.repeat(lengths, n),
-        sequence_ids=sequence_ids,
-        time=jnp.int32(0),
+    columns_NS = packed.starts[:, None] + jnp.arange(prompts.keys[0].shape[2])
+
+    def insert(buffer_RKSH: jax.Array, new_TKH: jax.Array) -> jax.Array:
+        new_NKSH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip").swapaxes(1, 2)
+        return buffer_RKSH.at[packed.rows].set(new_NKSH.astype(buffer_RKSH.dtype), mode="drop")
+
+    prompts = jax.tree.map(insert, prompts, new)
+    n = packed.sequence_ids.shape[1]
+    last_ND = hidden_TD[packed.starts + packed.lengths - 1]
+    tokens, logprobs = draw(
+        jnp.repeat(logits(params, arch, last_ND), n, axis=0),
+        seed,
+        jnp.repeat(packed.steps, n),
+        packed.sequence_ids.reshape(-1),
+        jnp.zeros(packed.sequence_ids.size, jnp.uint32),
     )
-    return draw(state, jnp.repeat(logits(params, arch, last), n, axis=0), seed, step)
+    return prompts, tokens.reshape(-1, n), logprobs.reshape(-1, n)
 
 
-@partial(jax.jit, static_argnames=("arch", "draw", "dtype"), donate_argnames=("state",))
+class Slots(NamedTuple):
+    """The sequences in the slots, [B] each; anything in range where `live` is False."""
+
+    tokens: jax.Array  # int32, the last one sampled
+    lengths: jax.Array  # int32, completion tokens so far, at least 1
+    prompt_lengths: jax.Array  # int32
+    sequence_ids: jax.Array  # uint32
+    steps: jax.Array  # uint32
+    live: jax.Array  # bool
+
+
+class Decoded(NamedTuple):
+    """Tokens and log-probabilities [B, TOKENS_PER_CALL], the first `counts` [B] of each; steps done."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    num_steps: jax.Array
+
+
+@partial(jax.jit, static_argnames=("arch", "draw", "dtype"), donate_argnames=("own",))
 def decode(
     params: dict,
-    state: DecodeState,
-    until: jax.Array,
+    own: CachePart,
+    prompts: CachePart,
+    slots: Slots,
+    sharing: Sharing,
+    column: jax.Array,
     seed: jax.Array,
-    step: jax.Array,
     *,
     arch: Architecture,
     draw: Draw,
     dtype: jnp.dtype,
-) -> DecodeState:
-    """Decode up to completion length `until`; ends early when every sequence is done."""
-    width = state.cache.positions.shape[1] - state.tokens.shape[1]
+) -> tuple[CachePart, Decoded]:
+    """Up to TOKENS_PER_CALL tokens of every live slot; ends early when all are done.
 
-    def unfinished(state: DecodeState) -> jax.Array:
-        return (state.time < until) & ~state.done.all()
+    The first of them is written at `column` of the ring `own`, which must hold what a slot has and gets.
+    """
+    shape = (len(slots.tokens), TOKENS_PER_CALL)
+    zeros = jnp.zeros(shape, jnp.int32)
+    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
 
-    def advance(state: DecodeState) -> DecodeState:
-        previous = state.time - 1
-        token = jax.lax.dynamic_slice_in_dim(state.tokens, previous, 1, axis=1)
-        positions = (state.prompt_lengths + previous)[:, None]
-        hidden, cache = forward(
+    def unfinished(carry: tuple[CachePart, jax.Array, jax.Array, Decoded]) -> jax.Array:
+        _, _, live, decoded = carry
+        return (decoded.num_steps < TOKENS_PER_CALL) & live.any()
+
+    def advance(
+        carry: tuple[CachePart, jax.Array, jax.Array, Decoded],
+    ) -> tuple[CachePart, jax.Array, jax.Array, Decoded]:
+        own, tokens, live, decoded = carry
+        now = decoded.num_steps
+        lengths = slots.lengths + now
+        hidden, own = decode_step.decode(
             params,
             arch,
-            token,
-            positions,
-            jnp.ones_like(token),
-            cache=state.cache,
-            cache_start=width + previous,
+            tokens,
+            slots.prompt_lengths + lengths - 1,
+            prompts,
+            own,
+            lengths,
+            (column + now) % own.keys[0].shape[2],
+            sharing,
             dtype=dtype,
         )
-        assert cache is not None
-        return draw(replace(state, cache=cache), logits(params, arch, hidden[:, 0]), seed, step)
+        tokens, logprobs = draw(
+            logits(params, arch, hidden), seed, slots.steps, slots.sequence_ids, lengths.astype(jnp.uint32)
+        )
+        decoded = Decoded(
+            jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),
+            jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[:, None], (0, now)),
+            decoded.counts + live,
+            now + 1,
+        )
+        return own, tokens, live & ~draw.ends(tokens, lengths + 1), decoded
 
-    return jax.lax.while_loop(unfinished, advance, state)
+    own, _, _, decoded = jax.lax.while_loop(unfinished, advance, (own, slots.tokens, slots.live, empty))
+    return own, decoded
+
+
+@jax.jit
+def rearrange(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """A cache array [B, K, S, H] of other rows and columns."""
+    return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=2, mode="clip")

@@ -1,15 +1,16 @@
 """Line 1 of the stanza: prompts in, completions with the sampler's own log-probabilities out.
 
-Data flow: `Prompt` list -> `RolloutEngine.generate` -> `RolloutBatch`. Each prompt is prefilled once,
-whatever the group size; the randomness of a token depends on (seed, training step, sequence id,
-position) alone.
+Data flow: `Prompt` list -> `RolloutEngine.generate` -> `RolloutBatch`; or `submit`, then `wait` as often as
+groups are wanted. Each prompt is prefilled once, whatever the group size; the randomness of a token depends
+on (seed, training step, sequence id, position) alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,30 +20,37 @@ import numpy as np
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.models.families import Architecture
-from quatrain.ops.ladder import round_up
 from quatrain.parallel.compilations import num_compilations
-from quatrain.rollout.decode import DecodeState, Draw, Sampling, decode, start
+from quatrain.rollout.decode import Sampling
+from quatrain.rollout.session import Group, Sampler, Session, Tally, Widths
 from quatrain.types import Metric, Prompt, RolloutBatch, describe
 
-# Tokens decoded between two looks at the stop strings.
-_STOP_CHECK_TOKENS = 16
+CACHE_SHARE = 0.5
+"""Part of an accelerator's free memory that the cache may take; of a host's memory, half as much."""
 
 
-@dataclass
-class _Decoded:
-    """B sequences off the device: tokens and logprobs [B, L], lengths and stop-string hits [B]."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a call has come."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    lengths: np.ndarray
-    matched: np.ndarray
+    completions: int
+    total: int
+    tokens_per_s: float
+    slots_in_use: int
+
+
+OnProgress = Callable[[Progress], None]
 
 
 class RolloutEngine:
     """Samples completions from the weights it was last handed.
 
     `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
-    run's.
+    run's. `cache_bytes` bounds the key/value cache; None takes a part of the memory there is. `attention` is
+    the implementation that prompts are computed with (`models.kernels`).
+
+    `sync_weights`, `pause`, `resume` and `close` may be called from another thread while `wait` runs; they
+    take effect between two decode calls.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class RolloutEngine:
         stop_ids: Sequence[int],
         seed: int,
         dtype: str = "float32",
+        attention: str = "xla",
+        cache_bytes: int | None = None,
     ):
         self.arch = arch
         self.tokenizer = tokenizer
@@ -68,157 +78,169 @@ class RolloutEngine:
             min_p=config.min_p,
             stop=config.stop,
         )
-        self._seed = jnp.uint32(seed)
+        self._max_concurrency = config.max_concurrency
+        self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
+        self._widths = Widths()
         self._params: Any = None
         self._version = -1
         self._sync_s = 0.0
+        self._session: Session | None = None
+        self._between_calls = threading.Lock()
+        self._running = threading.Event()
+        self._running.set()
+        self._closed = False
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from now on; every token they produce carries `version`."""
+        """Sample from `params` from the next decode call on; every token they produce carries `version`."""
         began = time.perf_counter()
-        self._params, self._version = params, version
+        in_dtype = jax.tree.map(lambda x: x.astype(self.dtype) if x.ndim > 1 else x, params)
+        with self._between_calls:
+            self._params, self._version = in_dtype, version
         self._sync_s = time.perf_counter() - began
 
     def generate(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int = 0,
+        sampling: Sampling | None = None,
+        on_progress: OnProgress | None = None,
     ) -> RolloutBatch:
         """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
 
         `step` is the training step that the randomness is derived from. An empty list gives an empty
-        batch. Raises AssertionError before `sync_weights`.
+        batch. What was submitted and not waited for is left alone. Raises AssertionError before
+        `sync_weights`, and ValueError where the cache does not fit.
         """
-        assert self._params is not None, "sync_weights comes before generate"
+        session = self._new_session(sampling or self.sampling)
+        session.submit(prompts, step)
+        return self._collect(session, len(prompts), on_progress)
+
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
+        """Queue the prompts; `wait` decodes them.
+
+        Raises ValueError for another `sampling` than that of groups still in flight, and where the cache does
+        not fit.
+        """
         spec = sampling or self.sampling
-        compilations = num_compilations()
+        session = self._session
+        if session is None or (session.sampling != spec and not session.num_groups):
+            session = self._session = self._new_session(spec)
+        if session.sampling != spec:
+            raise ValueError(
+                f"groups in flight share one sampling: {session.num_groups} are sampled with "
+                f"{session.sampling}, got {spec}; wait for them first"
+            )
+        session.submit(prompts, step)
+
+    def wait(self, count: int, *, on_progress: OnProgress | None = None) -> RolloutBatch:
+        """Decode until `count` submitted groups are finished; those, in the order of submission.
+
+        Waits while paused. Raises ValueError where fewer are in flight, and RuntimeError once closed.
+        """
+        there = self._session.num_groups if self._session else 0
+        if count > there:
+            raise ValueError(f"wait is for submitted groups: {there} are in flight, got {count}; submit more")
+        if self._session is None:
+            return self.generate([])
+        return self._collect(self._session, count, on_progress)
+
+    def pause(self) -> None:
+        """Let the decode call that runs finish, and start no other before `resume`."""
+        self._running.clear()
+        with self._between_calls:
+            pass
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._running.set()
+
+    def close(self) -> None:
+        """Drop what is in flight, the cache and the weights."""
+        self._closed = True
+        self._running.set()
+        with self._between_calls:
+            self._session = self._params = None
+
+    def _new_session(self, sampling: Sampling) -> Session:
+        if self._cache_bytes is None:
+            self._cache_bytes = _memory_for_cache()
+        sampler = Sampler(
+            self.arch,
+            self.tokenizer,
+            self.stop_ids,
+            self._seed,
+            self.dtype,
+            self._attention,
+            self._cache_bytes,
+        )
+        return Session(sampler, sampling, self._max_concurrency, self._widths)
+
+    def _collect(self, session: Session, count: int, on_progress: OnProgress | None) -> RolloutBatch:
+        before, compilations = session.tally, num_compilations()
         began = time.perf_counter()
-        state, draw = self._start(prompts, spec, step)
-        prefilled = time.perf_counter()
-        decoded = self._decode(state, draw, len(prompts) * spec.n, step)
+        while session.num_finished < count:
+            self._running.wait()
+            with self._between_calls:
+                if self._closed:
+                    raise RuntimeError("the rollout engine was closed while groups were in flight")
+                assert self._params is not None, "sync_weights comes before generate and wait"
+                session.advance(self._params, self._version)
+            if on_progress is not None:
+                done = session.tally - before
+                rate = done.decoded_tokens / (time.perf_counter() - began)
+                total = count * session.sampling.n
+                on_progress(Progress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
-        fields = self._assemble(prompts, spec, decoded)
+        fields = self._assemble(session.take(count))
         flushed = time.perf_counter()
-        metrics = _metrics(fields) | {
+        metrics = {
+            **_length_metrics(fields),
+            **_work_metrics(session.tally - before, generated - began),
             "time/rollout_sync_s": Metric(self._sync_s),
             "time/rollout_generate_s": Metric(generated - began),
             "time/rollout_flush_s": Metric(flushed - generated),
-            "rollout/prefill_s": Metric(prefilled - began),
-            "rollout/decode_s": Metric(generated - prefilled),
-            "rollout/tokens_per_s": Metric(float(decoded.lengths.sum()) / (generated - began)),
             "rollout/compilations": Metric(num_compilations() - compilations, reduction="sum"),
         }
         return RolloutBatch(**fields, metrics=metrics)
 
-    def _start(self, prompts: Sequence[Prompt], spec: Sampling, step: int) -> tuple[DecodeState, Draw]:
-        rows = round_up(len(prompts), minimum=1)
-        width = round_up(max((len(p.input_ids) for p in prompts), default=1))
-        input_ids = np.zeros((rows, width), np.int32)
-        lengths = np.ones(rows, np.int32)
-        sequence_ids = np.zeros((rows, spec.n), np.uint32)
-        for row, prompt in enumerate(prompts):
-            lengths[row] = len(prompt.input_ids)
-            input_ids[row, : lengths[row]] = prompt.input_ids
-            sequence_ids[row] = (prompt.group_id * spec.n + np.arange(spec.n)) % 2**32
-        draw = Draw(spec, self.stop_ids)
-        state = start(
-            self._params,
-            input_ids,
-            lengths,
-            np.arange(rows) < len(prompts),
-            sequence_ids.reshape(-1),
-            self._seed,
-            jnp.uint32(step),
-            arch=self.arch,
-            draw=draw,
-            dtype=self.dtype,
-        )
-        return jax.block_until_ready(state), draw
-
-    def _decode(self, state: DecodeState, draw: Draw, live: int, step: int) -> _Decoded:
-        spec = draw.sampling
-        matched = np.zeros(state.done.shape, bool)
-        lengths = np.asarray(state.lengths).copy()
-        stride = _STOP_CHECK_TOKENS if spec.stop else spec.max_new_tokens
-        until = 1
-        while until < spec.max_new_tokens and not np.asarray(state.done).all():
-            until = min(until + stride, spec.max_new_tokens)
-            state = decode(
-                self._params,
-                state,
-                jnp.int32(until),
-                self._seed,
-                jnp.uint32(step),
-                arch=self.arch,
-                draw=draw,
-                dtype=self.dtype,
-            )
-            lengths = np.where(matched, lengths, np.asarray(state.lengths))
-            if spec.stop:
-                self._match_stop_strings(np.asarray(state.tokens), lengths, matched, spec.stop)
-                state = _finish(state, matched)
-        if spec.stop:
-            self._match_stop_strings(np.asarray(state.tokens), lengths, matched, spec.stop)
-        tokens, logprobs = np.asarray(state.tokens), np.asarray(state.logprobs)
-        return _Decoded(tokens[:live], logprobs[:live], lengths[:live], matched[:live])
-
-    def _match_stop_strings(
-        self, tokens: np.ndarray, lengths: np.ndarray, matched: np.ndarray, stop: tuple[str, ...]
-    ) -> None:
-        """Cut each completion after the token that completes a stop string; marks it in `matched`."""
-        open_rows = np.flatnonzero(~matched)
-        texts = self.tokenizer.batch_decode([tokens[row, : lengths[row]].tolist() for row in open_rows])
-        for row, text in zip(open_rows, texts):
-            if not any(s in text for s in stop):
-                continue
-            matched[row] = True
-            while lengths[row] > 1:
-                shorter = self.tokenizer.decode(tokens[row, : lengths[row] - 1].tolist())
-                if not any(s in shorter for s in stop):
-                    break
-                lengths[row] -= 1
-
-    def _assemble(self, prompts: Sequence[Prompt], spec: Sampling, decoded: _Decoded) -> dict[str, Any]:
-        sources = [prompt for prompt in prompts for _ in range(spec.n)]
-        prompt_lengths = np.array([len(p.input_ids) for p in sources], np.int64)
-        totals = prompt_lengths + decoded.lengths
-        shape = (len(sources), int(totals.max(initial=0)))
-        columns = np.arange(shape[1])
-        attention = columns < totals[:, None]
-        completion = attention & (columns >= prompt_lengths[:, None])
-        produced = np.arange(decoded.tokens.shape[1]) < decoded.lengths[:, None]
-        input_ids = np.zeros(shape, np.int32)
-        input_ids[attention & ~completion] = _concatenate([p.input_ids for p in sources], np.int32)
-        input_ids[completion] = decoded.tokens[produced]
-        logprobs = np.zeros(shape, np.float32)
-        logprobs[completion] = decoded.logprobs[produced]
-        last = decoded.tokens[np.arange(len(sources)), decoded.lengths - 1]
-        stopped = np.isin(last, self.stop_ids) | decoded.matched
-        names = sources[0].columns if sources else ()
+    def _assemble(self, groups: list[Group]) -> dict[str, Any]:
+        rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+        lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in rows]
+        shape = (len(rows), max((sum(both) for both in lengths), default=0))
+        input_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        versions = np.full(shape, -1, np.int32)
+        attention, mask = np.zeros(shape, bool), np.zeros(shape, bool)
+        for row, ((prompt, completion), (before, new)) in enumerate(zip(rows, lengths, strict=True)):
+            span = slice(before, before + new)
+            input_ids[row, :before], input_ids[row, span] = prompt.input_ids, completion.tokens
+            logprobs[row, span], versions[row, span] = completion.logprobs, completion.versions
+            attention[row, : before + new] = mask[row, span] = True
+        texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for _, c in rows]
+        names = rows[0][0].columns if rows else ()
         return {
             "input_ids": input_ids,
             "attention_mask": attention,
-            "completion_mask": completion,
+            "completion_mask": mask,
             "rollout_logprobs": logprobs,
-            "policy_version": np.where(completion, self._version, -1).astype(np.int32),
-            "finish_reason": np.where(stopped, "stop", "length"),
-            "group_ids": np.array([p.group_id for p in sources], np.int64),
-            "prompts": tuple(p.text for p in sources),
-            "completions": tuple(
-                self.tokenizer.decode(row[:length].tolist(), skip_special_tokens=True)
-                for row, length in zip(decoded.tokens, decoded.lengths)
-            ),
-            "columns": {name: tuple(p.columns[name] for p in sources) for name in names},
+            "policy_version": versions,
+            "finish_reason": np.array(["stop" if c.stopped else "length" for _, c in rows], "<U6"),
+            "group_ids": np.array([prompt.group_id for prompt, _ in rows], np.int64),
+            "prompts": tuple(prompt.text for prompt, _ in rows),
+            "completions": tuple(texts),
+            "columns": {name: tuple(prompt.columns[name] for prompt, _ in rows) for name in names},
         }
 
 
-def _finish(state: DecodeState, matched: np.ndarray) -> DecodeState:
-    return dataclasses.replace(state, done=state.done | jnp.asarray(matched))
+def _memory_for_cache() -> int:
+    """Bytes the cache may take on the device, or of the host's memory where it is the device."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(CACHE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
+    return int(CACHE_SHARE / 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _concatenate(rows: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(rows).astype(dtype) if rows else np.zeros(0, dtype)
-
-
-def _metrics(fields: dict[str, Any]) -> dict[str, Metric]:
+def _length_metrics(fields: dict[str, Any]) -> dict[str, Metric]:
     completion = fields["completion_mask"].sum(axis=1)
     total = fields["attention_mask"].sum(axis=1)
     truncated = fields["finish_reason"] == "length"
@@ -227,4 +249,16 @@ def _metrics(fields: dict[str, Any]) -> dict[str, Metric]:
         **describe("length/completion", completion, ("mean", "max")),
         **describe("length/total", total, ("mean", "max")),
         "rollout/truncated_fraction": Metric(float(truncated.sum()), len(truncated)),
+    }
+
+
+def _work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
+    return {
+        "rollout/prefill_s": Metric(tally.prefill_s),
+        "rollout/decode_s": Metric(tally.decode_s),
+        "rollout/tokens_per_s": Metric(tally.decoded_tokens / seconds if seconds else 0.0),
+        "rollout/slot_utilisation": Metric(tally.useful_slot_steps, tally.widest_slot_steps),
+        "rollout/wasted_decode_fraction": Metric(
+            tally.slot_steps - tally.useful_slot_steps, tally.slot_steps
+        ),
     }

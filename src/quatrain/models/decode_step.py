@@ -1,0 +1,165 @@
+"""The forward pass of the sampler: packed prompts into a cache, then one token of every sequence at a time.
+
+Data flow: `rollout/decode.py` compiles it. Parameters and layers are those of `decoder.forward`; what differs
+is where keys come from. The cache has two parts: prompts, each once however many sequences continue it, and
+each sequence's own tokens, in a ring of columns that all sequences write in step.
+
+Shapes: T tokens, R prompts of S columns, M sequences of a prompt at most, B sequences, O own columns,
+D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from quatrain.models.attention import seen_by, self_attention
+from quatrain.models.decoder import Angles, _angles, _queries_keys_values, _windows
+from quatrain.models.families import Architecture
+from quatrain.models.kv_cache import CachePart, write
+from quatrain.models.layers import MASKED, linear, mlp, rms_norm, softcap
+from quatrain.models.params import Params
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(layer, q [1, T, N, H], k and v [1, T, K, H]) -> [1, T, N, H]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sharing:
+    """Who continues which prompt. Slots without a sequence may hold anything that is in range."""
+
+    members: jax.Array  # [R, M] int32: the sequences of each prompt, any where there are fewer
+    place: jax.Array  # [B] int32: where in the flattened `members` each sequence is
+    prompt_lengths: jax.Array  # [R] int32
+
+
+def prefill(
+    params: Params,
+    arch: Architecture,
+    input_ids: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    dtype: DTypeLike,
+    attention: str,
+) -> tuple[jax.Array, CachePart]:
+    """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H]."""
+    windows = _windows(arch)
+    seen = {w: seen_by(attention, positions[None], segment_ids[None], None, w) for w in set(windows.values())}
+    keys, values = [], []
+
+    def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        window = windows[arch.layer_type(i)]
+        keys.append(k_BTKH[0])
+        values.append(v_BTKH[0])
+        cap = arch.attention_softcap
+        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
+
+    hidden = _through_layers(params, arch, input_ids, positions, attend, dtype)
+    return hidden, CachePart(tuple(keys), tuple(values))
+
+
+def decode(
+    params: Params,
+    arch: Architecture,
+    tokens: jax.Array,
+    positions: jax.Array,
+    prompts: CachePart,
+    own: CachePart,
+    own_lengths: jax.Array,
+    column: jax.Array,
+    sharing: Sharing,
+    *,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, CachePart]:
+    """Hidden states [B, D] of one token per sequence, and `own` with that token's keys at `column`.
+
+    `positions` [B] are the tokens' own, `own_lengths` [B] the columns of `own` that belong to the sequence,
+    this one included; they are the last ones before `column`, around the ring.
+    """
+    S, O = prompts.keys[0].shape[2], own.keys[0].shape[2]
+    back_O = (column - jnp.arange(O, dtype=jnp.int32)) % O
+    columns_S = jnp.arange(S, dtype=jnp.int32)
+    back_RMS = positions[sharing.members][:, :, None] - columns_S
+    real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
+    mine_BO = back_O < own_lengths[:, None]
+    windows, seen = _windows(arch), {}
+    for window in set(windows.values()):
+        near = (True, True) if window is None else (back_RMS < window, back_O < window)
+        seen[window] = real_RMS & near[0], (mine_BO & near[1])[:, None]
+    keys, values = [], []
+
+    def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        _, B, N, H = q_BTNH.shape
+        K = k_BTKH.shape[2]
+        keys.append(write(own.keys[i], k_BTKH[0, :, :, None], column, 2))
+        values.append(write(own.values[i], v_BTKH[0, :, :, None], column, 2))
+        q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
+        seen_prompt, seen_own = seen[windows[arch.layer_type(i)]]
+        cap = arch.attention_softcap
+        shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], seen_prompt, cap)
+        y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
+        y_own, total_own = (x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], seen_own, cap))
+        share = jax.nn.sigmoid(total_prompt - total_own)[..., None]
+        return (y_prompt * share + y_own * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
+
+    hidden = _through_layers(params, arch, tokens, positions, attend, dtype)
+    return hidden, CachePart(tuple(keys), tuple(values))
+
+
+def _attend(
+    q_RMKGH: jax.Array, k_RKSH: jax.Array, v_RKSH: jax.Array, seen_RMS: jax.Array, cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over one part of the keys [R, M, K, G, H], and the log of its softmax's denominator.
+
+    Two parts y1, y2 with logs t1, t2 make the whole as y1 * sigmoid(t1 - t2) + y2 * sigmoid(t2 - t1). All M
+    sequences of a prompt, and the G queries of a key/value head, are rows of one product with its keys.
+    """
+    R, M, K, G, H = q_RMKGH.shape
+    S = k_RKSH.shape[2]
+    q_RKXH = q_RMKGH.swapaxes(1, 2).reshape(R, K, M * G, H)
+    scores = jnp.einsum("RKXH,RKSH->RKXS", q_RKXH, k_RKSH, preferred_element_type=jnp.float32)
+    scores = softcap(scores, cap).reshape(R, K, M, G, S)
+    scores = jnp.where(seen_RMS[:, None, :, None], scores, MASKED)
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    y_RKXH = jnp.einsum(
+        "RKXS,RKSH->RKXH",
+        weights.reshape(R, K, M * G, S).astype(v_RKSH.dtype),
+        v_RKSH,
+        preferred_element_type=jnp.float32,
+    )
+    y = y_RKXH.reshape(R, K, M, G, H) / total
+    return y.swapaxes(1, 2), (peak + jnp.log(total))[..., 0].swapaxes(1, 2)
+
+
+def _through_layers(
+    params: Params,
+    arch: Architecture,
+    input_ids: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Hidden states [T, D] after the final norm of T tokens, whose attention is `attend`."""
+    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
+    angles: dict[str, Angles] = _angles(arch, positions[None])
+    x_BTD = params["embed"][input_ids[None]].astype(dtype)
+    if arch.scale_embeddings:
+        x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
+    for i, layer in enumerate(params["layers"]):
+        q, k, v = _queries_keys_values(
+            norm(x_BTD, layer["attention_norm"]), layer, angles[arch.layer_type(i)], arch
+        )
+        y_BTD = linear(attend(i, q, k, v).reshape(*x_BTD.shape[:2], -1), layer, "o")
+        x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
+        y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
+        x_BTD = x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD)
+    return norm(x_BTD, params["final_norm"])[0]

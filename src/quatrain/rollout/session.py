@@ -1,0 +1,442 @@
+"""Groups in flight: the scheduler's decisions carried out on the device, round by round.
+
+Called by `engine.py`. A round gives free slots to waiting samples, computing their prompts where no sample of
+the group has run yet, and decodes TOKENS_PER_CALL tokens of every slot. Weights may change between rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.decode_step import Sharing
+from quatrain.models.kv_cache import CachePart, bytes_per_column
+from quatrain.ops.ladder import round_up
+from quatrain.rollout.decode import (
+    TOKENS_PER_CALL,
+    Draw,
+    Packed,
+    Sampling,
+    Slots,
+    decode,
+    prefill,
+    rearrange,
+)
+from quatrain.rollout.scheduler import Scheduler
+from quatrain.types import Prompt
+
+PREFILL_TOKENS = 2048
+"""Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
+FEWEST_COLUMNS = 64
+"""A ring of own tokens starts with this many columns and doubles."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a session samples from beside the weights; `cache_bytes` bounds its cache."""
+
+    arch: Architecture
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    seed: int
+    dtype: Any
+    attention: str
+    cache_bytes: int
+
+
+@dataclass
+class Completion:
+    """One sample of a group: its tokens so far, each with log-probability and version of the weights."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """More tokens, all of one version."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+
+    def cut(self, length: int) -> None:
+        """Drop what follows `length` tokens."""
+        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
+
+
+@dataclass
+class Group:
+    """A prompt and its samples; `step` is the training step their randomness comes from."""
+
+    prompt: Prompt
+    step: int
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the work so far came to; seconds, tokens and slot-steps (one slot, one decode step)."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    completions: int = 0
+    decoded_tokens: int = 0
+    slot_steps: int = 0
+    useful_slot_steps: int = 0
+    """Those that gave a token of a completion."""
+    widest_slot_steps: int = 0
+    """What they would have been on the widest batch."""
+
+    def plus(self, **more: float) -> Tally:
+        """This and more."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+    def __sub__(self, earlier: Tally) -> Tally:
+        return self.plus(**{name: -value for name, value in vars(earlier).items()})
+
+
+@dataclass
+class Widths:
+    """The largest sizes met so far, kept from session to session so that they soon stop changing."""
+
+    prompt_columns: int = 1
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By samples of a group and number of slots."""
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Both parts of the cache; `column` of the ring `own` is written next."""
+
+    prompts: CachePart
+    own: CachePart
+    column: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Slots, rows, columns of a prompt, columns of a slot."""
+        rows, _, columns, _ = self.prompts.keys[0].shape
+        slots, _, own_columns, _ = self.own.keys[0].shape
+        return slots, rows, columns, own_columns
+
+
+class Session:
+    """The groups that share one `Sampling`, at most `max_concurrency` of their sequences at once (None: all).
+
+    Raises ValueError where the cache of that many does not fit, on `submit`.
+    """
+
+    def __init__(
+        self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None, widths: Widths | None = None
+    ):
+        self.sampling, self.tally = sampling, Tally()
+        self._sampler, self._limit, self._widths = sampler, max_concurrency, widths or Widths()
+        self._draw = Draw.of(sampling, sampler.stop_ids)
+        self._scheduler = Scheduler(0)
+        self._groups: dict[int, Group] = {}
+        self._cache: _Cache | None = None
+        self._seed = jnp.uint32(sampler.seed)
+        self._most_slots = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Groups with samples to go, and those finished that nobody has taken."""
+        return self._scheduler.num_unfinished + self._scheduler.num_finished
+
+    @property
+    def num_finished(self) -> int:
+        """Groups ready to be taken."""
+        return self._scheduler.num_finished
+
+    @property
+    def num_live(self) -> int:
+        """Slots in use."""
+        return self._scheduler.num_live
+
+    def submit(self, prompts: Sequence[Prompt], step: int) -> None:
+        """Queue a group for each prompt."""
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
+        columns = max(self._widths.prompt_columns, round_up(longest))
+        demand = self._scheduler.demand + len(prompts) * self.sampling.n
+        self._scheduler.max_slots = self._most_at_once(columns, demand)
+        self._widths.prompt_columns = columns
+        for prompt in prompts:
+            ticket = self._scheduler.submit(self.sampling.n)
+            self._groups[ticket] = Group(prompt, step, [Completion() for _ in range(self.sampling.n)])
+
+    def take(self, count: int) -> list[Group]:
+        """Up to `count` finished groups, those submitted first first."""
+        return [self._groups.pop(ticket) for ticket in self._scheduler.take(count)]
+
+    def advance(self, params: Any, version: int) -> None:
+        """One round with these weights."""
+        self._resize()
+        began = time.perf_counter()
+        while admitted := self._scheduler.admit():
+            for pack in _packs([(self._groups[ticket], ticket, row) for ticket, row in admitted]):
+                self._prefill(pack, params, version)
+        self._scheduler.fill()
+        decoding = time.perf_counter()
+        if self._scheduler.num_live:
+            self._decode(params, version)
+        ended = time.perf_counter()
+        self.tally = self.tally.plus(prefill_s=decoding - began, decode_s=ended - decoding)
+        if not self._scheduler.num_unfinished:
+            self._cache = None
+            self._scheduler.resize(0, 0)
+
+    def _most_at_once(self, prompt_columns: int, demand: int) -> int:
+        """Sequences to decode at once; raises ValueError where that many of `demand` need too much memory."""
+        columns = prompt_columns + _own_columns(self.sampling.max_new_tokens, self.sampling)
+        each = columns * bytes_per_column(self._sampler.arch, self._sampler.dtype)
+        fitting = self._sampler.cache_bytes // each
+        most = self._limit or max(fitting, 1)
+        together = min(most, demand)
+        if together > fitting:
+            raise ValueError(
+                f"the cache of the sequences that decode at once has to fit: {together} of up to {columns} "
+                f"tokens need {together * each / 2**20:.1f} MiB of "
+                f"{self._sampler.cache_bytes / 2**20:.1f} MiB, which is enough for {fitting}; "
+                + (
+                    f"set rollout.max_concurrency to {fitting} or fewer"
+                    if fitting
+                    else "lower rollout.max_new_tokens or data.max_prompt_length"
+                )
+            )
+        return most
+
+    def _resize(self) -> None:
+        """Bring the number of slots, rows and columns to what the coming round wants."""
+        scheduler = self._scheduler
+        slots = scheduler.wanted_slots()
+        key = (self.sampling.n, slots)
+        rows = max(scheduler.wanted_rows(slots), self._widths.rows.get(key, 1))
+        self._widths.rows[key] = rows
+        lengths = [len(self._completion(slot).tokens) for slot in self._live_slots()]
+        used = max(lengths, default=1) - 1
+        shape = (
+            slots,
+            rows,
+            self._widths.prompt_columns,
+            _own_columns(used + TOKENS_PER_CALL, self.sampling),
+        )
+        self._most_slots = max(self._most_slots, slots)
+        if self._cache is None:
+            scheduler.resize(slots, rows)
+            self._cache = _empty_cache(self._sampler, shape)
+        elif self._cache.shape != shape:
+            moved = list(range(slots)), list(range(rows))
+            if self._cache.shape[:2] != (slots, rows):
+                moved = scheduler.resize(slots, rows)
+            self._cache = _rearranged(self._cache, shape, *moved, used)
+
+    def _prefill(self, pack: list[tuple[Group, int, int]], params: Any, version: int) -> None:
+        assert self._cache is not None
+        sampler = self._sampler
+        packed = _pack(pack, self.sampling.n, self._cache.shape[1])
+        prompts, *first = prefill(
+            params,
+            self._cache.prompts,
+            packed,
+            self._seed,
+            arch=sampler.arch,
+            draw=self._draw,
+            dtype=sampler.dtype,
+            attention=sampler.attention,
+        )
+        self._cache = replace(self._cache, prompts=prompts)
+        tokens, logprobs = (x.tolist() for x in jax.device_get(first))
+        for i, (group, ticket, _) in enumerate(pack):
+            for sample, completion in enumerate(group.completions):
+                completion.extend([tokens[i][sample]], [logprobs[i][sample]], version)
+            for sample in self._ended(group.completions):
+                self._scheduler.finish_waiting(ticket, sample)
+            self.tally = self.tally.plus(decoded_tokens=self.sampling.n)
+
+    def _decode(self, params: Any, version: int) -> None:
+        assert self._cache is not None
+        sampler, cache = self._sampler, self._cache
+        own, decoded = decode(
+            params,
+            cache.own,
+            cache.prompts,
+            self._slots(),
+            self._sharing(),
+            jnp.int32(cache.column),
+            self._seed,
+            arch=sampler.arch,
+            draw=self._draw,
+            dtype=sampler.dtype,
+        )
+        decoded = jax.device_get(decoded)
+        steps = int(decoded.num_steps)
+        self._cache = _Cache(cache.prompts, own, (cache.column + steps) % cache.shape[3])
+        live = self._live_slots()
+        completions = [self._completion(slot) for slot in live]
+        before = sum(len(completion.tokens) for completion in completions)
+        for slot, completion in zip(live, completions, strict=True):
+            count = decoded.counts[slot]
+            completion.extend(
+                decoded.tokens[slot, :count].tolist(), decoded.logprobs[slot, :count].tolist(), version
+            )
+        for i in self._ended(completions):
+            self._scheduler.finish(live[i])
+        useful = sum(len(completion.tokens) for completion in completions) - before
+        self.tally = self.tally.plus(
+            decoded_tokens=useful,
+            slot_steps=steps * cache.shape[0],
+            useful_slot_steps=useful,
+            widest_slot_steps=steps * self._most_slots,
+        )
+
+    def _ended(self, completions: list[Completion]) -> list[int]:
+        """Which are complete, cut after their stop string where they have one; counts them."""
+        if self.sampling.stop:
+            self._cut_at_stop_strings(completions)
+        ended = []
+        for i, completion in enumerate(completions):
+            completion.stopped |= completion.tokens[-1] in self._sampler.stop_ids
+            if completion.stopped or len(completion.tokens) >= self.sampling.max_new_tokens:
+                ended.append(i)
+        self.tally = self.tally.plus(completions=len(ended))
+        return ended
+
+    def _cut_at_stop_strings(self, completions: list[Completion]) -> None:
+        """Cut each completion after the token that completes a stop string."""
+
+        def matches(text: str) -> bool:
+            return any(stop in text for stop in self.sampling.stop)
+
+        tokenizer = self._sampler.tokenizer
+        texts = tokenizer.batch_decode([completion.tokens for completion in completions])
+        for completion, text in zip(completions, texts, strict=True):
+            if not matches(text):
+                continue
+            length = len(completion.tokens)
+            while length > 1 and matches(tokenizer.decode(completion.tokens[: length - 1])):
+                length -= 1
+            completion.cut(length)
+            completion.stopped = True
+
+    def _live_slots(self) -> list[int]:
+        return [slot for slot, who in enumerate(self._scheduler.slots) if who is not None]
+
+    def _completion(self, slot: int) -> Completion:
+        who = self._scheduler.slots[slot]
+        assert who is not None
+        return self._groups[who.ticket].completions[who.sample]
+
+    def _slots(self) -> Slots:
+        """What the device needs to know of the sequence in each slot."""
+        count = len(self._scheduler.slots)
+        tokens, steps = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+        lengths, prompt_lengths = (np.ones(count, np.int32) for _ in range(2))
+        sequence_ids, live = np.zeros(count, np.uint32), np.zeros(count, bool)
+        for slot, who in enumerate(self._scheduler.slots):
+            if who is None:
+                continue
+            group = self._groups[who.ticket]
+            completion = group.completions[who.sample]
+            tokens[slot], lengths[slot] = completion.tokens[-1], len(completion.tokens)
+            prompt_lengths[slot] = len(group.prompt.input_ids)
+            sequence_ids[slot] = _sequence_id(group.prompt, self.sampling.n, who.sample)
+            steps[slot], live[slot] = group.step, True
+        return Slots(*map(jnp.asarray, (tokens, lengths, prompt_lengths, sequence_ids, steps, live)))
+
+    def _sharing(self) -> Sharing:
+        """Which slots attend to which row of the prompt cache."""
+        scheduler = self._scheduler
+        most = min(self.sampling.n, len(scheduler.slots))
+        members: list[list[int]] = [[] for _ in scheduler.rows]
+        place = np.zeros(len(scheduler.slots), np.int32)
+        for slot, who in enumerate(scheduler.slots):
+            if who is not None:
+                place[slot] = who.row * most + len(members[who.row])
+                members[who.row].append(slot)
+        table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
+        lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
+        return Sharing(*map(jnp.asarray, (table, place, np.array(lengths, np.int32))))
+
+
+def _own_columns(needed: int, sampling: Sampling) -> int:
+    """Columns of a slot's ring for `needed` tokens: doubling, as many as the longest completion at most."""
+    columns = FEWEST_COLUMNS
+    while columns < needed:
+        columns *= 2
+    return min(columns, round_up(sampling.max_new_tokens))
+
+
+def _empty_cache(sampler: Sampler, shape: tuple[int, int, int, int]) -> _Cache:
+    slots, rows, prompt_columns, own_columns = shape
+    arch = sampler.arch
+
+    def part(rows: int, columns: int) -> CachePart:
+        size = (rows, arch.num_kv_heads, columns, arch.head_dim)
+        keys, values = (
+            tuple(jnp.zeros(size, sampler.dtype) for _ in range(arch.num_layers)) for _ in range(2)
+        )
+        return CachePart(keys, values)
+
+    return _Cache(part(rows, prompt_columns), part(slots, own_columns), 0)
+
+
+def _rearranged(
+    cache: _Cache, shape: tuple[int, int, int, int], slots: list[int], rows: list[int], used: int
+) -> _Cache:
+    """`cache` in another shape: these slots and rows, and the last `used` columns of the ring in order."""
+    old, (_, _, prompt_columns, own_columns) = cache.shape, shape
+    prompts, own, column = cache.prompts, cache.own, cache.column
+    if old[1:3] != shape[1:3] or rows != list(range(old[1])):
+        index = np.array(rows, np.int32), np.arange(prompt_columns, dtype=np.int32)
+        prompts = jax.tree.map(lambda x: rearrange(x, *index), prompts)
+    if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])):
+        columns = (column - used + np.arange(own_columns)) % old[3]
+        index = np.array(slots, np.int32), columns.astype(np.int32)
+        own, column = jax.tree.map(lambda x: rearrange(x, *index), own), used % own_columns
+    return _Cache(prompts, own, column)
+
+
+def _packs(admitted: list[tuple[Group, int, int]]) -> list[list[tuple[Group, int, int]]]:
+    """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible."""
+    packs: list[list[tuple[Group, int, int]]] = []
+    room = 0
+    for item in admitted:
+        length = len(item[0].prompt.input_ids)
+        if not packs or length > room:
+            packs.append([])
+            room = PREFILL_TOKENS
+        packs[-1].append(item)
+        room -= length
+    return packs
+
+
+def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
+    """The prompts of `pack` one behind the other, in shapes from the ladders."""
+    prompts = [group.prompt.input_ids for group, _, _ in pack]
+    count = 1 << (len(pack) - 1).bit_length()
+    tokens = round_up(sum(map(len, prompts)), minimum=64)
+    input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
+    starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
+    rows = np.full(count, num_rows, np.int32)
+    sequence_ids, steps = np.zeros((count, n), np.uint32), np.zeros(count, np.uint32)
+    first = 0
+    for i, (group, _, row) in enumerate(pack):
+        size = len(prompts[i])
+        span = slice(first, first + size)
+        input_ids[span], positions[span], segment_ids[span] = prompts[i], np.arange(size), i + 1
+        starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
+        sequence_ids[i] = [_sequence_id(group.prompt, n, sample) for sample in range(n)]
+        first += size
+    arrays = (input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps)
+    return Packed(*map(jnp.asarray, arrays))
+
+
+def _sequence_id(prompt: Prompt, n: int, sample: int) -> int:
+    return (prompt.group_id * n + sample) % 2**32
