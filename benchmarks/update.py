@@ -1,4 +1,4 @@
-"""The update alone: token budget against fixed micro-batches, on the same batches in turns.
+"""The update alone: fixed rows, a token budget, and a token budget with shared prompts, in turns.
 
     python benchmarks/update.py configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl --steps 3
 
@@ -16,6 +16,7 @@ import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.load import load_config
@@ -41,10 +42,13 @@ def main() -> None:
     )
     policy = build_policy(config, loaded, temperature=1.0)
     budget = config.update.max_tokens_per_device
+    tokens = {"micro_batch_size": None, "max_tokens_per_device": budget}
     modes = {
         f"fixed, {args.rows} rows": {"micro_batch_size": args.rows, "max_tokens_per_device": None},
-        f"token budget, {budget} tokens": {"micro_batch_size": None, "max_tokens_per_device": budget},
+        f"budget, {budget} tokens": {**tokens, "share_prompts": False},
+        f"budget, {budget} tokens, prompts shared": {**tokens, "share_prompts": True},
     }
+    reference = jax.tree.map(jnp.copy, loaded.params) if config.update.kl_coef else None
     learners = {
         name: Learner(
             policy,
@@ -54,6 +58,7 @@ def main() -> None:
             max_new_tokens=config.rollout.max_new_tokens,
             total_steps=1000,
             seed=config.seed,
+            reference=reference,
         )
         for name, sizes in modes.items()
     }
@@ -72,6 +77,7 @@ def main() -> None:
                 "tokens_per_s": metrics["batch/tokens"] / seconds,
                 "padding_fraction": metrics["batch/padding_fraction"],
                 "micro_batches": metrics["batch/micro_batches"],
+                "shared_fraction": metrics["batch/shared_fraction"],
                 "compilations": metrics["update/compilations"],
             }
             print(name, {key: round(value, 3) for key, value in row.items()}, flush=True)
@@ -81,8 +87,9 @@ def main() -> None:
         name: {key: statistics.median(row[key] for row in measured) for key in measured[0]}
         for name, measured in rows.items()
     }
-    fixed, packed = (measured["tokens_per_s"] for measured in medians.values())
-    print(json.dumps({**medians, "tokens_per_s, budget / fixed": packed / fixed}, indent=2))
+    fixed, packed, shared = (measured["tokens_per_s"] for measured in medians.values())
+    ratios = {"budget / fixed": packed / fixed, "budget with shared prompts / fixed": shared / fixed}
+    print(json.dumps({**medians, "tokens_per_s": ratios}, indent=2))
 
 
 def random_batch(
