@@ -83,7 +83,7 @@ def decode(
     `positions` [B] are the tokens' own, `own_lengths` [B] the columns of `own` that belong to the sequence,
     this one included; they are the last ones before `column`, around the ring.
     """
-    S, O = prompts.keys[0].shape[2], own.keys[0].shape[2]
+    S, O = prompts.columns, own.columns
     back_O = (column - jnp.arange(O, dtype=jnp.int32)) % O
     columns_S = jnp.arange(S, dtype=jnp.int32)
     back_RMS = positions[sharing.members][:, :, None] - columns_S
@@ -98,7 +98,7 @@ def decode(
     def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
         _, B, N, H = q_BTNH.shape
         K = k_BTKH.shape[2]
-        keys.append(write(own.keys[i], k_BTKH[0, :, :, None], column, 2))
+        keys.append(write(own.keys[i], k_BTKH[0, :, :, :, None], column, 3))
         values.append(write(own.values[i], v_BTKH[0, :, :, None], column, 2))
         q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
         seen_prompt, seen_own = seen[windows[arch.layer_type(i)]]
@@ -114,7 +114,7 @@ def decode(
 
 
 def _attend(
-    q_RMKGH: jax.Array, k_RKSH: jax.Array, v_RKSH: jax.Array, seen_RMS: jax.Array, cap: float | None
+    q_RMKGH: jax.Array, k_RKHS: jax.Array, v_RKSH: jax.Array, seen_RMS: jax.Array, cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over one part of the keys [R, M, K, G, H], and the log of its softmax's denominator.
 
@@ -122,9 +122,9 @@ def _attend(
     sequences of a prompt, and the G queries of a key/value head, are rows of one product with its keys.
     """
     R, M, K, G, H = q_RMKGH.shape
-    S = k_RKSH.shape[2]
+    S = k_RKHS.shape[3]
     q_RKXH = q_RMKGH.swapaxes(1, 2).reshape(R, K, M * G, H)
-    scores = jnp.einsum("RKXH,RKSH->RKXS", q_RKXH, k_RKSH, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("RKXH,RKHS->RKXS", q_RKXH, k_RKHS, preferred_element_type=jnp.float32)
     scores = softcap(scores, cap).reshape(R, K, M, G, S)
     scores = jnp.where(seen_RMS[:, None, :, None], scores, MASKED)
     peak = scores.max(axis=-1, keepdims=True)

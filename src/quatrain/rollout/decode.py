@@ -128,13 +128,16 @@ def prefill(
         dtype=dtype,
         attention=attention,
     )
-    columns_NS = packed.starts[:, None] + jnp.arange(prompts.keys[0].shape[2])
+    columns_NS = packed.starts[:, None] + jnp.arange(prompts.columns)
 
-    def insert(buffer_RKSH: jax.Array, new_TKH: jax.Array) -> jax.Array:
-        new_NKSH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip").swapaxes(1, 2)
-        return buffer_RKSH.at[packed.rows].set(new_NKSH.astype(buffer_RKSH.dtype), mode="drop")
+    def insert(buffer: jax.Array, new_TKH: jax.Array, order: tuple[int, ...]) -> jax.Array:
+        new_NSKH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip")
+        return buffer.at[packed.rows].set(new_NSKH.transpose(order).astype(buffer.dtype), mode="drop")
 
-    prompts = jax.tree.map(insert, prompts, new)
+    prompts = CachePart(
+        jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
+        jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
+    )
     n = packed.sequence_ids.shape[1]
     last_ND = hidden_TD[packed.starts + packed.lengths - 1]
     tokens, logprobs = draw(
@@ -207,7 +210,7 @@ def decode(
             prompts,
             own,
             lengths,
-            (column + now) % own.keys[0].shape[2],
+            (column + now) % own.columns,
             sharing,
             dtype=dtype,
         )
@@ -226,7 +229,14 @@ def decode(
     return own, decoded
 
 
-@jax.jit
-def rearrange(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """A cache array [B, K, S, H] of other rows and columns."""
-    return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=2, mode="clip")
+def rearrange(part: CachePart, rows: jax.Array, columns: jax.Array) -> CachePart:
+    """A cache of other rows and columns; arrays one by one, which share one small program."""
+    keys, values = (
+        tuple(_pick(x, rows, columns, axis) for x in xs) for xs, axis in ((part.keys, 3), (part.values, 2))
+    )
+    return CachePart(keys, values)
+
+
+@partial(jax.jit, static_argnames="axis")
+def _pick(x: jax.Array, rows: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
+    return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")

@@ -142,7 +142,10 @@ class Scheduler:
         return min(max(FEWEST_SLOTS, _power_of_two(demand)), len(self.slots))
 
     def wanted_rows(self, num_slots: int) -> int:
-        """Rows that let `num_slots` slots be filled: twice as many as long as free slots wait for a row."""
+        """Rows that let `num_slots` slots be filled: those there are, or twice as many, but no more than slots.
+
+        More than there are slots only where the rows of more groups are in use.
+        """
         in_use = sum(ticket is not None for ticket in self.rows)
         free_slots = num_slots - self.num_live - sum(len(group.waiting) for group in self._open.values())
         needed = in_use
@@ -151,7 +154,8 @@ class Scheduler:
                 break
             needed += 1
             free_slots -= len(group.waiting)
-        return min(_power_of_two(max(needed, 1)), max(num_slots, in_use))
+        rows = max(_power_of_two(max(needed, 1)), len(self.rows))
+        return min(rows, max(num_slots, in_use))
 
     def resize(self, num_slots: int, num_rows: int) -> tuple[list[int], list[int]]:
         """Go to other sizes, what is in use first; for each new slot and row, the old one (0: none)."""

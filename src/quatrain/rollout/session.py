@@ -122,9 +122,8 @@ class _Cache:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Slots, rows, columns of a prompt, columns of a slot."""
-        rows, _, columns, _ = self.prompts.keys[0].shape
-        slots, _, own_columns, _ = self.own.keys[0].shape
-        return slots, rows, columns, own_columns
+        slots, rows = len(self.own.keys[0]), len(self.prompts.keys[0])
+        return slots, rows, self.prompts.columns, self.own.columns
 
 
 class Session:
@@ -378,9 +377,10 @@ def _empty_cache(sampler: Sampler, shape: tuple[int, int, int, int]) -> _Cache:
     arch = sampler.arch
 
     def part(rows: int, columns: int) -> CachePart:
-        size = (rows, arch.num_kv_heads, columns, arch.head_dim)
+        heads, size = arch.num_kv_heads, arch.head_dim
         keys, values = (
-            tuple(jnp.zeros(size, sampler.dtype) for _ in range(arch.num_layers)) for _ in range(2)
+            tuple(jnp.zeros((rows, heads, *shape), sampler.dtype) for _ in range(arch.num_layers))
+            for shape in ((size, columns), (columns, size))
         )
         return CachePart(keys, values)
 
@@ -394,12 +394,10 @@ def _rearranged(
     old, (_, _, prompt_columns, own_columns) = cache.shape, shape
     prompts, own, column = cache.prompts, cache.own, cache.column
     if old[1:3] != shape[1:3] or rows != list(range(old[1])):
-        index = np.array(rows, np.int32), np.arange(prompt_columns, dtype=np.int32)
-        prompts = jax.tree.map(lambda x: rearrange(x, *index), prompts)
+        prompts = rearrange(prompts, jnp.asarray(rows), jnp.arange(prompt_columns))
     if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])):
-        columns = (column - used + np.arange(own_columns)) % old[3]
-        index = np.array(slots, np.int32), columns.astype(np.int32)
-        own, column = jax.tree.map(lambda x: rearrange(x, *index), own), used % own_columns
+        columns = (column - used + jnp.arange(own_columns)) % old[3]
+        own, column = rearrange(own, jnp.asarray(slots), columns), used % own_columns
     return _Cache(prompts, own, column)
 
 
@@ -421,7 +419,7 @@ def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
     """The prompts of `pack` one behind the other, in shapes from the ladders."""
     prompts = [group.prompt.input_ids for group, _, _ in pack]
     count = 1 << (len(pack) - 1).bit_length()
-    tokens = round_up(sum(map(len, prompts)), minimum=64)
+    tokens = _prefill_columns(sum(map(len, prompts)))
     input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
@@ -436,6 +434,12 @@ def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
         first += size
     arrays = (input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps)
     return Packed(*map(jnp.asarray, arrays))
+
+
+def _prefill_columns(tokens: int) -> int:
+    """The least 2 or 3 times a power of two, from 64, that holds `tokens`: a prefill is compiled for each."""
+    power = max(64, 1 << (tokens - 1).bit_length())
+    return power * 3 // 4 if power > 64 and tokens <= power * 3 // 4 else power
 
 
 def _sequence_id(prompt: Prompt, n: int, sample: int) -> int:
