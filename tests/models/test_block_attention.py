@@ -13,7 +13,7 @@ from quatrain.models.layers import attention, attention_mask
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK_TOKENS", 8)
-    monkeypatch.setattr(module, "BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr(module, "BLOCKS_AT_ONCE", {"cpu": 3})
 
 
 def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -130,3 +130,35 @@ def test_default_chunk_bounds_one_chunk_of_logits():
 def test_bad_input(hidden, targets, temperature, chunk, message):
     with pytest.raises(ValueError, match=message):
         token_logprobs(identity, jnp.zeros(hidden), jnp.zeros(targets, jnp.int32), temperature, chunk=chunk)
+
+
+def test_an_accelerator_takes_larger_chunks():
+    assert default_chunk(151936, "gpu") == 8 * default_chunk(151936, "cpu") == 512
+
+
+@pytest.mark.parametrize("num_live", [0, 1, 5, 8, 11])
+def test_tokens_past_the_live_ones_are_not_computed(num_live):
+    """Eleven tokens in chunks of 4, 4 and 3: results and gradients are those of the live tokens alone."""
+    hidden, weight, targets = (
+        jax.random.normal(jax.random.key(0), (11, 5)),
+        jax.random.normal(jax.random.key(1), (5, 7)),
+        jax.random.randint(jax.random.key(2), (11,), 0, 7),
+    )
+
+    def loss(hidden, weight, count, live):
+        logprobs, entropy = token_logprobs(
+            lambda h: h @ weight, hidden, targets[: len(hidden)], 1.3, chunk=4, num_live=live
+        )
+        return jnp.where(jnp.arange(len(hidden)) < count, logprobs + 0.3 * entropy, 0.0).sum(), logprobs
+
+    part = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, logprobs), (to_hidden, to_weight) = part(hidden, weight, num_live, jnp.int32(num_live))
+    assert not np.asarray(logprobs)[-(-num_live // 4) * 4 :].any()
+    if not num_live:
+        assert value == 0
+        assert not np.asarray(to_weight).any()
+        return
+    (expected, _), (hidden_grad, weight_grad) = part(hidden[:num_live], weight, num_live, None)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(to_hidden[:num_live], hidden_grad, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(to_weight, weight_grad, rtol=1e-5, atol=1e-6)

@@ -17,13 +17,18 @@ from jax import lax
 LogitsFn = Callable[..., jax.Array]
 Arrays = tuple[jax.Array, ...]
 
-CHUNK_ELEMENTS = 2**24
-"""Logits of one chunk at most: 64 MiB as float32."""
+CHUNK_BYTES = {"cpu": 2**26}
+ACCELERATOR_CHUNK_BYTES = 2**29
+"""Logits of one chunk at most. Accelerators need larger products than CPUs to be busy, and have the memory."""
 
 
-def default_chunk(vocab_size: int) -> int:
-    """Tokens per chunk so that one chunk's float32 logits take at most 64 MiB; a power of two, at least 1."""
-    return 2 ** int(math.log2(max(1, CHUNK_ELEMENTS // vocab_size)))
+def default_chunk(vocab_size: int, platform: str = "cpu") -> int:
+    """Tokens per chunk so that one chunk's float32 logits take at most 64 MiB on a CPU, 512 MiB elsewhere.
+
+    A power of two, at least 1.
+    """
+    most = CHUNK_BYTES.get(platform, ACCELERATOR_CHUNK_BYTES)
+    return 2 ** int(math.log2(max(1, most // (4 * vocab_size))))
 
 
 def token_logprobs(

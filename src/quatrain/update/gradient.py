@@ -78,7 +78,7 @@ class Policy:
             hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
             self.temperature,
-            chunk=default_chunk(self.arch.vocab_size),
+            chunk=default_chunk(self.arch.vocab_size, jax.default_backend()),
             num_live=batch.mask.sum(),
         )
         back = jnp.argsort(order)
