@@ -19,7 +19,7 @@ Arrays = tuple[jax.Array, ...]
 
 CHUNK_BYTES = {"cpu": 2**26}
 ACCELERATOR_CHUNK_BYTES = 2**29
-"""Logits of one chunk at most. Accelerators need larger products than CPUs to be busy, and have the memory."""
+"""Logits of one chunk at most. Accelerators need larger products to be busy, and have the memory."""
 
 
 def default_chunk(vocab_size: int, platform: str = "cpu") -> int:
