@@ -137,7 +137,8 @@ def test_every_epoch_goes_through_all_mini_batches():
 
 
 def test_the_token_budget():
-    found = planned({**PROMPTS_60_SAMPLES_12, "rollout.max_new_tokens": 256}, **SIX)
+    separate = {"rollout.max_new_tokens": 256, "update.share_prompts": False}
+    found = planned({**PROMPTS_60_SAMPLES_12, **separate}, **SIX)
     assert found["max_tokens_per_device"] == 16384
     # All sequences of 768 tokens: 21 in a bin, so ceil(720 / 126). All of 2 tokens: one micro-batch.
     assert found["micro_batches_per_optimizer_step"] == {"min": 1, "max": 6}
@@ -153,7 +154,7 @@ def test_the_token_budget():
 
 def test_the_token_budget_of_one_sequence():
     longest = {"data.max_prompt_length": 7, "rollout.max_new_tokens": 5, "update.max_tokens_per_device": 12}
-    found = planned({**longest, "data.batch_size": 5, "rollout.n": 4})
+    found = planned({**longest, "data.batch_size": 5, "rollout.n": 4, "update.share_prompts": False})
     assert found["micro_batches_per_optimizer_step"] == {"min": 4, "max": 20}
     assert found["micro_batch_sequences"] == {"min": 0, "max": 6}
     assert found["sequences_per_shard"] == 20
@@ -322,12 +323,25 @@ def test_the_range_of_micro_batches_is_met_at_both_ends(end):
             "update.max_tokens_per_device": 25,
             "data.max_prompt_length": 6,
             "rollout.max_new_tokens": 4,
+            "update.share_prompts": False,
         },
         devices=3,
     )
     length = {"min": 2, "max": 10}[end]
     assert found["micro_batches_per_optimizer_step"] == {"min": 3, "max": 17}
     assert plan_packing([length] * 100, 25, 3).num_micro_batches == {"min": 3, "max": 17}[end]
+
+
+def test_a_bin_holds_more_sequences_that_share_a_prompt():
+    """One token of the prompt and one of each completion: C - 1 sequences of a group in a bin."""
+    sizes = {"data.max_prompt_length": 6, "rollout.max_new_tokens": 4, "update.max_tokens_per_device": 25}
+    found = planned({**sizes, "data.batch_size": 4, "rollout.n": 25}, devices=2)
+    assert found["micro_batches_per_optimizer_step"] == {"min": 3, "max": 25}
+    assert found["micro_batch_sequences"] == {"min": 0, "max": 24}
+    assert found.to_dict()["why"]["micro_batches_per_optimizer_step"] == (
+        "ceil(B / (D x (C - 1))) to ceil(B / (D x floor(C / L))) = "
+        "ceil(100 / (2 x (25 - 1))) to ceil(100 / (2 x floor(25 / 10)))"
+    )
 
 
 def test_the_table_is_aligned_and_keeps_formulas_whole():

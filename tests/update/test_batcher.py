@@ -108,6 +108,9 @@ def test_only_tokens_that_are_equal_are_shared():
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
     shared = {tuple(s.rows.tolist()): s.shared for s in shared_segments(table, 100)}
     assert shared == {(3,): 2, (0, 1, 2): 1}
+    table.input_ids[2, 0] = 9
+    alone = {tuple(s.rows.tolist()): (s.shared, s.num_tokens) for s in shared_segments(table, 100)}
+    assert alone == {(3,): (2, 3), (0,): (0, 5), (1,): (0, 3), (2,): (0, 4)}
 
 
 def test_absent_columns_are_zero():

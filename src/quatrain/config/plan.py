@@ -239,7 +239,7 @@ class _Stage:
 
     Fixed mode: shards take equal shares, and a micro-batch `rows` of each share.
     Token-budget mode: a bin (one shard's part of one micro-batch) holds at most C = `tokens`, so at most
-    floor(C / 2) sequences. First fit closes no bin below floor(C / L) sequences of at most L tokens while
+    floor(C / 2) sequences, or C - 1 where a prompt is `shared`. First fit closes no bin below floor(C / L) sequences of at most L tokens while
     any is left, so ceil(sequences / (D x floor(C / L))) micro-batches always do. Both ends are met: by
     sequences that are all of the shortest, and all of the longest possible length.
     """
@@ -252,13 +252,15 @@ class _Stage:
     sequences: _Span
     shards: int
     longest: int
+    shared: bool
 
     @classmethod
     def of(cls, config: Config, section: str, total: str, sequences: _Span, shards: int) -> _Stage:
         sizes: UpdateConfig | LogprobConfig = getattr(config, section)
         rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
         assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
-        return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config))
+        shared = config.update.share_prompts is not False and config.model.attention in ("auto", "xla")
+        return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
     def share(self, key: str) -> Row:
         """Sequences of one shard: equal numbers in fixed mode, in token-budget mode of equal cost."""
@@ -277,10 +279,11 @@ class _Stage:
         if self._num_passes.high * self.shards == 1:
             whole = self.sequences
             return Row(key, whole.value, "sequences", f"{self.total} = {_either(*map(str, self._ends))}")
-        most = min(self.sequences.high, self.tokens // SHORTEST)
-        numbers = f"0 to min({self.sequences.high}, floor({self.tokens} / {SHORTEST}))"
+        in_bin, symbol, number = self._most_in_bin
+        most = min(self.sequences.high, in_bin)
+        numbers = f"0 to min({self.sequences.high}, {number})"
         remark = f"floor({self.tokens} / {self.longest}) of the longest fit"
-        symbols = f"0 to min({self.total}, floor(C / {SHORTEST}))"
+        symbols = f"0 to min({self.total}, {symbol})"
         return Row(key, _Span(0, most).value, "sequences", f"{symbols} = {numbers}; {remark}")
 
     def _held_in_fixed_mode(self, key: str) -> Row:
@@ -303,10 +306,11 @@ class _Stage:
             numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
             why = f"ceil(ceil({self.total} / D) / m) = {numbers}{self._remainder()}"
         else:
-            formula = "ceil({} / ({} x floor({} / {})))".format
-            symbols = [formula(self.total, "D", "C", length) for length in (SHORTEST, "L")]
-            lengths = zip(self._ends, (SHORTEST, self.longest), strict=True)
-            ends = [formula(n, self.shards, self.tokens, length) for n, length in lengths]
+            formula = "ceil({} / ({} x {}))".format
+            _, symbol, number = self._most_in_bin
+            symbols = [formula(self.total, "D", held) for held in (symbol, "floor(C / L)")]
+            bins = zip(self._ends, (number, f"floor({self.tokens} / {self.longest})"), strict=True)
+            ends = [formula(n, self.shards, held) for n, held in bins]
             why = f"{' to '.join(symbols)} = {' to '.join(ends)}"
         return Row(key, self._num_passes.value, "passes", why)
 
@@ -319,8 +323,16 @@ class _Stage:
         if self.rows is not None:
             return _Span(*(_ceil(_ceil(n, self.shards), self.rows) for n in self._ends))
         assert self.tokens is not None
-        in_bin = (self.tokens // SHORTEST, self.tokens // self.longest)
+        in_bin = (self._most_in_bin[0], self.tokens // self.longest)
         return _Span(*(_ceil(n, self.shards * k) for n, k in zip(self._ends, in_bin, strict=True)))
+
+    @property
+    def _most_in_bin(self) -> tuple[int, str, str]:
+        """Most sequences a bin can hold, in symbols and in numbers too."""
+        assert self.tokens is not None
+        if self.shared:  # one token of the prompt, and one of each completion
+            return self.tokens - 1, "(C - 1)", f"({self.tokens} - 1)"
+        return self.tokens // SHORTEST, f"floor(C / {SHORTEST})", f"floor({self.tokens} / {SHORTEST})"
 
     def _remainder(self) -> str:
         assert self.rows is not None

@@ -159,12 +159,11 @@ class Cutting:
             return self._fixed_rows(table)
         if not self.share_prompts or table.group_ids is None:
             return self._packed(_whole_sequences(table), self.max_tokens)
-        # Long segments share more, short ones fill the buffers better: the fewest tokens to compute win.
-        plans = [
-            self._packed(shared_segments(table, most), self.max_tokens)
-            for most in (self.max_tokens, self.max_tokens // 2, self.max_tokens // 4)
-        ]
-        return min(plans, key=lambda cuts: sum(cut.num_tokens for cut in cuts))
+        # Long segments share more, short ones fill the buffers better.
+        fractions = (self.max_tokens // k for k in (1, 2, 4))
+        candidates = [*(shared_segments(table, most) for most in fractions), _whole_sequences(table)]
+        plans = [self._packed(segments, self.max_tokens) for segments in candidates]
+        return min(plans, key=lambda cuts: (len(cuts), sum(cut.num_tokens for cut in cuts)))
 
     def _packed(self, segments: list[Segment], max_tokens: int) -> list[Cut]:
         lengths = np.array([segment.num_tokens for segment in segments], np.int64)
@@ -212,6 +211,9 @@ def shared_segments(table: TokenTable, max_tokens: int) -> list[Segment]:
     for group in np.unique(table.group_ids):
         rows = np.flatnonzero(table.group_ids == group)
         shared = _common_tokens(table, rows)
+        if not shared:
+            segments += [Segment(rows[i : i + 1], 0, int(lengths[row])) for i, row in enumerate(rows)]
+            continue
         own = lengths[rows] - shared
         held: list[int] = []
         tokens = shared
