@@ -134,8 +134,8 @@ class RolloutConfig(Section):
     )
     max_concurrency: Count | None = Field(
         None,
-        description="Sequences that decode at once; derived from memory where null: all of a call, as long as "
-        "their cache fits.",
+        description="Sequences that decode at once; derived from memory where null: all of a call, as long "
+        "as their cache fits.",
     )
 
 
