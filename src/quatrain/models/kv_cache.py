@@ -42,8 +42,8 @@ def init_cache(arch: Architecture, batch: int, length: int, dtype: DTypeLike = j
 class CachePart:
     """Keys and values of every layer without their positions, which the reader knows.
 
-    Keys are [B, KV, H, S], values [B, KV, S, H]: on a CPU the products of a decode step take half the time that
-    they take with keys [B, KV, S, H].
+    Keys are [B, KV, H, S], values [B, KV, S, H]: on a CPU the products of a decode step take half the
+    time that they take with keys [B, KV, S, H].
     """
 
     keys: tuple[jax.Array, ...]

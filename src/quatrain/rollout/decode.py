@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
@@ -177,7 +178,7 @@ def decode(
     prompts: CachePart,
     slots: Slots,
     sharing: Sharing,
-    column: jax.Array,
+    column: jax.Array | np.int32,
     seed: jax.Array,
     *,
     arch: Architecture,

@@ -142,7 +142,7 @@ class Scheduler:
         return min(max(FEWEST_SLOTS, _power_of_two(demand)), len(self.slots))
 
     def wanted_rows(self, num_slots: int) -> int:
-        """Rows that let `num_slots` slots be filled: those there are, or twice as many, but no more than slots.
+        """Rows that let `num_slots` slots be filled: those there are or twice as many, at most one a slot.
 
         More than there are slots only where the rows of more groups are in use.
         """

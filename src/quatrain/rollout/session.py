@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -268,7 +268,7 @@ class Session:
             cache.prompts,
             self._slots(),
             self._sharing(),
-            jnp.int32(cache.column),
+            np.int32(cache.column),
             self._seed,
             arch=sampler.arch,
             draw=self._draw,
@@ -347,7 +347,7 @@ class Session:
             prompt_lengths[slot] = len(group.prompt.input_ids)
             sequence_ids[slot] = _sequence_id(group.prompt, self.sampling.n, who.sample)
             steps[slot], live[slot] = group.step, True
-        return Slots(*map(jnp.asarray, (tokens, lengths, prompt_lengths, sequence_ids, steps, live)))
+        return Slots(*_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
 
     def _sharing(self) -> Sharing:
         """Which slots attend to which row of the prompt cache."""
@@ -361,7 +361,7 @@ class Session:
                 members[who.row].append(slot)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
-        return Sharing(*map(jnp.asarray, (table, place, np.array(lengths, np.int32))))
+        return Sharing(*_arguments(table, place, np.array(lengths, np.int32)))
 
 
 def _own_columns(needed: int, sampling: Sampling) -> int:
@@ -394,10 +394,10 @@ def _rearranged(
     old, (_, _, prompt_columns, own_columns) = cache.shape, shape
     prompts, own, column = cache.prompts, cache.own, cache.column
     if old[1:3] != shape[1:3] or rows != list(range(old[1])):
-        prompts = rearrange(prompts, jnp.asarray(rows), jnp.arange(prompt_columns))
+        prompts = rearrange(prompts, *_arguments(np.array(rows), np.arange(prompt_columns)))
     if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])):
-        columns = (column - used + jnp.arange(own_columns)) % old[3]
-        own, column = rearrange(own, jnp.asarray(slots), columns), used % own_columns
+        columns = (column - used + np.arange(own_columns)) % old[3]
+        own, column = rearrange(own, *_arguments(np.array(slots), columns)), used % own_columns
     return _Cache(prompts, own, column)
 
 
@@ -432,8 +432,12 @@ def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
         starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
         sequence_ids[i] = [_sequence_id(group.prompt, n, sample) for sample in range(n)]
         first += size
-    arrays = (input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps)
-    return Packed(*map(jnp.asarray, arrays))
+    return Packed(*_arguments(input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps))
+
+
+def _arguments(*arrays: np.ndarray) -> list[jax.Array]:
+    """Host arrays as arguments of a compiled function; placing them first would compile a program each."""
+    return cast(list[jax.Array], list(arrays))
 
 
 def _prefill_columns(tokens: int) -> int:
