@@ -1,16 +1,27 @@
-"""`quatrain bench`: seconds per stage of the training step of a configuration, on this machine.
+"""`quatrain bench`: seconds per stage of a configuration's training step, against what this machine can do.
 
-Runs real training steps into a temporary folder, drops the first (it compiles) and reports medians.
+Runs real training steps into a temporary folder, drops the first (it compiles) and reports medians; then
+measures the machine itself, in the same process.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
+from quatrain.models.architecture import Architecture
+from quatrain.models.flops import forward_flops
+from quatrain.policy import load_policy
 from quatrain.report.metrics import read_metrics
 from quatrain.train import train
 
@@ -23,28 +34,98 @@ MEASURES = (
     "rollout/tokens_per_s",
     "throughput/tokens_per_s",
     "throughput/update_tokens_per_s",
+    "batch/padding_fraction",
+    "batch/shared_fraction",
+    "rollout/compilations",
+    "update/compilations",
 )
+MATRIX, COPIED_BYTES, REPEATS = 2048, 2**28, 5
 
 
 def bench(resolved: Resolved, steps: int) -> dict[str, float]:
-    """Median of each of `MEASURES` over `steps` training steps, after one that is dropped.
+    """Medians over `steps` training steps, after one that is dropped, and what the machine could do.
 
-    No warm start, no evaluation, no checkpoint but the last; nothing is left on disk.
+    `MEASURES`; then for each stage that multiplies matrices its seconds, the operations the model needs for
+    it (those of recomputed layers, padding and masked keys left out), operations per second, and these as a
+    fraction of `machine/matmul_gflop_per_s`. No warm start, no evaluation, no checkpoint but the last;
+    nothing is left on disk.
     """
     with tempfile.TemporaryDirectory(prefix="quatrain-bench-") as folder:
-        config = resolved.config.model_copy(
-            update={
-                "run": resolved.config.run.model_copy(
-                    update={"dir": folder, "name": "bench", "steps": steps + 1}
-                ),
-                "sft": resolved.config.sft.model_copy(update={"steps": 0}),
-                "data": resolved.config.data.model_copy(update={"eval": None}),
-                "checkpoint": resolved.config.checkpoint.model_copy(update={"every_steps": 0}),
-                "logging": resolved.config.logging.model_copy(
-                    update={"wandb": "disabled", "tensorboard": False}
-                ),
-            }
-        )
+        config = _bare(resolved.config, folder, steps)
         train(replace(resolved, config=config))
         rows = [row for row in read_metrics(Path(folder) / "bench" / "metrics.jsonl") if row["step"] > 1]
-    return {name: statistics.median(row[name] for row in rows) for name in MEASURES}
+    names = set.intersection(*(set(row) for row in rows))
+    medians = {name: statistics.median(row[name] for row in rows) for name in sorted(names)}
+    limit = matmul_gflop_per_s(config.model.dtype)
+    machine = {"machine/matmul_gflop_per_s": limit, "machine/copy_gb_per_s": copy_gb_per_s()}
+    work = _stages(config, load_policy(config).arch, medians)
+    return {
+        **{name: medians[name] for name in MEASURES if name in medians},
+        **machine,
+        **{key: value for stage, parts in work.items() for key, value in _share(stage, *parts, limit)},
+    }
+
+
+def _bare(config: Config, folder: str, steps: int) -> Config:
+    """`config` for `steps` + 1 steps into `folder`, and nothing around them."""
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder, "name": "bench", "steps": steps + 1},
+        "sft": {"steps": 0},
+        "data": {"eval": None},
+        "checkpoint": {"every_steps": 0},
+        "logging": {"wandb": "disabled", "tensorboard": False},
+    }
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    )
+
+
+def _stages(
+    config: Config, arch: Architecture, medians: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """(seconds, floating-point operations) of the stages that multiply matrices, as far as they ran."""
+    prompts = config.data.batch_size
+    prompt, completion = medians["length/prompt/mean"], medians["length/completion/mean"]
+    sampled = prompts * config.rollout.n * completion
+    computed = medians.get("batch/tokens", 0) * (1 - medians.get("batch/shared_fraction", 0))
+    whole = forward_flops(arch, tokens=computed, keys=(prompt + completion) / 2, scored=sampled)
+    sweep_s = medians["time/update_logprobs_s"]
+    stages = {
+        "prefill": (
+            medians["rollout/prefill_s"],
+            forward_flops(arch, tokens=prompts * prompt, keys=prompt / 2, scored=prompts),
+        ),
+        "decode": (
+            medians["rollout/decode_s"],
+            forward_flops(arch, tokens=sampled, keys=prompt + completion / 2, scored=sampled),
+        ),
+        "gradient": (medians["time/update_s"] - sweep_s, 3 * whole),
+    }
+    return {name: parts for name, parts in stages.items() if min(parts) > 0}
+
+
+def _share(stage: str, seconds: float, flops: float, limit: float) -> list[tuple[str, float]]:
+    rate = flops / seconds / 1e9
+    numbers = {"s": seconds, "gflop": flops / 1e9, "gflop_per_s": rate, "of_matmul": rate / limit}
+    return [(f"{stage}/{name}", value) for name, value in numbers.items()]
+
+
+def matmul_gflop_per_s(dtype: str) -> float:
+    """Best rate of a large product of square matrices, here and now."""
+    matrix = jnp.ones((MATRIX, MATRIX), dtype)
+    return 2 * MATRIX**3 / _fastest(jax.jit(jnp.matmul), matrix, matrix) / 1e9
+
+
+def copy_gb_per_s() -> float:
+    """Best rate of copying a large array, bytes read and bytes written counted."""
+    array = jnp.ones(COPIED_BYTES // 4, jnp.float32)
+    return 2 * COPIED_BYTES / _fastest(jax.jit(lambda x: x + 1), array) / 1e9
+
+
+def _fastest(function: Callable[..., jax.Array], *arrays: jax.Array) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arrays))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

@@ -95,7 +95,9 @@ def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[Token
     return [table.take(part) for part in parts if len(part)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 100))]
+)
 def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small_params, make_batch, seed):
     """Sequences in any order, in parts that are cut each in its own way: the sums are those of one batch."""
     rng = np.random.default_rng(seed)
