@@ -8,8 +8,8 @@ group, and with a copy for every sequence (as many groups of one), in turns; the
 dropped, the figures are medians. Beside them, the products of a decode step with the weights alone: what is
 left where the cache costs nothing.
 
-Wasted decode is slots times steps that gave no token, on log-normal completion lengths (median 64, sigma 1, at
-most 512 tokens), for the scheduler and for batches that run until their last row is done. It needs no model.
+Wasted decode is slots times steps that gave no token, on log-normal completion lengths (median 64, sigma 1,
+at most 512 tokens), for the scheduler and for batches that run until their last row is done; no model needed.
 """
 
 from __future__ import annotations

@@ -10,13 +10,17 @@ from quatrain.update.batcher import Cutting, TokenTable
 from quatrain.update.gradient import Policy, table_logprobs
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperature):
-    config = RolloutConfig(n=4, max_new_tokens=12, temperature=temperature)
+@pytest.mark.parametrize(
+    ("temperature", "n", "slots"), [(0.6, 4, None), (1.0, 4, 6), (1.7, 4, 3), (1.0, 1, None), (1.0, 1, 4)]
+)
+def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperature, n, slots):
+    """With prompts shared (n of 4) or not, and slots refilled (fewer than sequences) or not."""
+    config = RolloutConfig(n=n, max_new_tokens=12, temperature=temperature, max_concurrency=slots)
     engine = RolloutEngine(small_arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
     engine.sync_weights(small_params, 0)
     rng = np.random.default_rng(0)
-    prompts = [Prompt(i, rng.integers(0, 290, rng.integers(1, 12)).astype(np.int32), "") for i in range(5)]
+    ids = [rng.integers(0, 290, rng.integers(1, 12)).astype(np.int32) for _ in range(20 // n)]
+    prompts = [Prompt(i, row, "") for i, row in enumerate(ids)]
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     policy = Policy(small_arch, temperature=temperature, remat=True)

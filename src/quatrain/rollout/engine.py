@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,8 @@ class RolloutEngine:
     run's. `cache_bytes` bounds the key/value cache; None takes a part of the memory there is. `attention` is
     the implementation that prompts are computed with (`models.kernels`).
 
-    `sync_weights`, `pause`, `resume` and `close` may be called from another thread while `wait` runs; they
-    take effect between two decode calls.
+    The other verbs may be called from another thread while `wait` runs; they take effect between two decode
+    calls. `wait` and `generate` go on only after `resume` where `pause` came before.
     """
 
     def __init__(
@@ -86,15 +87,16 @@ class RolloutEngine:
         self._sync_s = 0.0
         self._session: Session | None = None
         self._between_calls = threading.Lock()
+        self._one_interruption = threading.Lock()
         self._running = threading.Event()
         self._running.set()
-        self._closed = False
+        self._paused = self._closed = False
 
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; every token they produce carries `version`."""
         began = time.perf_counter()
         in_dtype = jax.tree.map(lambda x: x.astype(self.dtype) if x.ndim > 1 else x, params)
-        with self._between_calls:
+        with self._interruption():
             self._params, self._version = in_dtype, version
         self._sync_s = time.perf_counter() - began
 
@@ -131,7 +133,8 @@ class RolloutEngine:
                 f"groups in flight share one sampling: {session.num_groups} are sampled with "
                 f"{session.sampling}, got {spec}; wait for them first"
             )
-        session.submit(prompts, step)
+        with self._interruption():
+            session.submit(prompts, step)
 
     def wait(self, count: int, *, on_progress: OnProgress | None = None) -> RolloutBatch:
         """Decode until `count` submitted groups are finished; those, in the order of submission.
@@ -147,20 +150,31 @@ class RolloutEngine:
 
     def pause(self) -> None:
         """Let the decode call that runs finish, and start no other before `resume`."""
-        self._running.clear()
-        with self._between_calls:
-            pass
+        with self._interruption():
+            self._paused = True
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._running.set()
+        with self._interruption():
+            self._paused = False
 
     def close(self) -> None:
         """Drop what is in flight, the cache and the weights."""
-        self._closed = True
-        self._running.set()
-        with self._between_calls:
+        with self._interruption():
+            self._closed, self._paused = True, False
             self._session = self._params = None
+
+    @contextmanager
+    def _interruption(self) -> Iterator[None]:
+        """Between two decode calls of another thread, which does not begin the next one meanwhile."""
+        with self._one_interruption:
+            self._running.clear()
+            try:
+                with self._between_calls:
+                    yield
+            finally:
+                if not self._paused:
+                    self._running.set()
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
@@ -192,7 +206,9 @@ class RolloutEngine:
                 total = count * session.sampling.n
                 on_progress(Progress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
-        fields = self._assemble(session.take(count))
+        with self._between_calls:
+            groups = session.take(count)
+        fields = self._assemble(groups)
         flushed = time.perf_counter()
         metrics = {
             **_length_metrics(fields),
