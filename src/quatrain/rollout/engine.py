@@ -23,7 +23,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.models.families import Architecture
 from quatrain.parallel.compilations import num_compilations
 from quatrain.rollout.decode import Sampling
-from quatrain.rollout.session import Group, Sampler, Session, Tally, Widths
+from quatrain.rollout.session import Group, Sampler, Session, Tally
 from quatrain.types import Metric, Prompt, RolloutBatch, describe
 
 CACHE_SHARE = 0.5
@@ -81,7 +81,6 @@ class RolloutEngine:
         )
         self._max_concurrency = config.max_concurrency
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
-        self._widths = Widths()
         self._params: Any = None
         self._version = -1
         self._sync_s = 0.0
@@ -188,7 +187,7 @@ class RolloutEngine:
             self._attention,
             self._cache_bytes,
         )
-        return Session(sampler, sampling, self._max_concurrency, self._widths)
+        return Session(sampler, sampling, self._max_concurrency)
 
     def _collect(self, session: Session, count: int, on_progress: OnProgress | None) -> RolloutBatch:
         before, compilations = session.tally, num_compilations()

@@ -35,7 +35,7 @@ from quatrain.types import Prompt
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
 FEWEST_COLUMNS = 64
-"""A ring of own tokens starts with this many columns and doubles."""
+"""Of the cache: a ring of own tokens starts with this many and doubles."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,6 @@ class Tally:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
 
 
-@dataclass
-class Widths:
-    """The largest sizes met so far, kept from session to session so that they soon stop changing."""
-
-    prompt_columns: int = 1
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By samples of a group and number of slots."""
-
-
 @dataclass(frozen=True)
 class _Cache:
     """Both parts of the cache; `column` of the ring `own` is written next."""
@@ -132,16 +123,15 @@ class Session:
     Raises ValueError where the cache of that many does not fit, on `submit`.
     """
 
-    def __init__(
-        self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None, widths: Widths | None = None
-    ):
+    def __init__(self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None):
         self.sampling, self.tally = sampling, Tally()
-        self._sampler, self._limit, self._widths = sampler, max_concurrency, widths or Widths()
+        self._sampler, self._limit = sampler, max_concurrency
         self._draw = Draw.of(sampling, sampler.stop_ids)
         self._scheduler = Scheduler(0)
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
+        self._prompt_columns = FEWEST_COLUMNS
         self._most_slots = 0
 
     @property
@@ -162,10 +152,10 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> None:
         """Queue a group for each prompt."""
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        columns = max(self._widths.prompt_columns, round_up(longest))
+        columns = max(self._prompt_columns, _prompt_columns(longest))
         demand = self._scheduler.demand + len(prompts) * self.sampling.n
         self._scheduler.max_slots = self._most_at_once(columns, demand)
-        self._widths.prompt_columns = columns
+        self._prompt_columns = columns
         for prompt in prompts:
             ticket = self._scheduler.submit(self.sampling.n)
             self._groups[ticket] = Group(prompt, step, [Completion() for _ in range(self.sampling.n)])
@@ -215,15 +205,13 @@ class Session:
         """Bring the number of slots, rows and columns to what the coming round wants."""
         scheduler = self._scheduler
         slots = scheduler.wanted_slots()
-        key = (self.sampling.n, slots)
-        rows = max(scheduler.wanted_rows(slots), self._widths.rows.get(key, 1))
-        self._widths.rows[key] = rows
+        rows = scheduler.wanted_rows(slots)
         lengths = [len(self._completion(slot).tokens) for slot in self._live_slots()]
         used = max(lengths, default=1) - 1
         shape = (
             slots,
             rows,
-            self._widths.prompt_columns,
+            self._prompt_columns,
             _own_columns(used + TOKENS_PER_CALL, self.sampling),
         )
         self._most_slots = max(self._most_slots, slots)
@@ -419,7 +407,7 @@ def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
     """The prompts of `pack` one behind the other, in shapes from the ladders."""
     prompts = [group.prompt.input_ids for group, _, _ in pack]
     count = 1 << (len(pack) - 1).bit_length()
-    tokens = _prefill_columns(sum(map(len, prompts)))
+    tokens = _prompt_columns(sum(map(len, prompts)))
     input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
@@ -440,10 +428,15 @@ def _arguments(*arrays: np.ndarray) -> list[jax.Array]:
     return cast(list[jax.Array], list(arrays))
 
 
-def _prefill_columns(tokens: int) -> int:
-    """The least 2 or 3 times a power of two, from 64, that holds `tokens`: a prefill is compiled for each."""
-    power = max(64, 1 << (tokens - 1).bit_length())
-    return power * 3 // 4 if power > 64 and tokens <= power * 3 // 4 else power
+def _prompt_columns(tokens: int) -> int:
+    """The least 2 or 3 times a power of two, from FEWEST_COLUMNS, that holds `tokens` of prompts.
+
+    A coarse ladder, as every rung is a compilation. Sizes follow from what was submitted alone, not from
+    earlier calls, so that a resumed run adds up numbers in the same order.
+    """
+    power = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
+    smaller = power * 3 // 4
+    return smaller if smaller >= FEWEST_COLUMNS and tokens <= smaller else power
 
 
 def _sequence_id(prompt: Prompt, n: int, sample: int) -> int:
