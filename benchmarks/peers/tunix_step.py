@@ -1,6 +1,7 @@
 """One GRPO step of Tunix with its vanilla rollout, on the CPU; run by `compare.py --peer tunix`.
 
-Tunix's Llama module ignores `rope_theta`, so the text it samples is not SmolLM2's; what it costs is the same.
+A micro-batch of the update is one prompt's samples unless `--rows` says otherwise; the rollout takes all at
+once. Tunix's Llama module ignores `rope_theta`: the text it samples is not SmolLM2's, what it costs is.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
     }
     training = {
         "mini_batch_size": args.prompts,
-        "train_micro_batch_size": max(1, (args.rows or 0) // args.samples),
+        "train_micro_batch_size": (args.rows or args.samples) // args.samples,
         "rollout_micro_batch_size": args.prompts,
         "max_steps": args.steps + 1,
     }
