@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import attention
 
 from quatrain.models import block_attention as module
 from quatrain.models.block_attention import block_attention, block_pattern
-from quatrain.models.layers import attention, attention_mask
+from quatrain.models.layers import attention_mask
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, 
 
 def _dense(q, k, v, positions, segments, window, cap):
     mask = attention_mask(positions, positions, segments, segments, window)
-    return attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, cap)
+    return attention(q, k, v, mask, cap)
 
 
 def _block(q, k, v, positions, segments, window, cap):
@@ -110,7 +111,7 @@ def test_branches_see_their_trunk_and_themselves(window, rows, width):
 
     def dense(q, k, v):
         mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
-        return attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, None)
+        return attention(q, k, v, mask, None)
 
     def block(q, k, v):
         pattern = block_pattern(positions, segments, branches, window)

@@ -11,7 +11,6 @@ from goldens import CASES, read_golden, weights_crc
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.hf import load_hf
-from quatrain.models.kv_cache import init_cache
 from quatrain.models.params import init_params
 
 TOLERANCE = 1e-4
@@ -19,17 +18,11 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is most of wha
 
 
 def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat=False):
-    hidden, _ = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
+    hidden = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
     return logits(params, arch, hidden)
 
 
 run = jax.jit(whole, static_argnames=("arch", "dtype", "remat"), compiler_options=FAST_COMPILE)
-
-
-@partial(jax.jit, static_argnames="arch", donate_argnames="cache", compiler_options=FAST_COMPILE)
-def run_cached(params, arch, ids, positions, segments, cache, start):
-    hidden, cache = forward(params, arch, ids, positions, segments, cache=cache, cache_start=start)
-    return logits(params, arch, hidden), cache
 
 
 @functools.cache
@@ -72,15 +65,6 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 
     ours = run(params, arch, ids, positions, segments)
     assert np.abs(np.asarray(ours) - golden.logits)[real].max() < TOLERANCE
-
-    cache, parts = init_cache(arch, len(ids), ids.shape[1] + 3), []
-    for start in range(0, ids.shape[1], 8):
-        columns = np.s_[:, start : start + 8]
-        part, cache = run_cached(
-            params, arch, ids[columns], positions[columns], segments[columns], cache, start
-        )
-        parts.append(part)
-    assert np.abs(np.concatenate(parts, axis=1) - golden.logits)[real].max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -127,26 +111,6 @@ def test_packed_segments_may_be_laid_out_in_any_order():
     np.testing.assert_allclose(packed[0].reshape(6, 2, -1).transpose(1, 0, 2), separate, atol=1e-5)
 
 
-def test_prefill_and_decode_equal_one_pass():
-    arch, params = small_model()
-    ids, positions, segments = rows(10, 10)
-    one_pass = run(params, arch, ids, positions, segments)
-    # Rows with prompts of 6 and 3 tokens: the second's padding stays a hole in the cache.
-    prompt = np.array([6, 3])
-    in_prompt = (np.arange(6) < prompt[:, None]).astype(np.int32)
-    prefill, cache = run_cached(
-        params, arch, ids[:, :6], positions[:, :6], in_prompt, init_cache(arch, 2, 12), 0
-    )
-    np.testing.assert_allclose(prefill[1, :3], one_pass[1, :3], atol=1e-5)
-    np.testing.assert_array_equal(cache.positions[1], [0, 1, 2] + [-1] * 9)
-    for step in range(4):
-        at = (prompt + step)[:, None]
-        token = np.take_along_axis(ids, at, axis=1)
-        out, cache = run_cached(params, arch, token, at, np.ones((2, 1), np.int32), cache, 6 + step)
-        expected = np.take_along_axis(np.asarray(one_pass), at[..., None], axis=1)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
 def test_padding_changes_nothing_and_gives_no_nan():
     arch, params = small_model()
     ids, positions, segments = rows(5, 8)
@@ -173,7 +137,7 @@ def test_remat_gives_the_same_gradient():
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     arch, params = small_model()
     inputs = rows(5, 8)
-    hidden, _ = jax.eval_shape(lambda p: forward(p, arch, *inputs, dtype=jnp.bfloat16), params)
+    hidden = jax.eval_shape(lambda p: forward(p, arch, *inputs, dtype=jnp.bfloat16), params)
     assert hidden.dtype == jnp.bfloat16
     rough, exact = run(params, arch, *inputs, dtype=jnp.bfloat16), run(params, arch, *inputs)
     assert rough.dtype == jnp.float32
@@ -188,12 +152,3 @@ def test_tied_logits_use_the_embeddings():
     # embed @ hidden = [0.4, 1.2, 2.0, 2.8, 3.6]
     expected = 2 * np.tanh(np.array([0.4, 1.2, 2.0, 2.8, 3.6]) / 2)
     np.testing.assert_allclose(logits(params, arch, hidden), expected, rtol=1e-6)
-
-
-def test_cache_too_short_is_an_error():
-    arch, params = small_model()
-    inputs = rows(6)
-    with pytest.raises(ValueError, match="4 columns, 6 tokens"):
-        forward(params, arch, *inputs, cache=init_cache(arch, 1, 4), cache_start=0)
-    with pytest.raises(ValueError, match="cache_start None"):
-        forward(params, arch, *inputs, cache=init_cache(arch, 1, 8))

@@ -1,24 +1,20 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from quatrain.models.families import builtin_architecture
-from quatrain.models.kv_cache import KVCache, init_cache, write
+from quatrain.models.kv_cache import CachePart, bytes_per_column, write
 
 
-def test_empty_cache():
-    cache = init_cache(builtin_architecture("tiny", 8, ()), batch=3, length=5, dtype=jnp.bfloat16)
-    assert len(cache.keys) == len(cache.values) == 4
-    assert cache.keys[0].shape == (3, 2, 5, 32)
-    assert cache.values[3].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(cache.positions, np.full((3, 5), -1))
+def test_columns_are_the_tokens_a_part_has_room_for():
+    part = CachePart((jnp.zeros((3, 2, 32, 5)),), (jnp.zeros((3, 2, 5, 32)),))
+    assert part.columns == 5
 
 
-def test_cache_is_a_pytree():
-    cache = init_cache(builtin_architecture("tiny", 8, ()), batch=1, length=2)
-    doubled = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), cache)
-    assert isinstance(doubled, KVCache)
-    assert doubled.positions.shape == (2, 2)
+def test_a_token_takes_keys_and_values_of_every_layer():
+    arch = builtin_architecture("tiny", 8, ())
+    assert (arch.num_layers, arch.num_kv_heads, arch.head_dim) == (4, 2, 32)
+    assert bytes_per_column(arch, jnp.float32) == 2 * 4 * 2 * 32 * 4
+    assert bytes_per_column(arch, jnp.bfloat16) == 2 * 4 * 2 * 32 * 2
 
 
 def test_write_casts_and_keeps_the_rest():

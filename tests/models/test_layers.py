@@ -7,7 +7,6 @@ import numpy as np
 from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import (
-    attention,
     attention_mask,
     linear,
     mlp,
@@ -96,21 +95,6 @@ def test_softcap():
         softcap(jnp.array([0.0, 2.0, 1e6]), 2.0), [0.0, 2 * math.tanh(1), 2.0], rtol=1e-6
     )
     np.testing.assert_array_equal(softcap(jnp.array([7.0]), None), [7.0])
-
-
-def test_attention_equals_the_textbook():
-    B, T, S, N, K, H = 2, 3, 5, 6, 2, 4
-    random = np.random.default_rng(0)
-    q, k, v = (random.normal(size=shape) for shape in [(B, T, N, H), (B, K, S, H), (B, K, S, H)])
-    mask = random.random((B, T, S)) < 0.7
-    mask[..., 0] = True
-    expected = np.zeros((B, T, N, H))
-    for b, t, n in np.ndindex(B, T, N):
-        scores = 3.0 * np.tanh(k[b, n // 3] @ q[b, t, n] / 3.0)
-        weights = np.where(mask[b, t], np.exp(scores), 0)
-        expected[b, t, n] = weights / weights.sum() @ v[b, n // 3]
-    got = attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(mask), 3.0)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_mlp():

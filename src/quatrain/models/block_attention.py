@@ -22,7 +22,7 @@ from quatrain.models.layers import MASKED, attention_mask, softcap
 
 BLOCK_TOKENS = 64
 BLOCKS_AT_ONCE = {"cpu": 8}
-"""By platform. A CPU is fastest on what its caches hold; elsewhere all blocks at once keep the device busy."""
+"""By platform. A CPU is fastest on what its caches hold; elsewhere all at once keep the device busy."""
 FAR = np.iinfo(np.int32).max
 
 

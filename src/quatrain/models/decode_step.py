@@ -1,8 +1,8 @@
 """The forward pass of the sampler: packed prompts into a cache, then one token of every sequence at a time.
 
-Data flow: `rollout/decode.py` compiles it. Parameters and layers are those of `decoder.forward`; what differs
-is where keys come from. The cache has two parts: prompts, each once however many sequences continue it, and
-each sequence's own tokens, in a ring of columns that all sequences write in step.
+Data flow: `rollout/decode.py` compiles it. Layers are `decoder.through_layers`; what is here is where keys
+and values come from. The cache has two parts: prompts, each once however many sequences continue it, and each
+sequence's own tokens, in a ring of columns that all sequences write in step.
 
 Shapes: T tokens, R prompts of S columns, M sequences of a prompt at most, B sequences, O own columns,
 D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
@@ -10,23 +10,18 @@ D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.models.attention import seen_by, self_attention
-from quatrain.models.decoder import Angles, _angles, _queries_keys_values, _windows
+from quatrain.models.decoder import layer_windows, through_layers
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import CachePart, write
-from quatrain.models.layers import MASKED, linear, mlp, rms_norm, softcap
+from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
-
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(layer, q [1, T, N, H], k and v [1, T, K, H]) -> [1, T, N, H]."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,19 +45,20 @@ def prefill(
     attention: str,
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H]."""
-    windows = _windows(arch)
-    seen = {w: seen_by(attention, positions[None], segment_ids[None], None, w) for w in set(windows.values())}
+    windows = layer_windows(arch)
+    seen = {
+        w: seen_by(attention, positions[None], segment_ids[None], None, w) for w in dict.fromkeys(windows)
+    }
     keys, values = [], []
 
     def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        window = windows[arch.layer_type(i)]
+        window, cap = windows[i], arch.attention_softcap
         keys.append(k_BTKH[0])
         values.append(v_BTKH[0])
-        cap = arch.attention_softcap
         return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
 
-    hidden = _through_layers(params, arch, input_ids, positions, attend, dtype)
-    return hidden, CachePart(tuple(keys), tuple(values))
+    hidden = through_layers(params, arch, input_ids[None], positions[None], attend, dtype=dtype)
+    return hidden[0], CachePart(tuple(keys), tuple(values))
 
 
 def decode(
@@ -89,8 +85,8 @@ def decode(
     back_RMS = positions[sharing.members][:, :, None] - columns_S
     real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
     mine_BO = back_O < own_lengths[:, None]
-    windows, seen = _windows(arch), {}
-    for window in set(windows.values()):
+    windows, seen = layer_windows(arch), {}
+    for window in dict.fromkeys(windows):
         near = (True, True) if window is None else (back_RMS < window, back_O < window)
         seen[window] = real_RMS & near[0], (mine_BO & near[1])[:, None]
     keys, values = [], []
@@ -101,7 +97,7 @@ def decode(
         keys.append(write(own.keys[i], k_BTKH[0, :, :, :, None], column, 3))
         values.append(write(own.values[i], v_BTKH[0, :, :, None], column, 2))
         q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
-        seen_prompt, seen_own = seen[windows[arch.layer_type(i)]]
+        seen_prompt, seen_own = seen[windows[i]]
         cap = arch.attention_softcap
         shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], seen_prompt, cap)
         y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
@@ -109,8 +105,8 @@ def decode(
         share = jax.nn.sigmoid(total_prompt - total_own)[..., None]
         return (y_prompt * share + y_own * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
 
-    hidden = _through_layers(params, arch, tokens, positions, attend, dtype)
-    return hidden, CachePart(tuple(keys), tuple(values))
+    hidden = through_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype)
+    return hidden[0], CachePart(tuple(keys), tuple(values))
 
 
 def _attend(
@@ -138,28 +134,3 @@ def _attend(
     )
     y = y_RKXH.reshape(R, K, M, G, H) / total
     return y.swapaxes(1, 2), (peak + jnp.log(total))[..., 0].swapaxes(1, 2)
-
-
-def _through_layers(
-    params: Params,
-    arch: Architecture,
-    input_ids: jax.Array,
-    positions: jax.Array,
-    attend: Attend,
-    dtype: DTypeLike,
-) -> jax.Array:
-    """Hidden states [T, D] after the final norm of T tokens, whose attention is `attend`."""
-    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    angles: dict[str, Angles] = _angles(arch, positions[None])
-    x_BTD = params["embed"][input_ids[None]].astype(dtype)
-    if arch.scale_embeddings:
-        x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
-    for i, layer in enumerate(params["layers"]):
-        q, k, v = _queries_keys_values(
-            norm(x_BTD, layer["attention_norm"]), layer, angles[arch.layer_type(i)], arch
-        )
-        y_BTD = linear(attend(i, q, k, v).reshape(*x_BTD.shape[:2], -1), layer, "o")
-        x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
-        y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
-        x_BTD = x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD)
-    return norm(x_BTD, params["final_norm"])[0]

@@ -9,7 +9,7 @@ from quatrain.models.architecture import Architecture
 
 
 def linear_parameters(arch: Architecture) -> int:
-    """Weights of the matrices that every token is multiplied with: all layers', without embedding and head."""
+    """Weights of the matrices every token is multiplied with: all layers', without embedding and head."""
     heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads + 2 * kv_heads)
     return arch.num_layers * (attention + 3 * arch.hidden_size * arch.intermediate_size)

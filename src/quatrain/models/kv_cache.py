@@ -1,6 +1,6 @@
 """The keys and values of tokens already seen, so that a new token costs one token.
 
-Data flow: the rollout makes it, the decoder writes and reads it.
+Data flow: the rollout makes it, `decode_step.py` writes and reads it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KVCache:
-    """Columns of keys and values; a column may hold another position in each row.
-
-    `keys`, `values`: one [B, KV, S, H] array per layer, heads before columns so that a decode step is a
-    plain product per head, with no transpose of the cache. `positions`: [B, S] int32, -1 where a column
-    is empty or padding. A row holds one sequence.
-    """
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    positions: jax.Array
-
-
-def init_cache(arch: Architecture, batch: int, length: int, dtype: DTypeLike = jnp.float32) -> KVCache:
-    """An empty cache for `batch` rows of `length` columns."""
-    shape = (batch, arch.num_kv_heads, length, arch.head_dim)
-    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(arch.num_layers)) for _ in range(2))
-    return KVCache(keys, values, jnp.full((batch, length), -1, jnp.int32))
 
 
 @jax.tree_util.register_dataclass

@@ -120,27 +120,6 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention(
-    q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array, cap: float | None
-) -> jax.Array:
-    """Grouped-query attention [B, T, N, H] of queries that are scaled already; softmax in float32.
-
-    The G x T queries of one key/value head make one matrix: keys and values are neither repeated nor
-    transposed, which on a CPU halves the cost of a decode step.
-    """
-    B, T, N, H = q_BTNH.shape
-    K, S = k_BKSH.shape[1:3]
-    G = N // K
-    q_BKXH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, k_BKSH, preferred_element_type=jnp.float32)
-    scores = softcap(scores, cap).reshape(B, K, G, T, S)
-    scores = jnp.where(mask_BTS[:, None, None], scores, MASKED).reshape(B, K, G * T, S)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
-    y_BKXH = jnp.einsum("BKXS,BKSH->BKXH", weights, v_BKSH)
-    y_BTNH = y_BKXH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-    return y_BTNH.astype(q_BTNH.dtype)
-
-
 def mlp(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
     """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
     gate = linear(x_BTD, layer, "gate")

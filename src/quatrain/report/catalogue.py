@@ -88,7 +88,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "global_seqlen/minmax_diff": MetricDoc(
         "tokens", "max", "Difference of largest and smallest, if sequences went to shards in their order."
     ),
-    "global_seqlen/balanced_min": MetricDoc("tokens", "min", "Tokens of the smallest data shard, as planned."),
+    "global_seqlen/balanced_min": MetricDoc(
+        "tokens", "min", "Tokens of the smallest data shard, as planned."
+    ),
     "global_seqlen/balanced_max": MetricDoc("tokens", "max", "Tokens of the largest data shard, as planned."),
     **_stats("reward", "reward", "total reward of a sequence, abstentions left out"),
     **_stats("reward/<name>", "reward", "raw value of one reward function, abstentions left out"),

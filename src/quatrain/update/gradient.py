@@ -51,7 +51,7 @@ class Policy:
 
     def logprobs(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
-        hidden, _ = forward(
+        hidden = forward(
             params,
             self.arch,
             batch.input_ids,
