@@ -56,13 +56,7 @@ def load_policy(config: Config) -> LoadedPolicy:
             f"is {longest} tokens, {config.model.path} knows {model.arch.max_position}; lower one of the two"
         )
     for section in (config.update, config.logprob):
-        choose_attention(
-            config.model.attention,
-            model.arch,
-            platform=jax.default_backend(),
-            dtype=config.model.dtype,
-            packed=section.max_tokens_per_device is not None,
-        )
+        _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
     return LoadedPolicy(
         tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)
     )
@@ -77,7 +71,16 @@ def build_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
         stop_ids=loaded.stop_ids,
         seed=config.seed,
         dtype=config.model.dtype,
+        attention=_attention(config, loaded.arch, prompts=True),
     )
+
+
+def _attention(config: Config, arch: Architecture, *, packed: bool = True, prompts: bool = False) -> str:
+    """The attention of `model.attention` on this platform; raises ValueError for one that cannot be had."""
+    name, platform, dtype = config.model.attention, jax.default_backend(), config.model.dtype
+    if prompts and name == "cudnn":
+        name = "auto"  # the engine packs prompts, which cuDNN cannot keep apart
+    return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
 
 
 def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) -> Policy:
