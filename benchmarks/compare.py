@@ -22,6 +22,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -134,6 +135,10 @@ def run(command: list[str]) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode == -signal.SIGKILL:
+        raise PeerFailed(
+            f"{Path(command[1]).name} was killed, as happens where memory runs out; lower it with --rows 8"
+        )
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         last = said[-1] if said else "without a word"
