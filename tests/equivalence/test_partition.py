@@ -99,13 +99,14 @@ def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[Token
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 100))]
 )
 def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small_params, make_batch, seed):
-    """Sequences in any order, in parts that are cut each in its own way: the sums are those of one batch."""
+    """In any order, under other group ids, groups torn apart, each part cut in its own way: the same sums."""
     rng = np.random.default_rng(seed)
     objective = PolicyObjective(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
     table = _table(small_arch, small_params, make_batch(30 + seed, groups=int(rng.integers(1, 6))), seed)
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
-    parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, table)]
+    renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
+    parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, renamed)]
     batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting)]
     got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
