@@ -180,7 +180,7 @@ class UpdateConfig(Section):
         description="Tokens per device shard in one forward/backward (token-budget mode); derived, where "
         "`update.micro_batch_size` is not set: 16384, or the longest possible sequence where that is more.",
     )
-    share_prompts: Literal["auto"] | bool = Field(
+    share_prompts: Literal["auto", True, False] = Field(
         "auto",
         description="Compute the prompt of a group once for all its samples, in the update and for "
         "log-probabilities. `auto`: wherever micro-batches have a token budget and `model.attention` is auto "
