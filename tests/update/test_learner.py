@@ -109,7 +109,10 @@ WHOLE_STEPS = {
 
 
 @pytest.mark.parametrize("name", WHOLE_STEPS)
-@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize(
+    "aggregation",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "token_mean")) for name in LOSS_AGGREGATIONS],
+)
 def test_a_training_step_is_the_same_in_rows_and_in_tokens(
     make_learner, make_batch, small_params, name, aggregation
 ):
