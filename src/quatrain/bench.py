@@ -6,6 +6,7 @@ measures the machine itself, in the same process.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.models.architecture import Architecture
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
-from quatrain.policy import load_policy
 from quatrain.report.metrics import read_metrics
 from quatrain.train import train
 
@@ -53,12 +54,14 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="quatrain-bench-") as folder:
         config = _bare(resolved.config, folder, steps)
         train(replace(resolved, config=config))
-        rows = [row for row in read_metrics(Path(folder) / "bench" / "metrics.jsonl") if row["step"] > 1]
+        run = Path(folder) / "bench"
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 1]
+        arch = architecture_from_hf(json.loads((run / "final" / "config.json").read_text("utf-8")))
     names = set.intersection(*(set(row) for row in rows))
     medians = {name: statistics.median(row[name] for row in rows) for name in sorted(names)}
     limit = matmul_gflop_per_s(config.model.dtype)
     machine = {"machine/matmul_gflop_per_s": limit, "machine/copy_gb_per_s": copy_gb_per_s()}
-    work = _stages(config, load_policy(config).arch, medians)
+    work = _stages(config, arch, medians)
     return {
         **{name: medians[name] for name in MEASURES if name in medians},
         **machine,

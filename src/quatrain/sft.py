@@ -35,9 +35,7 @@ def warm_start(
     samples at. `on_step` is told each finished step, counted from 1, and its metrics.
     """
     policy = build_policy(config, loaded, temperature=1.0)
-    update = config.update
-    cutting = Cutting(update.micro_batch_size, update.max_tokens_per_device, cost=policy.packing_cost)
-    learner = SupervisedLearner(policy, config.sft, cutting)
+    learner = SupervisedLearner(policy, config.sft, Cutting.of(config.update, policy.packing_cost))
     params, opt_state = loaded.params, learner.init(loaded.params)
     for step in range(config.sft.steps):
         batch = demonstrations.batch(step, config.sft.batch_size)

@@ -227,7 +227,7 @@ def test_a_call_of_user_code_goes_through_one_seam(monkeypatch):
 def test_importing_the_scorer_is_light():
     heavy = "{'jax', 'math_verify', 'sympy', 'transformers'}"
     code = f"import sys, quatrain.reward.scorer; sys.exit(bool({heavy} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_the_page_on_rewards_shows_the_example():

@@ -5,6 +5,7 @@ from quatrain.ops.packing import DEFAULT_COST
 from quatrain.update.batcher import (
     Cutting,
     TokenTable,
+    common_beginnings,
     describe_cuts,
     micro_batches,
     mini_batches,
@@ -105,11 +106,15 @@ def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
 
 def test_only_tokens_that_are_equal_are_shared():
     table = _group()
+
+    def segments():
+        return shared_segments(table, common_beginnings(table), 100)
+
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
-    shared = {tuple(s.rows.tolist()): s.shared for s in shared_segments(table, 100)}
+    shared = {tuple(s.rows.tolist()): s.shared for s in segments()}
     assert shared == {(3,): 2, (0, 1, 2): 1}
     table.input_ids[2, 0] = 9
-    alone = {tuple(s.rows.tolist()): (s.shared, s.num_tokens) for s in shared_segments(table, 100)}
+    alone = {tuple(s.rows.tolist()): (s.shared, s.num_tokens) for s in segments()}
     assert alone == {(3,): (2, 3), (0,): (0, 5), (1,): (0, 3), (2,): (0, 4)}
 
 

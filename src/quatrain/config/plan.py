@@ -260,7 +260,7 @@ class _Stage:
         sizes: UpdateConfig | LogprobConfig = getattr(config, section)
         rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
         assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
-        shared = config.update.share_prompts is not False and config.model.attention in ("auto", "xla")
+        shared = config.update.shares_prompts(config.model.attention)
         return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
     def share(self, key: str) -> Row:

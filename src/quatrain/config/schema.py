@@ -163,6 +163,10 @@ class AdvantageConfig(Section):
     )
 
 
+SHARING_ATTENTIONS = ("auto", "xla")
+"""The values of `model.attention` that know shared prompts."""
+
+
 class UpdateConfig(Section):
     """Line 4: advantages to new weights."""
 
@@ -208,6 +212,10 @@ class UpdateConfig(Section):
     max_bad_steps: Count = Field(
         5, description="Optimizer steps in a row with a non-finite gradient before the run stops."
     )
+
+    def shares_prompts(self, attention: str) -> bool:
+        """Whether passes with a token budget share prompts, where `model.attention` is `attention`."""
+        return self.share_prompts is not False and attention in SHARING_ATTENTIONS
 
 
 class LogprobConfig(Section):
@@ -348,7 +356,7 @@ class Config(Section):
                 "sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
                 {**asked, "rows": update.micro_batch_size},
             )
-        if update.share_prompts is True and kernel not in ("auto", "xla"):
+        if update.share_prompts is True and kernel not in SHARING_ATTENTIONS:
             raise PydanticCustomError(
                 "across_sections",
                 "needs an attention that knows shared prompts, which model.attention {kernel} does not; set "

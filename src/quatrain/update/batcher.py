@@ -20,6 +20,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
+from quatrain.config.schema import LogprobConfig, UpdateConfig
 from quatrain.ops.ladder import round_up
 from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing
@@ -153,6 +154,19 @@ class Cutting:
         assert (self.rows is None) != (self.max_tokens is None), "one way to cut, not two and not none"
         assert self.max_tokens is not None or not self.share_prompts, "prompts are shared in packed lines"
 
+    @classmethod
+    def of(
+        cls,
+        sizes: UpdateConfig | LogprobConfig,
+        cost: PackingCost,
+        *,
+        num_shards: int = 1,
+        share_prompts: bool = False,
+    ) -> Cutting:
+        """As a section of the configuration has it; prompts are shared only under its token budget."""
+        rows, max_tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
+        return cls(rows, max_tokens, num_shards, cost, share_prompts and max_tokens is not None)
+
     def cut(self, table: TokenTable) -> list[Cut]:
         """The micro-batches of `table`, in the order to run them; every sequence is in exactly one."""
         if self.max_tokens is None:
@@ -160,8 +174,9 @@ class Cutting:
         if not self.share_prompts or table.group_ids is None:
             return self._packed(_whole_sequences(table), self.max_tokens)
         # Long segments share more, short ones fill the buffers better.
+        groups = common_beginnings(table)
         fractions = (self.max_tokens // k for k in (1, 2, 4))
-        candidates = [*(shared_segments(table, most) for most in fractions), _whole_sequences(table)]
+        candidates = [*(shared_segments(table, groups, most) for most in fractions), _whole_sequences(table)]
         plans = [self._packed(segments, self.max_tokens) for segments in candidates]
         return min(plans, key=lambda cuts: (len(cuts), sum(cut.num_tokens for cut in cuts)))
 
@@ -200,17 +215,25 @@ def _whole_sequences(table: TokenTable) -> list[Segment]:
     return [Segment(np.array([row]), 0, int(length)) for row, length in enumerate(table.lengths)]
 
 
-def shared_segments(table: TokenTable, max_tokens: int) -> list[Segment]:
-    """Each group as one segment, or as several where it has more than `max_tokens` tokens.
+def common_beginnings(table: TokenTable) -> list[tuple[np.ndarray, int]]:
+    """The row numbers of each group, and the tokens that all of its sequences begin with.
 
-    A segment of one sequence may be longer than that. What a group shares are the tokens its sequences begin
-    with in common, at most up to the first token that one of them produced.
+    At most up to the first token that one of them produced.
     """
     assert table.group_ids is not None
+    groups = (np.flatnonzero(table.group_ids == group) for group in np.unique(table.group_ids))
+    return [(rows, _common_tokens(table, rows)) for rows in groups]
+
+
+def shared_segments(
+    table: TokenTable, groups: list[tuple[np.ndarray, int]], max_tokens: int
+) -> list[Segment]:
+    """Each of `groups` as one segment, or as several where it has more than `max_tokens` tokens.
+
+    A segment of one sequence may be longer than that.
+    """
     lengths, segments = table.lengths, []
-    for group in np.unique(table.group_ids):
-        rows = np.flatnonzero(table.group_ids == group)
-        shared = _common_tokens(table, rows)
+    for rows, shared in groups:
         if not shared:
             segments += [Segment(rows[i : i + 1], 0, int(lengths[row])) for i, row in enumerate(rows)]
             continue

@@ -129,15 +129,9 @@ class Learner:
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
-        shares = update.share_prompts is not False and policy.attention in ("auto", "xla")
+        shares = update.shares_prompts(policy.attention)
         self.cutting, self.logprob_cutting = (
-            Cutting(
-                section.micro_batch_size,
-                section.max_tokens_per_device,
-                num_shards,
-                policy.packing_cost,
-                share_prompts=shares and section.max_tokens_per_device is not None,
-            )
+            Cutting.of(section, policy.packing_cost, num_shards=num_shards, share_prompts=shares)
             for section in (update, logprob)
         )
         self.max_new_tokens = max_new_tokens
