@@ -116,7 +116,7 @@ def one_round(engine: RolloutEngine, prompts: list[Prompt], number: int, new_tok
 
 def weight_products(arch: Architecture, params: Any, rows: int, dtype: str) -> Callable[[], float]:
     """A function that times `rows` tokens times every weight matrix, in milliseconds."""
-    inputs = max(len(weight) for weight in jax.tree.leaves(params["layers"]))
+    inputs = max(weight.shape[-1] for weight in jax.tree.leaves(params["layers"]))
     wide = jax.random.normal(jax.random.key(0), (rows, max(inputs, arch.hidden_size)), dtype)
 
     @jax.jit
@@ -124,9 +124,9 @@ def weight_products(arch: Architecture, params: Any, rows: int, dtype: str) -> C
         total = logits(params, arch, wide[:, : arch.hidden_size]).max()
         for i, layer in enumerate(params["layers"]):
             for name, weight in layer.items():
-                if weight.ndim == 2:
+                if weight.ndim > 1 and not name.endswith("_bias"):
                     # A shift of its own keeps products of equal inputs from becoming one.
-                    total += linear(wide[:, : len(weight)] + i, layer, name).max()
+                    total += linear(wide[:, : weight.shape[-1]] + i, layer, name).max()
         return total
 
     cast = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -131,7 +131,7 @@ def test_remat_gives_the_same_gradient():
 
     plain, again = gradient(params, remat=False), gradient(params, remat=True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
-    assert float(jnp.abs(plain["layers"][0]["q"]).max()) > 0
+    assert float(jnp.abs(plain["layers"][0]["qkv"]).max()) > 0
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from goldens import CASES, read_golden
 
@@ -181,8 +182,35 @@ def test_every_parameter_has_the_name_and_shape_of_transformers(case):
     leaves = jax.tree_util.tree_leaves_with_path(param_specs(arch), is_leaf=is_spec)
     shapes = {tuple(getattr(k, "key", getattr(k, "idx", None)) for k in path): s.shape for path, s in leaves}
     assert set(shapes) == {name.path for name in names}
-    for path, name, transposed in names:
-        assert golden.shapes[name] == (shapes[path][::-1] if transposed else shapes[path])
+    seen = {path: np.zeros(shape, int) for path, shape in shapes.items()}
+    for name in names:
+        assert name.of(seen[name.path]).shape == golden.shapes[name.name]
+        rows, own = name.rows(seen[name.path])
+        rows[own] += 1
+    for path, count in seen.items():
+        np.testing.assert_array_equal(count, 1, err_msg=str(path))
+
+
+def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
+    golden = read_golden("qwen2")
+    rng = np.random.default_rng(0)
+    specs = param_specs(architecture_from_hf(golden.config))
+    q, k = (
+        name
+        for name in tensor_names(architecture_from_hf(golden.config))
+        if name.name.endswith(("0.self_attn.q_proj.weight", "0.self_attn.k_proj.weight"))
+    )
+    parameter = np.zeros(specs["layers"][0]["qkv"].shape, np.float32)
+    tensors = [rng.normal(size=golden.shapes[name.name]).astype(np.float32) for name in (q, k)]
+    for name, tensor in zip((q, k), tensors, strict=True):
+        rows, own = name.rows(parameter)
+        rows[own] = tensor
+    np.testing.assert_array_equal(q.of(parameter), tensors[0])
+    np.testing.assert_array_equal(k.of(parameter), tensors[1])
+    # The second query head of the first key/value head, and that head's keys.
+    size = parameter.shape[2]
+    np.testing.assert_array_equal(parameter[0, 1], tensors[0][size : 2 * size])
+    np.testing.assert_array_equal(parameter[0, -2], tensors[1][:size])
 
 
 @pytest.mark.parametrize(

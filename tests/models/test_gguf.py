@@ -141,10 +141,10 @@ def test_every_tensor_type_is_dequantised(kind: T, tmp_path: Path) -> None:
     expected = np.tile(np.array(values, np.float32), HIDDEN // len(values))
     tensors = small_tensors("llama") | {"blk.1.ffn_up.weight": (np.tile(row, (MLP, 1)), kind)}
     _, params = load_gguf(write(tmp_path / "m.gguf", "llama", tensors))
-    loaded = params["layers"][1]["up"]
-    assert loaded.shape == (HIDDEN, MLP)
+    loaded = params["layers"][1]["gate_up"][1]
+    assert loaded.shape == (MLP, HIDDEN)
     assert loaded.dtype == jnp.float32
-    np.testing.assert_array_equal(loaded, np.tile(expected[:, None], (1, MLP)))
+    np.testing.assert_array_equal(loaded, np.tile(expected, (MLP, 1)))
 
 
 @pytest.mark.parametrize("kind", [T.F16, T.BF16, T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda kind: kind.name)
@@ -183,18 +183,22 @@ def test_names_layout_and_architecture(family: str, tied: bool, tmp_path: Path) 
     np.testing.assert_array_equal(params["final_norm"], weights["output_norm.weight"])
     assert ("lm_head" in params) == (not tied)
     if not tied:
-        np.testing.assert_array_equal(params["lm_head"], weights["output.weight"].T)
-    names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
-    names |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
+        np.testing.assert_array_equal(params["lm_head"], weights["output.weight"])
+    parts = {"attn_q": np.s_[:, :-2], "attn_k": np.s_[:, -2], "attn_v": np.s_[:, -1]}
     for i, layer in enumerate(params["layers"]):
-        for key, name in names.items():
-            np.testing.assert_array_equal(layer[key], weights[f"blk.{i}.{name}.weight"].T)
+        matrices = {name: layer["qkv"][part] for name, part in parts.items()}
+        matrices |= {"attn_output": layer["o"], "ffn_down": layer["down"]}
+        matrices |= {"ffn_gate": layer["gate_up"][0], "ffn_up": layer["gate_up"][1]}
+        for name, matrix in matrices.items():
+            expected = weights[f"blk.{i}.{name}.weight"]
+            np.testing.assert_array_equal(matrix.reshape(expected.shape), expected)
         np.testing.assert_array_equal(layer["attention_norm"], weights[f"blk.{i}.attn_norm.weight"])
         np.testing.assert_array_equal(layer["mlp_norm"], weights[f"blk.{i}.ffn_norm.weight"])
         biases = {key for key in layer if key.endswith("_bias")}
-        assert biases == ({"q_bias", "k_bias", "v_bias"} if family == "qwen2" else set())
-        for key in biases:
-            np.testing.assert_array_equal(layer[key], weights[f"blk.{i}.attn_{key[0]}.bias"])
+        assert biases == ({"qkv_bias"} if family == "qwen2" else set())
+        for name, part in parts.items() if biases else ():
+            bias = layer["qkv_bias"][part].reshape(-1)
+            np.testing.assert_array_equal(bias, weights[f"blk.{i}.{name}.bias"])
 
 
 def test_parameters_come_in_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -30,10 +30,17 @@ def test_rms_norm():
 
 
 def test_linear_casts_weights_and_adds_a_bias_where_there_is_one():
-    layer = {"q": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "q_bias": jnp.array([10.0, 20.0])}
-    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), layer, "q"), [14.0, 26.0])
-    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), {"q": layer["q"]}, "q"), [4.0, 6.0])
-    assert linear(jnp.ones(2, jnp.bfloat16), layer, "q").dtype == jnp.bfloat16
+    layer = {"o": jnp.array([[1.0, 3.0], [2.0, 4.0]]), "o_bias": jnp.array([10.0, 20.0])}
+    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), layer, "o"), [14.0, 26.0])
+    np.testing.assert_array_equal(linear(jnp.array([1.0, 1.0]), {"o": layer["o"]}, "o"), [4.0, 6.0])
+    assert linear(jnp.ones(2, jnp.bfloat16), layer, "o").dtype == jnp.bfloat16
+
+
+def test_linear_of_several_outputs():
+    weight = jnp.arange(12.0).reshape(2, 3, 2)
+    x = jnp.array([[[1.0, 10.0]], [[0.0, 1.0]]])
+    expected = [[[[10, 32, 54], [76, 98, 120]]], [[[1, 3, 5], [7, 9, 11]]]]
+    np.testing.assert_array_equal(linear(x, {"qkv": weight}, "qkv"), expected)
 
 
 def test_rope_turns_pairs_by_position_times_frequency():
@@ -98,7 +105,7 @@ def test_softcap():
 
 
 def test_mlp():
-    layer = {name: jnp.full((1, 1), value) for name, value in [("gate", 2.0), ("up", 3.0), ("down", 5.0)]}
+    layer = {"gate_up": jnp.array([[[2.0]], [[3.0]]]), "down": jnp.array([[5.0]])}
     arch = builtin_architecture("tiny", 8, ())
     silu = 2 / (1 + math.exp(-2))
     np.testing.assert_allclose(mlp(jnp.ones((1, 1, 1)), layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)

@@ -26,7 +26,7 @@ def test_init_abstract_and_specs_agree():
     )
     for spec in jax.tree.leaves(param_specs(arch), is_leaf=is_spec):
         assert len(spec.axes) == len(spec.shape)
-        assert set(spec.axes) <= {"vocab", "embed", "heads", "kv_heads", "mlp", "norm"}
+        assert set(spec.axes) <= {"vocab", "embed", "heads", "kv_heads", "mlp", "group", "head", "norm"}
 
 
 def test_init_depends_on_the_key_and_the_place():
@@ -34,12 +34,12 @@ def test_init_depends_on_the_key_and_the_place():
     one, same, other = (init_params(small, jax.random.key(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     assert float(jnp.abs(one["embed"] - other["embed"]).max()) > 0
-    assert float(jnp.abs(one["layers"][0]["q"] - one["layers"][1]["q"]).max()) > 0
+    assert float(jnp.abs(one["layers"][0]["qkv"] - one["layers"][1]["qkv"]).max()) > 0
 
 
 def test_init_scale():
     params = init_params(ARCH, jax.random.key(0))
-    np.testing.assert_allclose(params["layers"][0]["gate"].std(), 128**-0.5, rtol=0.02)
+    np.testing.assert_allclose(params["layers"][0]["gate_up"].std(), 128**-0.5, rtol=0.02)
     np.testing.assert_allclose(params["layers"][0]["down"].std(), 384**-0.5 / 8**0.5, rtol=0.02)
     np.testing.assert_array_equal(params["final_norm"], np.ones(128))
     gemma = replace(ARCH, norm_offset=1.0)

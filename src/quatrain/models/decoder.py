@@ -100,11 +100,8 @@ def layer_windows(arch: Architecture) -> list[int | None]:
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
     """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned."""
-    if arch.tie_embeddings:
-        weight, product = params["embed"], "...D,VD->...V"
-    else:
-        weight, product = params["lm_head"], "...D,DV->...V"
-    scores = jnp.einsum(product, hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    weight = params["embed" if arch.tie_embeddings else "lm_head"].astype(hidden.dtype)
+    scores = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
     return softcap(scores, arch.final_softcap)
 
 
@@ -126,9 +123,9 @@ def _queries_keys_values(
     """Rotated queries, scaled for the dot product, rotated keys, and values."""
     B, T, _ = x_BTD.shape
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    q_BTNH = linear(x_BTD, layer, "q").reshape(B, T, arch.num_heads, arch.head_dim)
-    k_BTKH = linear(x_BTD, layer, "k").reshape(B, T, arch.num_kv_heads, arch.head_dim)
-    v_BTKH = linear(x_BTD, layer, "v").reshape(B, T, arch.num_kv_heads, arch.head_dim)
+    heads_BTKXH = linear(x_BTD, layer, "qkv")
+    q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, arch.num_heads, arch.head_dim)
+    k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
     if arch.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, layer["q_norm"]), norm(k_BTKH, layer["k_norm"])
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH

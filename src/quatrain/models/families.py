@@ -5,8 +5,11 @@ Data flow: config.json -> `Architecture` -> parameters and forward pass; and bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from quatrain.models.architecture import LAYER_TYPES, Architecture, RopeScaling
 
@@ -308,21 +311,36 @@ def _rope_to_hf(arch: Architecture) -> Json:
 
 
 class TensorName(NamedTuple):
-    """Where a parameter is in our tree, its name in a Hugging Face checkpoint, whether that is [out, in]."""
+    """A tensor's name in a Hugging Face checkpoint, the parameter it goes to, and which part of it it is."""
 
-    path: Path
     name: str
-    transposed: bool
+    path: Path
+    part: Any = ...
+    vector: bool = True
+
+    def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`parameter` as a list of rows, of numbers where the tensor is a vector; which of them are its own.
+
+        A matrix [*out, in] has prod(out) rows; those of the tensor are in its own order.
+        """
+        shape = parameter.shape if self.vector else parameter.shape[:-1]
+        own = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
+        return parameter.reshape(-1, *parameter.shape[len(shape) :]), own
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        """The tensor, taken out of `parameter`: [out, in], or [out] for a vector."""
+        part = parameter[self.part]
+        return np.ascontiguousarray(part.reshape(-1) if self.vector else part.reshape(-1, part.shape[-1]))
 
 
-_LINEAR = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+_LINEAR: dict[str, tuple[str, Any]] = {
+    "self_attn.q_proj": ("qkv", np.s_[:, :-2]),
+    "self_attn.k_proj": ("qkv", np.s_[:, -2]),
+    "self_attn.v_proj": ("qkv", np.s_[:, -1]),
+    "self_attn.o_proj": ("o", ...),
+    "mlp.gate_proj": ("gate_up", np.s_[0]),
+    "mlp.up_proj": ("gate_up", np.s_[1]),
+    "mlp.down_proj": ("down", ...),
 }
 _QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -335,23 +353,27 @@ _PRE_AND_POST_NORMS = {
 
 
 def tensor_names(arch: Architecture) -> list[TensorName]:
-    """The Hugging Face name of every parameter of `arch`."""
+    """Every tensor that a Hugging Face checkpoint of `arch` holds."""
     names = [
-        TensorName(("embed",), "model.embed_tokens.weight", False),
-        TensorName(("final_norm",), "model.norm.weight", False),
+        TensorName("model.embed_tokens.weight", ("embed",), vector=False),
+        TensorName("model.norm.weight", ("final_norm",)),
     ]
     if not arch.tie_embeddings:
-        names.append(TensorName(("lm_head",), "lm_head.weight", True))
+        names.append(TensorName("lm_head.weight", ("lm_head",), vector=False))
     norms = {
         **(_PRE_AND_POST_NORMS if arch.post_norms else _PRE_NORMS),
         **(_QK_NORMS if arch.qk_norm else {}),
     }
-    biased = [*("qkv" * arch.qkv_bias), *("o" * arch.output_bias), *(("gate", "up", "down") * arch.mlp_bias)]
+    biased = {"qkv": arch.qkv_bias, "o": arch.output_bias, "gate_up": arch.mlp_bias, "down": arch.mlp_bias}
     for i in range(arch.num_layers):
-        in_layer = [(key, f"{hf}.weight", True) for key, hf in _LINEAR.items()]
-        in_layer += [(f"{key}_bias", f"{_LINEAR[key]}.bias", False) for key in biased]
-        in_layer += [(key, f"{hf}.weight", False) for key, hf in norms.items()]
-        names += [
-            TensorName(("layers", i, key), f"model.layers.{i}.{hf}", turned) for key, hf, turned in in_layer
-        ]
+        for module, (key, part) in _LINEAR.items():
+            names.append(
+                TensorName(f"model.layers.{i}.{module}.weight", ("layers", i, key), part, vector=False)
+            )
+            if biased[key]:
+                names.append(
+                    TensorName(f"model.layers.{i}.{module}.bias", ("layers", i, f"{key}_bias"), part)
+                )
+        for key, module in norms.items():
+            names.append(TensorName(f"model.layers.{i}.{module}.weight", ("layers", i, key)))
     return names

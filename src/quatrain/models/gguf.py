@@ -17,25 +17,30 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.gguf_header import GGUFHeader, TensorInfo, read_header
-from quatrain.models.families import Architecture, RopeScaling
+from quatrain.models.families import Architecture, RopeScaling, TensorName, tensor_names
 from quatrain.models.layers import rope_frequencies
-from quatrain.models.params import Params, ParamSpec, param_specs
+from quatrain.models.params import Params, assemble
 
 ARCHITECTURES = ("llama", "qwen2")
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _READ_VALUES = 2**22  # dequantised at a time
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 _LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -55,12 +60,13 @@ def load_gguf(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Archite
     tensors = {tensor.name: tensor for tensor in header.tensors}
     _check_tensors(header, gguf)
     arch = _architecture(header, tensors, gguf)
-    tree = param_specs(arch)
-    slots = list(_slots(tree))
-    _check_names(header.path, {name for name, _, _ in slots}, set(tensors) - {_ROPE_FACTORS})
-    for name, parent, key in sorted(slots, key=lambda slot: -math.prod(slot[1][slot[2]].shape)):
-        parent[key] = jnp.asarray(_parameter(header, tensors[name], gguf, parent[key], arch, key, dtype))
-    return arch, tree
+    expected = {_gguf_name(name.name) for name in tensor_names(arch)}
+    _check_names(header.path, expected, set(tensors) - {_ROPE_FACTORS})
+
+    def read(name: TensorName, parameter: np.ndarray) -> None:
+        _read_into(parameter, name, header, tensors[_gguf_name(name.name)], gguf, arch)
+
+    return arch, assemble(arch, dtype, read)
 
 
 def _gguf_package() -> ModuleType:
@@ -73,16 +79,13 @@ def _gguf_package() -> ModuleType:
         ) from error
 
 
-def _slots(tree: Params) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each place in the tree with the name GGUF has for it."""
-    yield "token_embd.weight", tree, "embed"
-    yield "output_norm.weight", tree, "final_norm"
-    if "lm_head" in tree:
-        yield "output.weight", tree, "lm_head"
-    for i, layer in enumerate(tree["layers"]):
-        for key in layer:
-            kind = "bias" if key.endswith("_bias") else "weight"
-            yield f"blk.{i}.{_LAYER_NAMES[key.removesuffix('_bias')]}.{kind}", layer, key
+def _gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that Hugging Face calls `name`."""
+    module, kind = name.rsplit(".", 1)
+    if module in _NAMES:
+        return f"{_NAMES[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
 
 
 def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
@@ -128,46 +131,41 @@ def _num_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     return math.prod(tensor.shape[:-1]) * _row_bytes(tensor, gguf)
 
 
-def _read(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType, dtype: DTypeLike) -> np.ndarray:
-    """The tensor in `dtype`, in numpy's order of dimensions."""
-    weight = np.empty(tensor.shape, dtype)
-    rows = weight.reshape(-1, tensor.shape[-1])
+def _blocks(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of the tensor, float32, in numpy's order of dimensions; a vector is one row."""
+    num_rows = math.prod(tensor.shape[:-1])
     row_bytes, kind = _row_bytes(tensor, gguf), gguf.GGMLQuantizationType(tensor.type_id)
     # A few rows at a time, and not memory-mapped: what is read and its float32 values never pile up.
     step = max(1, _READ_VALUES // tensor.shape[-1])
     with header.path.open("rb") as file:
         file.seek(tensor.offset)
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            raw = np.fromfile(file, np.uint8, len(part) * row_bytes)
-            part[...] = gguf.quants.dequantize(raw.reshape(len(part), row_bytes), kind)
-    return weight
+        for start in range(0, num_rows, step):
+            rows = min(step, num_rows - start)
+            raw = np.fromfile(file, np.uint8, rows * row_bytes)
+            yield start, gguf.quants.dequantize(raw.reshape(rows, row_bytes), kind)
 
 
-def _parameter(
+def _read_into(
+    parameter: np.ndarray,
+    name: TensorName,
     header: GGUFHeader,
     tensor: TensorInfo,
     gguf: ModuleType,
-    spec: ParamSpec,
     arch: Architecture,
-    key: str,
-    dtype: DTypeLike,
-) -> np.ndarray:
-    """The tensor as the decoder wants it: matrices [in, out], rotary halves one after the other."""
-    transposed = len(spec.shape) == 2 and key != "embed"
-    shape = spec.shape[::-1] if transposed else spec.shape
+) -> None:
+    """The tensor to its place in `parameter`, rotary halves one after the other."""
+    rows, own = name.rows(parameter)
+    shape = (len(own), *rows.shape[1:])
     if tensor.shape != shape:
         raise ValueError(f"{tensor.name} in {header.path} has shape {tensor.shape}; the model's is {shape}")
-    weight = _read(header, tensor, gguf, dtype)
-    if arch.family == "llama" and key.removesuffix("_bias") in ("q", "k"):
-        weight = _halves(weight, arch.head_dim)
-    return weight.T if transposed else weight
-
-
-def _halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of each head from (0, H/2, 1, H/2 + 1, ...), as llama.cpp pairs them, to (0, 1, ..., H - 1)."""
-    pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+    if arch.family == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+        # Rows of each head come as (0, H/2, 1, H/2 + 1, ...), as llama.cpp pairs them.
+        own = own.reshape(-1, 2, arch.head_dim // 2).swapaxes(1, 2).reshape(-1)
+    for start, values in _blocks(header, tensor, gguf):
+        if name.vector:
+            rows[own] = values[0]
+        else:
+            rows[own[start : start + len(values)]] = values
 
 
 def _check_architecture(header: GGUFHeader) -> None:
@@ -239,7 +237,7 @@ def _rope_scaling(
     linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
     if tensor is None:
         return linear
-    factors = _read(header, tensor, gguf, np.float32)
+    factors = np.concatenate([values.reshape(-1) for _, values in _blocks(header, tensor, gguf)])
     if (factors == 1.0).all():
         return linear
     # The factors are all the file has: the published Llama 3 settings are tried, and must give them again.

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -28,7 +26,7 @@ from quatrain.models.families import (
     tensor_names,
     token_ids,
 )
-from quatrain.models.params import Params, ParamSpec, param_specs
+from quatrain.models.params import Params, assemble, leaf_at
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,12 +57,10 @@ def load_hf(directory: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Arch
     names = tensor_names(arch)
     _check_names(directory, arch, names, files)
 
-    params = param_specs(arch)
-    specs = {name.path: _at(params, name.path)[name.path[-1]] for name in names}
-    for name in sorted(names, key=lambda n: -np.prod(specs[n.path].shape)):
-        array = _read_tensor(files[name.name], name, specs[name.path], dtype)
-        _at(params, name.path)[name.path[-1]] = array
-    return arch, params
+    def read(name: TensorName, parameter: np.ndarray) -> None:
+        _read_tensor(files[name.name], name, parameter)
+
+    return arch, assemble(arch, dtype, read)
 
 
 def save_hf(
@@ -209,57 +205,39 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
         start += step
 
 
-def _read_tensor(path: Path, name: TensorName, spec: ParamSpec, dtype: DTypeLike) -> jax.Array:
+def _read_tensor(path: Path, name: TensorName, parameter: np.ndarray) -> None:
     with safe_open(path, "np") as file:
         view = file.get_slice(name.name)
         shape, stored = tuple(view.get_shape()), view.get_dtype()
-    expected = spec.shape[::-1] if name.transposed else spec.shape
+    rows, own = name.rows(parameter)
+    expected = (len(own), *rows.shape[1:])
     if shape != expected or stored not in FLOATS:
         raise ValueError(
             f"{name.name} in {path} must be floats of shape {expected} by config.json; it is {stored} {shape}"
         )
-    array = None
     for start, block in _blocks(path, name.name):
-        rows = jnp.asarray(block.T if name.transposed else block, dtype)
-        if rows.shape == spec.shape:
-            return rows
-        array = jnp.zeros(spec.shape, dtype) if array is None else array
-        array = jax.block_until_ready(_place(array, rows, start, axis=int(name.transposed)))
-    assert array is not None
-    return array
+        rows[own[start : start + len(block)]] = block
 
 
-@partial(jax.jit, static_argnames="axis", donate_argnums=0)
-def _place(array: jax.Array, rows: jax.Array, start: int, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(array, rows, start, axis)
-
-
-def _at(params: Params, path: tuple[str | int, ...]) -> Any:
-    """The dict that holds the leaf at `path`."""
-    node: Any = params
-    for key in path[:-1]:
-        node = node[key]
-    return node
+def _num_bytes(name: TensorName, parameter: jax.Array) -> int:
+    return np.empty(parameter.shape, parameter.dtype)[name.part].nbytes
 
 
 def _write_tensors(
     directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
 ) -> None:
     """One file at a time, so that no more than a shard is copied to the host at once."""
-    sizes = {name: _at(params, name.path)[name.path[-1]].nbytes for name in names}
+    sizes = {name.name: _num_bytes(name, leaf_at(params, name.path)) for name in names}
     shards: list[list[TensorName]] = [[]]
     for name in names:
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[name] > max_shard_bytes:
+        if shards[-1] and sum(sizes[other.name] for other in shards[-1]) + sizes[name.name] > max_shard_bytes:
             shards.append([])
         shards[-1].append(name)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
-        for name in shard:
-            array = np.asarray(_at(params, name.path)[name.path[-1]])
-            tensors[name.name] = np.ascontiguousarray(array.T if name.transposed else array)
-            weight_map[name.name] = file
+        tensors = {name.name: name.of(np.asarray(leaf_at(params, name.path))) for name in shard}
+        weight_map |= dict.fromkeys(tensors, file)
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         metadata = {"total_size": sum(sizes.values())}

@@ -6,27 +6,29 @@ Data flow: `Architecture` -> specs -> the parameter tree that loading fills and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture
+from quatrain.models.families import Architecture, TensorName, tensor_names
 
 Params = dict[str, Any]
-"""{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [D, V] if untied}."""
+"""{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [V, D] if untied}."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and how it is drawn.
 
-    Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key or value
-    heads x head size), `mlp`, `norm` (never worth splitting). `scale` is the standard deviation of
-    `normal` and the value of `constant`.
+    Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
+    each with its queries), `mlp`, and `group`, `head` and `norm`, which are never split. `scale` is the
+    standard deviation of `normal` and the value of `constant`.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +38,11 @@ class ParamSpec:
 
 
 def param_specs(arch: Architecture) -> Params:
-    """The tree of `ParamSpec`s of `arch`. Matrices are stored [in, out], so that `x @ w` applies them.
+    """The tree of `ParamSpec`s of `arch`. Matrices are stored [*out, in], and those of one input as one.
+
+    `qkv` [K, G + 2, H, D] has for each key/value head its G query heads, its keys and its values; `gate_up`
+    [2, F, D] the gate and what it gates. One product in place of three: a decode step reads weights only, and
+    on a CPU takes two thirds of the time.
 
     Normal weights have standard deviation in**-0.5, divided by sqrt(2 * layers) where they write to the
     residual stream (Radford et al. 2019), so that its variance does not grow with depth.
@@ -48,29 +54,28 @@ def param_specs(arch: Architecture) -> Params:
         "final_norm": _norm(arch, d),
     }
     if not arch.tie_embeddings:
-        specs["lm_head"] = ParamSpec((d, arch.vocab_size), ("embed", "vocab"), "normal", d**-0.5)
+        specs["lm_head"] = specs["embed"]
     return specs
 
 
 def _layer_specs(arch: Architecture) -> dict[str, ParamSpec]:
     d, f = arch.hidden_size, arch.intermediate_size
-    heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    heads, per_kv_head = arch.num_heads * arch.head_dim, arch.num_heads // arch.num_kv_heads + 2
     residual = (2 * arch.num_layers) ** -0.5
     specs = {
         "attention_norm": _norm(arch, d),
-        "q": _matrix(d, heads, ("embed", "heads")),
-        "k": _matrix(d, kv_heads, ("embed", "kv_heads")),
-        "v": _matrix(d, kv_heads, ("embed", "kv_heads")),
-        "o": _matrix(heads, d, ("heads", "embed"), residual),
+        "qkv": _matrix(
+            (arch.num_kv_heads, per_kv_head, arch.head_dim, d), ("kv_heads", "group", "head", "embed")
+        ),
+        "o": _matrix((d, heads), ("embed", "heads"), residual),
         "mlp_norm": _norm(arch, d),
-        "gate": _matrix(d, f, ("embed", "mlp")),
-        "up": _matrix(d, f, ("embed", "mlp")),
-        "down": _matrix(f, d, ("mlp", "embed"), residual),
+        "gate_up": _matrix((2, f, d), ("group", "mlp", "embed")),
+        "down": _matrix((d, f), ("embed", "mlp"), residual),
     }
-    biased = "qkv" * arch.qkv_bias + "o" * arch.output_bias
-    for name in [*biased, *(("gate", "up", "down") if arch.mlp_bias else ())]:
-        out, axis = specs[name].shape[1], specs[name].axes[1]
-        specs[f"{name}_bias"] = ParamSpec((out,), (axis,), "constant", 0.0)
+    biased = ["qkv"] * arch.qkv_bias + ["o"] * arch.output_bias + ["gate_up", "down"] * arch.mlp_bias
+    for name in biased:
+        matrix = specs[name]
+        specs[f"{name}_bias"] = ParamSpec(matrix.shape[:-1], matrix.axes[:-1], "constant", 0.0)
     if arch.qk_norm:
         specs |= {"q_norm": _norm(arch, arch.head_dim), "k_norm": _norm(arch, arch.head_dim)}
     if arch.post_norms:
@@ -78,8 +83,8 @@ def _layer_specs(arch: Architecture) -> dict[str, ParamSpec]:
     return specs
 
 
-def _matrix(rows: int, columns: int, axes: tuple[str, str], factor: float = 1.0) -> ParamSpec:
-    return ParamSpec((rows, columns), axes, "normal", factor * rows**-0.5)
+def _matrix(shape: tuple[int, ...], axes: tuple[str, ...], factor: float = 1.0) -> ParamSpec:
+    return ParamSpec(shape, axes, "normal", factor * shape[-1] ** -0.5)
 
 
 def _norm(arch: Architecture, size: int) -> ParamSpec:
@@ -104,6 +109,30 @@ def _draw(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
     if spec.init == "constant":
         return jnp.full(spec.shape, spec.scale, dtype)
     return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+
+
+def assemble(arch: Architecture, dtype: DTypeLike, read: Callable[[TensorName, np.ndarray], None]) -> Params:
+    """Parameters of `arch` from a checkpoint's tensors, each of which `read` puts into its parameter.
+
+    One parameter at a time is on the host, the largest first, so that memory stays near their size.
+    """
+    params = param_specs(arch)
+    parts: dict[tuple[str | int, ...], list[TensorName]] = {}
+    for name in tensor_names(arch):
+        parts.setdefault(name.path, []).append(name)
+    for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
+        parameter = np.empty(leaf_at(params, path).shape, jnp.dtype(dtype))
+        for name in parts[path]:
+            read(name, parameter)
+        leaf_at(params, path[:-1])[path[-1]] = jax.block_until_ready(jnp.asarray(parameter))
+    return params
+
+
+def leaf_at(params: Any, path: tuple[str | int, ...]) -> Any:
+    """What is at `path` in the tree."""
+    for key in path:
+        params = params[key]
+    return params
 
 
 def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32) -> Params:
