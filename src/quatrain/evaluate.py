@@ -125,8 +125,6 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
     loaded = load_policy(config)
-    engine = build_engine(config, loaded)
-    engine.sync_weights(loaded.params, 0)
     scorer = RewardScorer(config.reward)
     source = load_prompts(
         config.data.eval,
@@ -139,6 +137,8 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     total = len(prompts) * (2 if config.eval.n else 1)
     with Progress(total) as progress:
         progress.phase("evaluation", first=0)
+        engine = build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
+        engine.sync_weights(loaded.params, 0)
         metrics = evaluate(
             engine, scorer, prompts, config.eval, on_progress=lambda done, total: progress.step(done)
         )

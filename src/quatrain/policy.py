@@ -15,7 +15,7 @@ from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
-from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
 
 
@@ -62,8 +62,13 @@ def load_policy(config: Config) -> LoadedPolicy:
     )
 
 
-def build_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
-    """The rollout engine of `loaded`, without weights until `sync_weights`."""
+def build_engine(
+    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None
+) -> RolloutEngine:
+    """The rollout engine of `loaded`, without weights until `sync_weights`.
+
+    `on_progress` is told how far it is, after each of its decode calls.
+    """
     return RolloutEngine(
         loaded.arch,
         config.rollout,
@@ -72,6 +77,7 @@ def build_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
         seed=config.seed,
         dtype=config.model.dtype,
         attention=_attention(config, loaded.arch, prompts=True),
+        on_progress=on_progress,
     )
 
 

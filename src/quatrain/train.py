@@ -5,6 +5,7 @@ The top of the house: called by `quatrain train`. No maths here.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -31,11 +32,12 @@ from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.engine import RolloutEngine, RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.types import AdvantagedBatch, Metric, Metrics
 from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
 
+logger = logging.getLogger(__name__)
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
 
 
@@ -130,7 +132,7 @@ class _Run:
         self.scorer = RewardScorer(config.reward)
         self.prompts = self._load_prompts(config.data.train)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
-        self.engine = build_engine(config, self.loaded)
+        self.engine = build_engine(config, self.loaded, on_progress=self._show_decoding)
         self.advantage = AdvantageEstimator(config.advantage)
         warm = config.sft.steps and not run.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
@@ -285,6 +287,9 @@ class _Run:
         self.progress.stage(name)
         return self.timer.stage(name)
 
+    def _show_decoding(self, decoding: RolloutProgress) -> None:
+        self.progress.detail(str(decoding))
+
     def _record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
         step_s = self.timer.seconds("step")
         rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
@@ -301,6 +306,9 @@ class _Run:
         }
         self.report.log(step, metrics)
         self.report.samples(step, advantaged)
+        gap = logprob_diff_warning(self.config, update)
+        if gap is not None:
+            logger.warning("step %d: %s", step, gap)
         self.progress.step(
             step,
             reward=metrics["reward/mean"].result() if "reward/mean" in metrics else None,
@@ -382,6 +390,23 @@ class _Run:
         if self.config.model.path.startswith("builtin:"):
             event(f"next, a real model: {NEXT_COMMAND}")
         return Summary(self.run.path, steps, self.before, after)
+
+
+def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
+    """What to tell of a step whose sampler and trainer disagree by more than `rollout.logprob_diff_warning`.
+
+    None where they do not, where no token was trained on, and where the key is null.
+    """
+    limit, mean = config.rollout.logprob_diff_warning, update.get("rollout/logprob_diff_mean")
+    if limit is None or mean is None or not mean.result() > limit:
+        return None
+    return (
+        f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats in the mean, "
+        f"{update['rollout/logprob_diff_max'].result():.3g} at most, and rollout.logprob_diff_warning is "
+        f"{limit:g}: the gradient is not that of the policy that was sampled from. Sample without "
+        "rollout.top_p, top_k and min_p, take fewer or smaller optimizer steps on a rollout batch, or set "
+        f"model.dtype to float32 (it is {config.model.dtype}); null switches this warning off"
+    )
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:

@@ -53,6 +53,9 @@ def test_sections_are_frozen():
     ("kind", "values"),
     [
         (RolloutConfig, {"n": 0}),
+        (RolloutConfig, {"max_new_tokens": 0}),
+        (RolloutConfig, {"logprob_diff_warning": 0.0}),
+        (RolloutConfig, {"logprob_diff_warning": -0.1}),
         (RolloutConfig, {"n": "8"}),
         (RolloutConfig, {"n": True}),
         (RolloutConfig, {"n": 8.0}),
@@ -94,6 +97,7 @@ def test_good_values_at_the_bounds():
     assert Config(seed=2**32 - 1).seed == 4294967295
     assert RunConfig(name="gsm8k_2.v-1").name == "gsm8k_2.v-1"
     assert RolloutConfig(stop=["###", "\n\n"]).stop == ("###", "\n\n")
+    assert RolloutConfig(logprob_diff_warning=None).logprob_diff_warning is None
     assert UpdateConfig(clip_low=0).clip_low == 0.0
 
 

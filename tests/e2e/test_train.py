@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from quatrain.config.load import load_config
 from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
+from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
-from quatrain.train import supervise, train
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.train import logprob_diff_warning, supervise, train
 from quatrain.types import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 
@@ -56,7 +59,9 @@ def test_what_a_run_leaves(finished):
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4"]
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert "step 1/4" not in (run / "run.log").read_text()
+    log = (run / "run.log").read_text()
+    assert "step 1/4" not in log
+    assert "log-probabilities of sampler and trainer" not in log
     sample = json.loads((run / "samples" / "step_000003.jsonl").read_text().splitlines()[0])
     assert set(sample["rewards"]) == {"correct", "format", "tag_count"}
     weights = {"correct": 1.0, "format": 0.5, "tag_count": 0.5}
@@ -79,6 +84,65 @@ def test_every_logged_metric_is_documented(finished):
         assert np.isfinite(last[name]), name
     assert last["update/optimizer_steps"] == 4  # 2 epochs of 2 mini-batches
     assert last["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkeypatch, capfd):
+    plain_generate = RolloutEngine.generate
+
+    def shifted(self, prompts, **options):
+        batch = plain_generate(self, prompts, **options)
+        return replace(
+            batch, rollout_logprobs=batch.rollout_logprobs - np.float32(0.25) * batch.completion_mask
+        )
+
+    monkeypatch.setattr(RolloutEngine, "generate", shifted)
+    run = train(_resolved(tmp_path, "shifted", "run.steps=2", "eval.every_steps=0", "sft.steps=0")).run
+    log = (run / "run.log").read_text()
+    for step in (1, 2):
+        said = f"step {step}: log-probabilities of sampler and trainer differ by 0.25 nats in the mean, 0.25 "
+        assert log.count(said) == 1
+    assert "rollout.logprob_diff_warning is 0.05" in log
+    assert "set model.dtype to float32" in log
+    shown = capfd.readouterr().err
+    assert "step 2: log-probabilities of sampler and trainer" in shown
+
+
+@pytest.mark.parametrize(
+    ("limit", "sum_", "count", "warns"),
+    [
+        (0.05, 0.6, 10, True),
+        (0.05, 0.5, 10, False),
+        (None, 9.0, 10, False),
+        (0.05, 0.0, 0, False),
+        (0.7, 6.0, 10, False),
+    ],
+)
+def test_when_a_difference_is_warned_about(tmp_path, limit, sum_, count, warns):
+    option = f"rollout.logprob_diff_warning={'null' if limit is None else limit}"
+    config = _resolved(tmp_path, "x", option).config
+    metrics = {
+        "rollout/logprob_diff_mean": Metric(sum_, count),
+        "rollout/logprob_diff_max": Metric(2.0, reduction="max"),
+    }
+    warning = logprob_diff_warning(config, metrics)
+    assert (warning is not None) == warns
+    if warns:
+        assert "differ by 0.06 nats in the mean, 2 at most" in warning
+    assert logprob_diff_warning(config, {}) is None  # no token was trained on
+
+
+def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "QUIET_INTERVAL_S", 0.0)
+    resolved = _resolved(tmp_path, "shown", "run.steps=1", "sft.steps=0")
+    train(resolved)
+    shown = capfd.readouterr().err
+    ended = r"completions, [\d,]+ tokens/s, 0 slots$"
+    assert re.search(rf"^train 0/1 .*\| evaluation before training: 8/8 {ended}", shown, re.MULTILINE)
+    assert re.search(rf"^train 0/1 .*\| rollout: 16/16 {ended}", shown, re.MULTILINE)
+    assert re.search(r"\| rollout: \d+/16 completions, [\d,]+ tokens/s, [1-9]\d* slots$", shown, re.MULTILINE)
+    evaluate_run(resolved)
+    shown = capfd.readouterr().err
+    assert re.search(rf"^evaluation 0/8 .*\| 8/8 {ended}", shown, re.MULTILINE)
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):

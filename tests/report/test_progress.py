@@ -1,11 +1,20 @@
 import io
 import re
+import time
 
 import pytest
 from rich.console import Console
 
 from quatrain.report import progress as module
 from quatrain.report.progress import Progress
+
+
+def _wait_for(text, out):
+    """Until the display, which is drawn a few times a second, shows `text`."""
+    until = time.perf_counter() + 20
+    while text not in out.getvalue():
+        assert time.perf_counter() < until, out.getvalue()
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -57,17 +66,54 @@ def test_time_left_of_a_resumed_run_counts_only_its_own_steps(clock):
     assert out.getvalue() == "train 91/100 | 0:10 elapsed | 1:30 left\n"
 
 
-def test_a_terminal_gets_one_live_line():
+def test_a_long_step_says_how_far_it_is(clock):
+    """Told every second what is decoded: a line after half a minute of silence, none in short steps."""
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out)) as progress:
+        progress.phase("train")
+        for step in (1, 2):
+            progress.stage("rollout")
+            for done in range(40):
+                clock[0] += 1
+                progress.detail(f"{done}/40 completions")
+            progress.stage("update")
+            clock[0] += 25
+            progress.step(step)
+        progress.stage("export")
+        progress.detail("")
+    assert out.getvalue().splitlines() == [
+        "train 0/3 | 0:30 elapsed | rollout: 29/40 completions",
+        "train 1/3 | 1:05 elapsed | 2:10 left",
+        "train 1/3 | 1:35 elapsed | 3:10 left | rollout: 29/40 completions",
+        "train 2/3 | 2:10 elapsed | 1:05 left",
+    ]
+
+
+def test_a_detail_ends_with_its_stage():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    with Progress(3, console=console) as progress:
+        progress.stage("rollout")
+        progress.detail("7/8 completions")
+        _wait_for("rollout: 7/8 completions", out)
+        progress.stage("reward")
+        _wait_for("reward", out)
+        progress.step(1)
+    assert "completions" not in out.getvalue().split("reward")[1]
+
+
+def test_a_terminal_gets_live_lines():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
     with Progress(10, console=console) as progress:
         progress.phase("train")
         progress.stage("evaluate")
+        _wait_for("evaluate", out)
         progress.step(5, reward=1.5, accuracy=0.25, tokens_per_s=900)
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue())
     assert "train  5/10" in text
     assert "reward 1.500  accuracy 0.250  900 tokens/s" in text
-    assert "evaluate" in text
+    assert "evaluate" not in text.split("train  5/10")[-1]
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
 
 

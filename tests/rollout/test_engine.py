@@ -26,10 +26,25 @@ def _prompts(ids=PROMPTS, first=0):
 
 @pytest.fixture
 def make_engine(small_arch, small_params, tokenizer):
-    def make(*, stop_ids=STOP_IDS, seed=11, arch=small_arch, params=small_params, cache_bytes=None, **config):
+    def make(
+        *,
+        stop_ids=STOP_IDS,
+        seed=11,
+        arch=small_arch,
+        params=small_params,
+        cache_bytes=None,
+        on_progress=None,
+        **config,
+    ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 16, "temperature": 0.9, **config})
         engine = RolloutEngine(
-            arch, settings, tokenizer, stop_ids=stop_ids, seed=seed, cache_bytes=cache_bytes
+            arch,
+            settings,
+            tokenizer,
+            stop_ids=stop_ids,
+            seed=seed,
+            cache_bytes=cache_bytes,
+            on_progress=on_progress,
         )
         engine.sync_weights(params, 5)
         return engine
@@ -306,15 +321,15 @@ def test_groups_are_handed_out_as_they_finish(make_engine):
 
 
 def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
-    engine = make_engine(stop_ids=(), max_new_tokens=24)
-    plain = engine.generate(_prompts())
+    plain = make_engine(stop_ids=(), max_new_tokens=24).generate(_prompts())
     calls = []
 
     def between_calls(progress):
         calls.append(progress)
         engine.sync_weights(small_params, 5 + len(calls))
 
-    batch = engine.generate(_prompts(), on_progress=between_calls)
+    engine = make_engine(stop_ids=(), max_new_tokens=24, on_progress=between_calls)
+    batch = engine.generate(_prompts())
     assert _completion_ids(batch) == _completion_ids(plain)
     versions = batch.policy_version[batch.completion_mask].reshape(15, 24)
     assert versions[0].tolist() == [5] * 9 + [6] * 8 + [7] * 7
@@ -322,14 +337,15 @@ def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
     assert [progress.slots_in_use for progress in calls] == [15, 15, 0]
     assert (calls[-1].completions, calls[-1].total) == (15, 15)
     assert calls[-1].tokens_per_s > 0
+    last = f"15/15 completions, {calls[-1].tokens_per_s:,.0f} tokens/s, 0 slots"
+    assert str(calls[-1]) == last
 
 
 def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     other = jax.tree.map(lambda x: x * 1.1, small_params)
-    engine = make_engine(stop_ids=())
-    before = _completion_ids(engine.generate(_prompts()))
-    engine.sync_weights(small_params, 5)
-    changed = engine.generate(_prompts(), on_progress=lambda _: engine.sync_weights(other, 6))
+    before = _completion_ids(make_engine(stop_ids=()).generate(_prompts()))
+    engine = make_engine(stop_ids=(), on_progress=lambda _: engine.sync_weights(other, 6))
+    changed = engine.generate(_prompts())
     for old, new in zip(before, _completion_ids(changed)):
         assert old[:9] == new[:9]
     assert before != _completion_ids(changed)

@@ -137,6 +137,12 @@ class RolloutConfig(Section):
         description="Sequences that decode at once; derived from memory where null: all of a call, as long "
         "as their cache fits.",
     )
+    logprob_diff_warning: float | None = Field(
+        0.05,
+        gt=0,
+        description="Mean difference of a token's log-probability between sampler and trainer above which a "
+        "step is warned about, in nats; null: never.",
+    )
 
 
 class RewardConfig(Section):

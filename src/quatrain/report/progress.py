@@ -1,7 +1,8 @@
-"""Live progress on stderr: phase, step, stage, reward, accuracy, tokens per second, time left.
+"""Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
 
-`train` drives it beside the stages. In a terminal one line is kept up to date; elsewhere (a file, a
-pipe, a CI log) plain lines are printed, without control characters.
+`train` drives it beside the stages. In a terminal two lines are kept up to date, the second for what is
+being done within the step; elsewhere (a file, a pipe, a CI log) plain lines are printed, without control
+characters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -19,6 +20,8 @@ from quatrain.parallel.hosts import is_main_process
 
 PLAIN_INTERVAL_S = 2.0
 """Least seconds between two plain lines of a phase; its first and last step are always printed."""
+QUIET_INTERVAL_S = 30.0
+"""Seconds without a plain line after which one is printed within a step."""
 _BAR_CELLS = 16
 
 
@@ -30,6 +33,7 @@ class _State:
     total: int = 0
     step: int = 0
     stage: str = ""
+    detail: str = ""
     reward: float | None = None
     accuracy: float | None = None
     tokens_per_s: float | None = None
@@ -47,6 +51,7 @@ class Progress:
         ...
         progress.phase("train")                 # total: that of the run
         progress.stage("rollout")
+        progress.detail("12/32 completions")    # of the stage
         progress.step(1, reward=0.4, tokens_per_s=900)
     ```
     """
@@ -55,13 +60,16 @@ class Progress:
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
         self._enabled = is_main_process()
-        self._live_display = self._console.is_terminal and not self._console.is_dumb_terminal
+        in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live_display = self._enabled and in_terminal
+        self._plain = self._enabled and not in_terminal
         self._live: Live | None = None
         self._printed_at = float("-inf")
         self._state = _State(total=total_steps, started=time.monotonic())
+        self._quiet_since = self._state.started
 
     def __enter__(self) -> Progress:
-        if self._enabled and self._live_display:
+        if self._live_display:
             self._live = Live(
                 get_renderable=self._render,
                 console=self._console,
@@ -75,6 +83,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._state.stage = self._state.detail = ""
             self._live.stop()
             self._live = None
 
@@ -84,13 +93,23 @@ class Progress:
         `first`: the step it stands at; not given, one before the first that `step` is told.
         """
         if self._live is not None and self._state.step:
-            self._console.print(self._render())
+            self._console.print(self._line())
         self._state = _State(name, total or self._total_steps, started=time.monotonic(), first=first)
         self._printed_at = float("-inf")
+        self._quiet_since = self._state.started
 
     def stage(self, text: str) -> None:
         """Show what is being done within the step: rollout, reward, update, checkpoint …"""
-        self._state.stage = text
+        self._state.stage, self._state.detail = text, ""
+
+    def detail(self, text: str) -> None:
+        """Show how far the stage is, until the next stage or step; may be told often.
+
+        Elsewhere than in a terminal, a line that says so comes after QUIET_INTERVAL_S without another.
+        """
+        self._state.detail = text
+        if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
+            self._print_plain(self._doing())
 
     def step(
         self,
@@ -104,23 +123,28 @@ class Progress:
         state = self._state
         if state.first is None:
             state.first = step - 1
-        state.step = step
+        state.step, state.detail = step, ""
         state.reward = state.reward if reward is None else reward
         state.accuracy = state.accuracy if accuracy is None else accuracy
         state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
-        if self._enabled and not self._live_display:
+        now = time.monotonic()
+        if self._plain and (now - self._printed_at >= PLAIN_INTERVAL_S or step == state.total):
+            self._printed_at = now
             self._print_plain()
 
-    def _print_plain(self) -> None:
-        now, state = time.monotonic(), self._state
-        if now - self._printed_at < PLAIN_INTERVAL_S and state.step != state.total:
-            return
-        self._printed_at = now
-        parts = [f"{state.phase} {state.step}/{state.total}", *self._facts()]
+    def _print_plain(self, *more: str) -> None:
+        state = self._state
+        self._quiet_since = time.monotonic()
+        parts = [f"{state.phase} {state.step}/{state.total}", *self._facts(), *more]
         print(" | ".join(parts), file=self._console.file, flush=True)
 
-    def _render(self) -> Text:
-        """One line, cropped at its right end in a narrow terminal."""
+    def _render(self) -> Group:
+        """Lines that are cropped at their right end in a narrow terminal."""
+        doing = self._doing()
+        within = [_cropped(Text(doing, "cyan"))] if doing else []
+        return Group(self._line(), *within)
+
+    def _line(self) -> Text:
         state = self._state
         filled = round(_BAR_CELLS * min(1.0, state.step / max(1, state.total)))
         cells = [
@@ -128,9 +152,11 @@ class Progress:
             Text(f"{state.step}/{state.total}"),
             Text.assemble(("━" * filled, "cyan"), ("━" * (_BAR_CELLS - filled), "bright_black")),
             *(Text(fact) for fact in self._facts()),
-            Text(state.stage, "cyan"),
         ]
-        return Text("  ", no_wrap=True, overflow="crop", end="").join(cells)
+        return _cropped(*cells)
+
+    def _doing(self) -> str:
+        return ": ".join(filter(None, (self._state.stage, self._state.detail)))
 
     def _facts(self) -> list[str]:
         state = self._state
@@ -151,6 +177,10 @@ class Progress:
         if state.first is None or done < 1 or state.step >= state.total:
             return None
         return f"{_clock(elapsed / done * (state.total - state.step))} left"
+
+
+def _cropped(*cells: Text) -> Text:
+    return Text("  ", no_wrap=True, overflow="crop").join(cells)
 
 
 def _clock(seconds: float) -> str:

@@ -31,16 +31,22 @@ CACHE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a call has come."""
+class RolloutProgress:
+    """How far a call of `generate` or `wait` has come."""
 
     completions: int
     total: int
     tokens_per_s: float
     slots_in_use: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.completions}/{self.total} completions, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.slots_in_use} slots"
+        )
 
-OnProgress = Callable[[Progress], None]
+
+OnProgress = Callable[[RolloutProgress], None]
 
 
 class RolloutEngine:
@@ -48,7 +54,8 @@ class RolloutEngine:
 
     `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
     run's. `cache_bytes` bounds the key/value cache; None takes a part of the memory there is. `attention` is
-    the implementation that prompts are computed with (`models.kernels`).
+    the implementation that prompts are computed with (`models.kernels`). `on_progress` is told after each
+    decode call how far `generate` or `wait` has come, in the thread that called it.
 
     The other verbs may be called from another thread while `wait` runs; they take effect between two decode
     calls. `wait` and `generate` go on only after `resume` where `pause` came before.
@@ -65,6 +72,7 @@ class RolloutEngine:
         dtype: str = "float32",
         attention: str = "xla",
         cache_bytes: int | None = None,
+        on_progress: OnProgress | None = None,
     ):
         self.arch = arch
         self.tokenizer = tokenizer
@@ -81,6 +89,7 @@ class RolloutEngine:
         )
         self._max_concurrency = config.max_concurrency
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
+        self._on_progress = on_progress
         self._params: Any = None
         self._version = -1
         self._sync_s = 0.0
@@ -105,7 +114,6 @@ class RolloutEngine:
         *,
         step: int = 0,
         sampling: Sampling | None = None,
-        on_progress: OnProgress | None = None,
     ) -> RolloutBatch:
         """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
 
@@ -115,7 +123,7 @@ class RolloutEngine:
         """
         session = self._new_session(sampling or self.sampling)
         session.submit(prompts, step)
-        return self._collect(session, len(prompts), on_progress)
+        return self._collect(session, len(prompts))
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
         """Queue the prompts; `wait` decodes them.
@@ -135,7 +143,7 @@ class RolloutEngine:
         with self._interruption():
             session.submit(prompts, step)
 
-    def wait(self, count: int, *, on_progress: OnProgress | None = None) -> RolloutBatch:
+    def wait(self, count: int) -> RolloutBatch:
         """Decode until `count` submitted groups are finished; those, in the order of submission.
 
         Waits while paused. Raises ValueError where fewer are in flight, and RuntimeError once closed.
@@ -145,7 +153,7 @@ class RolloutEngine:
             raise ValueError(f"wait is for submitted groups: {there} are in flight, got {count}; submit more")
         if self._session is None:
             return self.generate([])
-        return self._collect(self._session, count, on_progress)
+        return self._collect(self._session, count)
 
     def pause(self) -> None:
         """Let the decode call that runs finish, and start no other before `resume`."""
@@ -189,7 +197,7 @@ class RolloutEngine:
         )
         return Session(sampler, sampling, self._max_concurrency)
 
-    def _collect(self, session: Session, count: int, on_progress: OnProgress | None) -> RolloutBatch:
+    def _collect(self, session: Session, count: int) -> RolloutBatch:
         before, compilations = session.tally, num_compilations()
         began = time.perf_counter()
         while session.num_finished < count:
@@ -199,11 +207,11 @@ class RolloutEngine:
                     raise RuntimeError("the rollout engine was closed while groups were in flight")
                 assert self._params is not None, "sync_weights comes before generate and wait"
                 session.advance(self._params, self._version)
-            if on_progress is not None:
+            if self._on_progress is not None:
                 done = session.tally - before
                 rate = done.decoded_tokens / (time.perf_counter() - began)
                 total = count * session.sampling.n
-                on_progress(Progress(done.completions, total, rate, session.num_live))
+                self._on_progress(RolloutProgress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
         with self._between_calls:
             groups = session.take(count)
