@@ -37,7 +37,7 @@ def _table(arch, params, batch, seed: int) -> TokenTable:
 
 
 def _policy(arch) -> Policy:
-    return Policy(arch, temperature=0.9, remat=False)
+    return Policy(arch, temperature=0.9, remat="none")
 
 
 def _gradient(arch, params, table, cutting, objective):

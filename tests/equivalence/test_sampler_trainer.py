@@ -23,7 +23,7 @@ def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperat
     prompts = [Prompt(i, row, "") for i, row in enumerate(ids)]
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
-    policy = Policy(small_arch, temperature=temperature, remat=True)
+    policy = Policy(small_arch, temperature=temperature, remat="layer")
     trained = table_logprobs(small_params, table, policy=policy, cutting=Cutting(rows=6))
     gap = np.abs(trained - batch.rollout_logprobs)
     assert len(np.unique(batch.completion_lengths)) > 2

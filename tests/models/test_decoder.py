@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 
 
-def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat=False):
+def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat="none"):
     hidden = forward(params, arch, ids, positions, segments, dtype=dtype, remat=remat)
     return logits(params, arch, hidden)
 
@@ -120,7 +120,8 @@ def test_padding_changes_nothing_and_gives_no_nan():
     assert bool(jnp.isfinite(run(params, arch, ids, positions, np.zeros_like(ids))).all())
 
 
-def test_remat_gives_the_same_gradient():
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+def test_remat_gives_the_same_gradient(remat):
     arch, params = small_model()
     inputs = rows(5, 8)
 
@@ -129,7 +130,7 @@ def test_remat_gives_the_same_gradient():
     def gradient(params, remat):
         return jnp.sum(jax.nn.log_softmax(whole(params, arch, *inputs, remat=remat))[..., 3])
 
-    plain, again = gradient(params, remat=False), gradient(params, remat=True)
+    plain, again = gradient(params, remat="none"), gradient(params, remat=remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
     assert float(jnp.abs(plain["layers"][0]["qkv"]).max()) > 0
 

@@ -36,7 +36,7 @@ def make_learner(small_arch):
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
         return Learner(
-            Policy(small_arch, temperature=0.8, remat=False),
+            Policy(small_arch, temperature=0.8, remat="none"),
             config,
             LogprobConfig(max_tokens_per_device=48) if max_tokens else LogprobConfig(micro_batch_size=7),
             optimizer,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from quatrain.models.layers import MASKED, attention_mask, softcap
 
@@ -24,6 +25,8 @@ BLOCK_TOKENS = 64
 BLOCKS_AT_ONCE = {"cpu": 8}
 """By platform. A CPU is fastest on what its caches hold; elsewhere all at once keep the device busy."""
 FAR = np.iinfo(np.int32).max
+ATTENTION_OUTPUT = "attention_output"
+"""What rematerialisation may keep instead of computing attention again, by this name."""
 
 
 @jax.tree_util.register_dataclass
@@ -168,8 +171,9 @@ def _forward(
         return None, ((y / safe[..., None]).astype(q.dtype), peak + jnp.log(safe))
 
     _, (y, log_total) = lax.scan(group, None, (pattern.queries, pattern.keys, pattern.counts))
-    y = _in_order(y, pattern)
-    return y, (q, k, v, pattern, y, _in_order(log_total, pattern))
+    y = checkpoint_name(_in_order(y, pattern), ATTENTION_OUTPUT)
+    log_total = checkpoint_name(_in_order(log_total, pattern), ATTENTION_OUTPUT)
+    return y, (q, k, v, pattern, y, log_total)
 
 
 def _backward(window: int | None, cap: float | None, residuals: Any, dy: jax.Array) -> Any:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.models.attention import seen_by, self_attention
+from quatrain.models.block_attention import ATTENTION_OUTPUT
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.layers import (
     Layer,
@@ -35,6 +36,14 @@ LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """The same, with the number of the layer before."""
+REMAT = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+    ),
+    "layer": jax.checkpoint_policies.nothing_saveable,
+}
+"""What is kept of a layer beside its input: nothing, or products with weights and attention. `none`: all."""
 
 
 def forward(
@@ -46,7 +55,7 @@ def forward(
     *,
     branch_ids: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
     attention: str = "xla",
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm.
@@ -54,9 +63,9 @@ def forward(
     A query attends to keys of its own segment (0 is padding) at its position or before, within the sliding
     window where the layer has one; a row may hold several segments, each with positions from 0. A segment
     may have branches, `branch_ids` [B, T]: those from 1 on see themselves and branch 0, and have positions
-    that follow it. Activations are in `dtype`; norms, rotary embeddings and softmax in float32. `remat`
-    recomputes each layer in the backward pass, keeping its input. `attention` names the implementation of
-    attention (`kernels.choose_attention`).
+    that follow it. Activations are in `dtype`; norms, rotary embeddings and softmax in float32. `remat` says
+    what the backward pass recomputes (`REMAT`), `attention` names the implementation of attention
+    (`kernels.choose_attention`).
     """
     windows = layer_windows(arch)
     seen = {
@@ -79,7 +88,7 @@ def through_layers(
     attend: Attend,
     *,
     dtype: DTypeLike = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
 ) -> jax.Array:
     """Hidden states [B, T, D] of tokens at `positions` [B, T], whose attention is `attend`: see `forward`."""
     x_BTD = params["embed"][input_ids].astype(dtype)
@@ -87,8 +96,10 @@ def through_layers(
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
     angles = _angles(arch, positions)
     for i, layer in enumerate(params["layers"]):
-        run = partial(_layer, arch=arch, attend=partial(attend, i))
-        x_BTD = (jax.checkpoint(run) if remat else run)(x_BTD, layer, angles[arch.layer_type(i)])
+        run: Callable[..., jax.Array] = partial(_layer, arch=arch, attend=partial(attend, i))
+        if remat != "none":
+            run = jax.checkpoint(run, policy=REMAT[remat])
+        x_BTD = run(x_BTD, layer, angles[arch.layer_type(i)])
     return rms_norm(x_BTD, params["final_norm"], arch.norm_eps, arch.norm_offset)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ class Policy:
     arch: Architecture
     temperature: float = 1.0
     dtype: str = "float32"
-    remat: bool = True
+    remat: str = "layer"
     attention: str = "auto"
 
     @property
@@ -117,7 +117,6 @@ def _weighted_loss(
     }
 
 
-@partial(jax.jit, static_argnames=("policy", "objective"), donate_argnames=("total",))
 def _accumulate(
     params: Any, total: tuple[Any, Any], batch: MicroBatch, *, policy: Policy, objective: Objective
 ) -> tuple[Any, Any]:
@@ -128,6 +127,21 @@ def _accumulate(
             "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
             "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
         },
+    )
+
+
+@cache
+def gradient_program() -> Callable[..., tuple[Any, Any]]:
+    """`_accumulate`, compiled so that what is to be computed again is.
+
+    On a CPU, XLA would first take away what keeps the two computations apart, and then merge them.
+    """
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+    return jax.jit(
+        _accumulate,
+        static_argnames=("policy", "objective"),
+        donate_argnames=("total",),
+        compiler_options=options,
     )
 
 
@@ -161,7 +175,7 @@ def sum_gradients(
     for batch in batches:
         if total is None:
             total = _nothing_yet(params, batch, policy, objective)
-        total = _accumulate(params, total, batch, policy=policy, objective=objective)
+        total = gradient_program()(params, total, batch, policy=policy, objective=objective)
     assert total is not None, "a mini-batch has at least one micro-batch"
     return total
 

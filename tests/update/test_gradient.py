@@ -1,0 +1,45 @@
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.config.schema import UpdateConfig
+from quatrain.models.params import abstract_params
+from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.gradient import Policy, gradient_program
+
+
+def _surprise(logprobs, entropy, batch):
+    return -logprobs, {}, {}
+
+
+def _temporary_bytes(arch, batch, remat: str) -> int:
+    """What the gradient of one micro-batch needs beside its inputs and outputs, by the compiler's account."""
+    params = abstract_params(arch)
+    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
+    lowered = gradient_program().lower(
+        params, (params, stats), batch, policy=Policy(arch, remat=remat), objective=_surprise
+    )
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_remat_saves_memory(small_arch):
+    """On a CPU too, where the compiler by itself would merge what is computed twice."""
+    arch = replace(small_arch, num_layers=6)
+    ids = np.arange(4 * 256, dtype=np.int32).reshape(4, 256) % arch.vocab_size
+    real = np.ones(ids.shape, bool)
+    completion = real & (np.arange(256) > 200)
+    columns = {
+        "advantages": completion.astype(np.float32),
+        "rollout_logprobs": -completion.astype(np.float32),
+    }
+    table = TokenTable(ids, real, completion, columns, np.arange(4)).weighted("token_mean", 55)
+    config = UpdateConfig(mini_batch_size=4, max_tokens_per_device=1024)
+    cutting = Cutting.of(config, Policy(arch).packing_cost, num_shards=1, share_prompts=False)
+    (cut,) = cutting.cut(table)
+    none, dots, layer = (
+        _temporary_bytes(arch, cut.fill(table), remat) for remat in ("none", "dots", "layer")
+    )
+    kept = arch.num_layers * 1024 * 4 * arch.hidden_size  # the input of each layer
+    assert kept < layer < 0.8 * dots
+    assert dots < 0.8 * none
