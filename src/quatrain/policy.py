@@ -95,6 +95,6 @@ def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) ->
         loaded.arch,
         temperature=temperature,
         dtype=config.model.dtype,
-        remat=config.model.remat == "layer",
+        remat=config.model.remat,
         attention=config.model.attention,
     )

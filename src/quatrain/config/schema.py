@@ -70,8 +70,10 @@ class ModelConfig(Section):
     param_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Dtype the parameters are kept in."
     )
-    remat: Literal["none", "layer"] = Field(
-        "layer", description="`layer`: recompute each layer in the backward pass, keeping only its input."
+    remat: Literal["none", "dots", "layer"] = Field(
+        "layer",
+        description="What the backward pass recomputes: `layer` all of each layer but its input, `dots` all "
+        "but products with weights and attention (more memory, less time), `none` nothing.",
     )
     attention: Literal["auto", "xla", "cudnn", "pallas", "splash"] = Field(
         "auto",
