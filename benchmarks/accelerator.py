@@ -1,0 +1,596 @@
+"""Every check and figure that needs an accelerator, in one run and one JSON file.
+
+    python benchmarks/accelerator.py --json accelerator.json
+    python benchmarks/accelerator.py --json more.json --only 'update 0.5B*' --only 'gap*'
+    python benchmarks/accelerator.py --json small.json --small       # tiny shapes, on any machine
+
+Weights are random, of the shapes of Qwen2.5: no model, no tokenizer and no network are needed. Sections:
+
+    limits  the machine's own rates: bfloat16 products of matrices, and copying
+    checks  the tests marked `gpu`
+    decode  in bfloat16, against what memory bandwidth allows: each weight, the cache of each group's prompt
+            and of each sampled token read once a step
+    update  optimizer steps in bfloat16 with each attention that can run here, against the rate of matrix
+            products; recomputation (`--remat`) and padding are not counted as work
+    gap     how far the sampler's log-probabilities are from the trainer's
+
+Shares are of `--bandwidth-tb-s` and `--peak-tflops`, and of the rates measured in the same run.
+Each section tells the seconds that its programs took to compile, which are in no other figure but `seconds`
+and `first_step_s`. One that fails keeps what it had measured, with its error, and the exit status is 1. One
+that would overrun `--budget-s` is not begun, and listed so. The file is written after each section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.models.architecture import Architecture
+from quatrain.models.decoder import REMAT
+from quatrain.models.flops import forward_flops
+from quatrain.models.kernels import choose_attention
+from quatrain.models.kv_cache import bytes_per_column
+from quatrain.models.params import init_params, num_params
+from quatrain.rollout.decode import TOKENS_PER_CALL
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Prompt, RolloutBatch
+from quatrain.update.batcher import Cut, Cutting, MicroBatch, TokenTable, describe_cuts
+from quatrain.update.gradient import Policy, init_optimizer, optimizer_step, table_logprobs
+from quatrain.update.learner import PolicyObjective
+from quatrain.update.optimizer import build_optimizer
+
+ROOT = Path(__file__).resolve().parents[1]
+MODES = (("xla", "shared"), ("pallas", "packed"), ("cudnn", "rows"), ("xla", "packed"))
+"""Each attention of the update with the densest layouts of sequences that it knows."""
+LARGEST_GAP = 1e-4
+"""Of log-probabilities in float32 at the highest precision of products, between sampler and trainer."""
+EXPECTED_S: dict[str, float] = {"limits": 10, "checks": 120, "decode": 80, "update": 60, "gap": 25}
+"""Seconds a section is expected to take, until one of its kind was run."""
+SLOWEST_LISTED_S = 0.2
+"""Programs that compile faster are listed as one."""
+
+Figures = dict[str, Any]
+
+
+def qwen25(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Architecture:
+    """The shape of a small Qwen2.5."""
+    return Architecture(
+        family="qwen2",
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_dim=hidden_size // num_heads,
+        max_position=32768,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+    )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is; sizes in sequences, tokens and bytes."""
+
+    shapes: dict[str, Architecture] = field(
+        default_factory=lambda: {"1.5B": qwen25(1536, 8960, 28, 12), "0.5B": qwen25(896, 4864, 24, 14)}
+    )
+    matrix: int = 8192
+    copied_bytes: int = 2**32
+    repeats: int = 20
+    group: int = 8
+    slots: int = 256
+    prompt_tokens: int = 256
+    new_tokens: int = 512
+    sequences: int = 64
+    """Of an optimizer step; completions are log-normal around `median` tokens, `longest` at most."""
+    median: int = 400
+    """Such that packed micro-batches have one width: every other would be compiled too."""
+    longest: int = 1024
+    max_tokens: int = 16384
+    steps: int = 3
+    gap_groups: int = 6
+    gap_tokens: int = 64
+    gap_layers: int = 4
+    """Of the shapes that are sampled from in float32."""
+
+
+SMALL = Scale(
+    shapes={"tiny": replace(qwen25(64, 96, 1, 4), vocab_size=500)},
+    matrix=256,
+    copied_bytes=2**22,
+    repeats=2,
+    slots=16,
+    prompt_tokens=20,
+    new_tokens=40,
+    sequences=16,
+    median=22,
+    longest=40,
+    max_tokens=256,
+    steps=2,
+    gap_groups=2,
+    gap_tokens=12,
+    gap_layers=1,
+)
+
+
+class NotPossible(Exception):
+    """What a section measures does not exist on this machine."""
+
+
+class WithoutText:
+    """Stands where a tokenizer stands: what random weights say is not worth reading."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """No text."""
+        return ""
+
+
+class Compilations:
+    """Seconds that each program took to compile, in this process."""
+
+    def __init__(self) -> None:
+        self._programs: list[tuple[str, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._programs.append((str(about.get("fun_name", "program")), duration_secs))
+
+    def take(self) -> dict[str, list[float]]:
+        """Name of a program -> seconds of each of its compilations since this was last asked."""
+        taken: dict[str, list[float]] = {}
+        for name, seconds in self._programs:
+            shown = name if seconds >= SLOWEST_LISTED_S else "all others"
+            taken.setdefault(shown, []).append(round(seconds, 2))
+        self._programs.clear()
+        if "all others" in taken:
+            taken["all others"] = [round(sum(taken["all others"]), 2)]
+        return taken
+
+
+@dataclass
+class Bench:
+    """What the sections measure with; `limits` are the machine's own rates, once they are known."""
+
+    scale: Scale
+    peak_tflops: float
+    bandwidth_tb_s: float
+    remat: str = "layer"
+    checks_limit_s: float = 240
+    limits: dict[str, float] = field(default_factory=dict)
+    sampled: dict[Architecture, RolloutBatch] = field(default_factory=dict)
+    """What `decode` sampled."""
+    optimizer: Any = field(default_factory=lambda: build_optimizer(OptimizerConfig(), 1000))
+
+    def sections(self) -> Iterator[tuple[str, Callable[[Figures], None]]]:
+        """Name and function of each section, the most wanted first; the function fills its figures in."""
+        yield "limits", self.machine
+        yield "checks", self.checks
+        for number, (name, arch) in enumerate(self.scale.shapes.items()):
+            yield f"decode {name}", partial(self.decode, arch)
+            for attention, layout in MODES:
+                yield f"update {name} {attention} {layout}", partial(self.update, arch, attention, layout)
+            if not number:
+                few = replace(arch, num_layers=self.scale.gap_layers)
+                for precision in ("highest", "default"):
+                    shown = f"gap {name} of {few.num_layers} layers, float32 {precision}"
+                    yield shown, partial(self.float32_gap, few, precision)
+            yield f"gap {name} bfloat16", partial(self.bfloat16_gap, arch)
+
+    def machine(self, figures: Figures) -> None:
+        """Rate of large bfloat16 products of random matrices, and of copying (bytes read and written)."""
+        scale = self.scale
+        size = scale.matrix
+        x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(_key()))
+        # Products of products keep their scale.
+        seconds = chained(jax.jit(jnp.matmul), x, scale.repeats, w * size**-0.5)
+        self.limits["matmul_tflops"] = figures["matmul_tflops"] = 2 * size**3 / seconds / 1e12
+        array = jax.random.normal(_key(), (scale.copied_bytes // 4,), jnp.float32)
+        seconds = chained(jax.jit(lambda x: x + 1, donate_argnums=0), array, scale.repeats)
+        self.limits["copy_tb_s"] = figures["copy_tb_s"] = 2 * scale.copied_bytes / seconds / 1e12
+
+    def checks(self, figures: Figures) -> None:
+        """The tests marked `gpu`, in a process of their own; raises where one fails."""
+        output, status = run_tests(ROOT / "tests" / "gpu", self.checks_limit_s)
+        figures |= count_outcomes(output)
+        if status:
+            figures["output"] = output.splitlines()[-150:]
+            why = ", ".join(figures["failing"]) or f"pytest ended with status {status}"
+            raise RuntimeError(f"not all checks pass: {why}")
+
+    def decode(self, arch: Architecture, figures: Figures) -> None:
+        """Seconds of a decode step of full slots, and the share of what memory bandwidth allows."""
+        scale = self.scale
+        rounds: list[float] = []
+        engine = _engine(
+            arch,
+            scale.group,
+            scale.new_tokens,
+            "bfloat16",
+            on_progress=lambda _: rounds.append(time.perf_counter()),
+        )
+        engine.sync_weights(init_params(arch, _key(), jnp.bfloat16), 0)
+        prompts = random_prompts(arch, scale.slots // scale.group, scale.prompt_tokens)
+        engine.generate(prompts)
+        rounds.clear()
+        began = time.perf_counter()
+        batch = self.sampled[arch] = engine.generate(prompts, step=1)
+        seconds = time.perf_counter() - began
+        metrics = {name: metric.result() for name, metric in batch.metrics.items()}
+        step_s = metrics["rollout/decode_s"] / (scale.new_tokens - 1)
+        tokens = sum(len(prompt.input_ids) for prompt in prompts) + scale.slots * scale.new_tokens / 2
+        weights, cache = 2 * num_params(arch), tokens * bytes_per_column(arch, jnp.bfloat16)
+        rate = (weights + cache) / step_s / 1e12
+        # The first round computes the prompts.
+        quarters = np.array_split(np.diff(rounds) / TOKENS_PER_CALL, 4)
+        figures |= {
+            "seconds_per_step": step_s,
+            "seconds_per_step_by_quarter": [statistics.median(part) for part in quarters],
+            "decode_tokens_per_s": scale.slots / step_s,
+            "tokens_per_s": batch.completion_lengths.sum() / seconds,
+            "prefill_s": metrics["rollout/prefill_s"],
+            "compilations_while_measured": metrics["rollout/compilations"],
+            "weight_bytes": weights,
+            "cache_bytes_mean": cache,
+            "tb_per_s": rate,
+            **_shares(rate, bandwidth=self.bandwidth_tb_s, copy=self.limits.get("copy_tb_s")),
+        }
+
+    def update(self, arch: Architecture, attention: str, layout: str, figures: Figures) -> None:
+        """Seconds of an optimizer step, and the share of the rate of matrix products."""
+        scale = self.scale
+        dtype, packed, shared = "bfloat16", layout != "rows", layout == "shared"
+        choose = partial(choose_attention, arch=arch, platform=jax.default_backend(), dtype=dtype)
+        try:
+            choose(attention, packed=packed, shared=shared)
+        except ValueError as error:
+            raise NotPossible(str(error)) from None
+        figures["auto_picks"] = choose("auto", packed=packed, shared=shared)
+        policy = Policy(arch, dtype=dtype, remat=self.remat, attention=attention)
+        table = random_table(arch, scale)
+        cuts = _cutting(policy, layout, table, scale.max_tokens).cut(table)
+        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
+        for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
+            figures[name] = filled[f"batch/{name}"].result()
+        seconds, figures["grad_norm"] = self._optimizer_steps(policy, [cut.fill(table) for cut in cuts])
+        step_s = statistics.median(seconds[1:])
+        rate = flops / step_s / 1e12
+        figures |= {
+            "seconds_per_step": step_s,
+            "first_step_s": seconds[0],
+            "tokens_per_s": table.lengths.sum() / step_s,
+            "tflop": flops / 1e12,
+            "tflops": rate,
+            **_shares(rate, peak=self.peak_tflops, matmul=self.limits.get("matmul_tflops")),
+            "most_gib_so_far": _most_memory(),
+        }
+
+    def _optimizer_steps(self, policy: Policy, batches: list[MicroBatch]) -> tuple[list[float], float]:
+        """Seconds of each optimizer step, the first of which compiles, and the norm of the last gradient."""
+        params = init_params(policy.arch, _key())
+        state, seconds = init_optimizer(self.optimizer, params), []
+        objective = PolicyObjective(UpdateConfig(), on_policy=True)
+        for _ in range(self.scale.steps + 1):
+            began = time.perf_counter()
+            params, state, applied, metrics = optimizer_step(
+                params, state, batches, policy=policy, objective=objective, optimizer=self.optimizer
+            )
+            jax.block_until_ready((params, state))
+            seconds.append(time.perf_counter() - began)
+            if not applied:
+                raise RuntimeError("an optimizer step has a finite loss and gradient; this one had not")
+        return seconds, metrics["update/grad_norm"].result()
+
+    def float32_gap(self, arch: Architecture, precision: str, figures: Figures) -> None:
+        """The gap in float32, products at this precision; raises where the highest is not enough."""
+        scale = self.scale
+        params = init_params(arch, _key())
+        with jax.default_matmul_precision(precision):
+            engine = _engine(arch, scale.group, scale.gap_tokens, "float32")
+            engine.sync_weights(params, 0)
+            batch = engine.generate(random_prompts(arch, scale.gap_groups, scale.prompt_tokens))
+            figures |= describe_gap(Policy(arch), params, batch, scale.max_tokens)
+        largest = figures["logprob_diff_max"]
+        if precision == "highest" and not largest < LARGEST_GAP:
+            raise RuntimeError(
+                f"sampler and trainer agree to {LARGEST_GAP:g} in float32; they differ by {largest:g}"
+            )
+
+    def bfloat16_gap(self, arch: Architecture, figures: Figures) -> None:
+        """The gap of what `decode` sampled, of as many sequences as fill two micro-batches."""
+        if arch not in self.sampled:
+            raise NotPossible("sequences come from the section decode of this shape, which has none")
+        batch, max_tokens = self.sampled[arch], self.scale.max_tokens
+        rows = 2 * (max_tokens // int(batch.lengths.max()))
+        params = init_params(arch, _key(), jnp.bfloat16)
+        figures |= describe_gap(Policy(arch, dtype="bfloat16"), params, batch, max_tokens, rows)
+
+
+def _shares(rate: float, **limits: float | None) -> dict[str, float]:
+    """`rate` over each limit that is known."""
+    return {f"share_of_{name}": rate / limit for name, limit in limits.items() if limit}
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)
+
+
+def _engine(
+    arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
+) -> RolloutEngine:
+    """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
+    attention = choose_attention("auto", arch, platform=jax.default_backend(), dtype=dtype, packed=True)
+    config = RolloutConfig(n=n, max_new_tokens=new_tokens)
+    return RolloutEngine(
+        arch,
+        config,
+        WithoutText(),
+        stop_ids=(),
+        seed=0,
+        dtype=dtype,
+        attention=attention,
+        on_progress=on_progress,
+    )
+
+
+def random_prompts(arch: Architecture, count: int, tokens: int) -> list[Prompt]:
+    """Prompts of `tokens` random tokens: of equal length, as every other shape would be compiled too."""
+    ids = np.random.default_rng(0).integers(0, arch.vocab_size, (count, tokens)).astype(np.int32)
+    return [Prompt(group, row, "") for group, row in enumerate(ids)]
+
+
+def random_table(arch: Architecture, scale: Scale) -> TokenTable:
+    """Groups with a prompt each and random completions of log-normal lengths, with random advantages."""
+    rng = np.random.default_rng(0)
+    count = scale.sequences // scale.group
+    group_ids = np.repeat(np.arange(count), scale.group)
+    drawn = rng.lognormal(np.log(scale.median), 0.6, len(group_ids))
+    lengths = scale.prompt_tokens + np.clip(drawn, 1, scale.longest).astype(int)
+    columns = np.arange(lengths.max())
+    attention = columns < lengths[:, None]
+    completion = attention & (columns >= scale.prompt_tokens)
+    input_ids = np.where(completion, rng.integers(0, arch.vocab_size, attention.shape), 0).astype(np.int32)
+    prompts = np.stack([prompt.input_ids for prompt in random_prompts(arch, count, scale.prompt_tokens)])
+    input_ids[:, : scale.prompt_tokens] = prompts[group_ids]
+    advantages = np.where(completion, rng.normal(size=(len(group_ids), 1)), 0).astype(np.float32)
+    sampled = {"advantages": advantages, "rollout_logprobs": -completion.astype(np.float32)}
+    table = TokenTable(input_ids, attention, completion, sampled, group_ids)
+    return table.weighted("token_mean", scale.longest)
+
+
+def describe_gap(
+    policy: Policy, params: Any, batch: RolloutBatch, max_tokens: int, rows: int | None = None
+) -> Figures:
+    """Log-probabilities of `policy` minus the sampler's, over the tokens of the first `rows` sequences."""
+    table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
+    table = table.take(np.arange(len(table))[:rows])
+    cutting = Cutting(max_tokens=max_tokens, cost=policy.packing_cost)
+    trained = table_logprobs(params, table, policy=policy, cutting=cutting)
+    mask = table.completion_mask
+    gap = (trained - batch.rollout_logprobs[:rows])[mask].astype(np.float64)
+    return {
+        "logprob_diff_max": np.abs(gap).max(),
+        "logprob_diff_mean": np.abs(gap).mean(),
+        "ratio_max": np.exp(gap).max(),
+        "logprob_mean": trained[mask].mean(),
+        "tokens": mask.sum(),
+    }
+
+
+def _cutting(policy: Policy, layout: str, table: TokenTable, max_tokens: int) -> Cutting:
+    """Micro-batches of `max_tokens` tokens, or of equal numbers of rows with about so many at most."""
+    if layout == "rows":
+        count = -(-len(table) * int(table.lengths.max()) // max_tokens)
+        return Cutting(rows=-(-len(table) // count), cost=policy.packing_cost)
+    return Cutting(max_tokens=max_tokens, cost=policy.packing_cost, share_prompts=layout == "shared")
+
+
+def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> float:
+    """Operations of a forward pass over `cuts` of `table`: a prompt that is shared counts once."""
+    tokens = keys = 0.0
+    for segment in (segment for cut in cuts for line in cut.lines for segment in line):
+        shared, own = segment.shared, table.lengths[segment.rows] - segment.shared
+        tokens += segment.num_tokens
+        keys += shared * (shared + 1) / 2 + float((own * shared + own * (own + 1) / 2).sum())
+    scored = float(table.completion_mask.sum())
+    return forward_flops(arch, tokens=tokens, keys=keys / tokens, scored=scored)
+
+
+def chained(function: Callable[..., jax.Array], x: jax.Array, repeats: int, *others: jax.Array) -> float:
+    """Seconds of one call of x = function(x, ...), among `repeats` that the device is handed at once."""
+    x = jax.block_until_ready(function(x, *others))
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            x = function(x, *others)
+        jax.block_until_ready(x)
+        best = min(best, (time.perf_counter() - began) / repeats)
+    return best
+
+
+def run_tests(folder: Path, limit_s: float) -> tuple[str, int]:
+    """What pytest printed on the tests in `folder` marked `gpu`, and its status; -1 where time ran out."""
+    options = ["-o", "addopts=", "-v", "-rs", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    # By default warnings are errors; here is not the place to learn of a new one.
+    command = [sys.executable, "-m", "pytest", *options, "-W", "default", "-m", "gpu", str(folder)]
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    surroundings = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process has most of the device's memory
+    }
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=surroundings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace"), -1
+    return ended.stdout.decode(errors="replace"), ended.returncode
+
+
+def count_outcomes(output: str) -> Figures:
+    """Tests passed, failed and skipped in what `pytest -v` printed, as far as it came, and which failed."""
+    found = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE)
+    outcomes = {outcome: [name for name, got in found if got == outcome] for _, outcome in found}
+    reasons = re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", output, re.MULTILINE)
+    return {
+        "passed": len(outcomes.get("PASSED", ())),
+        "failed": len(outcomes.get("FAILED", ())) + len(outcomes.get("ERROR", ())),
+        "skipped": len(outcomes.get("SKIPPED", ())),
+        "failing": [*outcomes.get("FAILED", ()), *outcomes.get("ERROR", ())],
+        "why_skipped": sorted(set(reasons)),
+    }
+
+
+def _most_memory() -> float | None:
+    most = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if most is None else most / 2**30
+
+
+def describe_device() -> Figures:
+    """Device, driver and versions."""
+    device = jax.local_devices()[0]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "optax")
+    return {
+        "kind": device.device_kind,
+        "platform": jax.default_backend(),
+        "count": jax.device_count(),
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        "driver": _output(query),
+        "python": sys.version.split()[0],
+        "versions": {name: _version(name) for name in packages if _version(name)},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
+    }
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def run_sections(
+    sections: Sequence[tuple[str, Callable[[Figures], None]]],
+    *,
+    budget_s: float,
+    began: float,
+    save: Callable[[dict[str, Figures]], None],
+) -> dict[str, Figures]:
+    """Run what fits into `budget_s` since `began`; each section's status, seconds and figures."""
+    compilations, expected = Compilations(), dict(EXPECTED_S)
+    done: dict[str, Figures] = {name: {"status": "not begun"} for name, _ in sections}
+    for name, function in sections:
+        kind = name.split()[0]
+        started = time.monotonic()
+        left = budget_s - (started - began)
+        if expected[kind] > left:
+            done[name]["why"] = f"{max(left, 0):.0f} s are left, {expected[kind]:.0f} s are expected"
+            continue
+        figures: Figures = {}
+        status = attempt(function, figures)
+        seconds = time.monotonic() - started
+        if status["status"] == "done":
+            expected[kind] = seconds
+        done[name] = {**status, "seconds": seconds, **figures, "compile_s": compilations.take()}
+        print(name, json.dumps(done[name], default=_plain), flush=True)
+        save(done)
+    save(done)
+    return done
+
+
+def attempt(function: Callable[[Figures], None], figures: Figures) -> Figures:
+    """Run `function`; its status, with the error's first line and place where there was one."""
+    try:
+        function(figures)
+    except NotPossible as reason:
+        return {"status": "not possible", "why": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "site-packages" not in frame.filename]
+        place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+        text = next(iter(str(error).strip().splitlines()), "")
+        return {"status": "failed", "error": f"{type(error).__name__}: {text[:500]} ({place})"}
+    return {"status": "done"}
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's, for JSON; what else there may be as text, so that no figure is lost."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="file the figures are written to")
+    parser.add_argument("--budget-s", type=float, default=450, help="seconds the whole run may take")
+    parser.add_argument("--peak-tflops", type=float, default=790, help="bfloat16 products of the device")
+    parser.add_argument("--bandwidth-tb-s", type=float, default=4.3, help="of the device's memory")
+    parser.add_argument("--remat", choices=("none", *REMAT), default="layer", help="of the update")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="sections to run beside limits")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
+    bench = Bench(SMALL if args.small else Scale(), args.peak_tflops, args.bandwidth_tb_s, args.remat)
+    wanted = ["limits", *(args.only or ["*"])]
+    sections = [
+        (name, function)
+        for name, function in bench.sections()
+        if any(fnmatch(name, pattern) for pattern in wanted)
+    ]
+    report = {
+        "device": describe_device(),
+        "peak_tflops": args.peak_tflops,
+        "bandwidth_tb_s": args.bandwidth_tb_s,
+        "remat": args.remat,
+        "small": args.small,
+    }
+
+    def save(done: dict[str, Figures]) -> None:
+        whole = {**report, "seconds": time.monotonic() - began, "sections": done}
+        args.json.write_text(json.dumps(whole, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+    done = run_sections(sections, budget_s=args.budget_s, began=began, save=save)
+    return int(any(section["status"] == "failed" for section in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

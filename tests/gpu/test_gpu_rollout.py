@@ -1,0 +1,61 @@
+"""Sampler and trainer on the real device: the same log-probabilities, and greedy is the likeliest token."""
+
+import jax
+import numpy as np
+import pytest
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.models.decoder import forward, logits
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Prompt
+from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.gradient import Policy, table_logprobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+LARGEST_GAP = 1e-4
+"""In float32 with products at the highest precision; on such devices the default is TF32."""
+
+
+class _WithoutText:
+    def decode(self, tokens, skip_special_tokens):
+        return ""
+
+
+def _sampled(arch, params, n, attention, **config):
+    """Completions of 16 sequences on eight slots, so that slots are refilled."""
+    settings = RolloutConfig(n=n, max_new_tokens=40, max_concurrency=8, **config)
+    stop_ids = tuple(range(0, arch.vocab_size, 50))
+    engine = RolloutEngine(arch, settings, _WithoutText(), stop_ids=stop_ids, seed=1, attention=attention)
+    engine.sync_weights(params, 0)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, arch.vocab_size, rng.integers(1, 60)).astype(np.int32) for _ in range(16 // n)]
+    return engine.generate([Prompt(i, row, "") for i, row in enumerate(ids)])
+
+
+@pytest.mark.parametrize(("attention", "n"), [("xla", 4), ("pallas", 1), ("pallas", 4)])
+def test_sampler_and_trainer_agree(arch, params, attention, n):
+    """With prompts shared (n of 4) or not, both in slots that are refilled."""
+    with jax.default_matmul_precision("highest"):
+        batch = _sampled(arch, params, n, attention, temperature=0.8)
+        table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
+        policy = Policy(arch, temperature=0.8, attention=attention)
+        trained = table_logprobs(params, table, policy=policy, cutting=Cutting(max_tokens=512))
+    assert len(np.unique(batch.completion_lengths)) > 2
+    assert trained[batch.completion_mask].std() > 0.5
+    assert np.abs(trained - batch.rollout_logprobs).max() < LARGEST_GAP
+
+
+def test_greedy_is_the_argmax_of_the_forward_pass(arch, params):
+    with jax.default_matmul_precision("highest"):
+        batch = _sampled(arch, params, 2, "xla", temperature=0.0)
+        positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
+        segments = batch.attention_mask.astype(np.int32)
+        hidden = forward(params, arch, batch.input_ids, positions, segments)
+        scores = np.asarray(logits(params, arch, hidden))
+    rows, columns = np.nonzero(batch.completion_mask)
+    assert len(rows) > 100
+    assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
