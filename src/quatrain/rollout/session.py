@@ -34,7 +34,7 @@ from quatrain.types import Prompt
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
-FEWEST_COLUMNS = 64
+FEWEST_COLUMNS = 32
 """Of the cache: a ring of own tokens starts with this many and doubles."""
 
 
