@@ -109,7 +109,7 @@ def test_config_prints_json(quatrain, monkeypatch):
 
 EXAMPLE = (
     *("--set", "data.batch_size=60", "--set", "rollout.n=12", "--set", "update.micro_batch_size=8"),
-    *("--devices", "6", "--rollout-tensor-parallel", "2"),
+    *("--devices", "6", "--rollout-mesh", "-1,1,2"),
 )
 
 
@@ -122,13 +122,13 @@ def test_plan_prints_a_table(quatrain):
 
 
 def test_plan_prints_json(quatrain):
-    layout = ("--tensor-parallel", "3", "--processes", "2", "--set", "data.batch_size=1")
+    layout = ("--mesh", "2,1,3", "--processes", "2", "--set", "data.batch_size=1")
     status, out, err = quatrain("plan", *EXAMPLE, *layout, "--set", "rollout.n=1", "--json")
     content = json.loads(out)
     assert status == 0
     assert (content["data_shards"], content["devices_per_process"], content["rollout_replicas"]) == (2, 3, 3)
     assert content["unit"]["data_shards"] == "shards"
-    assert content["why"]["data_shards"] == "D: N / tensor parallelism = 6 / 3"
+    assert content["why"]["data_shards"] == "D: dp x fsdp = 2 x 1"
     assert [warning.split(":")[0] for warning in content["warnings"]] == [
         "more data shards (2) than sequences of an optimizer step (1), padded and masked",
         "update.micro_batch_size (8) is larger than a shard's share of sequences (1), which is what a "
@@ -162,9 +162,9 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
             "error: --set needs KEY=VALUE, as --set rollout.n=16; got 'rollout.n'",
         ),
         (
-            ("plan", "--devices", "6", "--tensor-parallel", "4"),
-            "error: tensor parallelism must divide the devices; got 4 for 6 devices; set it to one of "
-            "1, 2, 3, 6, or change the number of devices",
+            ("plan", "--devices", "6", "--mesh", "1,-1,4"),
+            "error: mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 does not make 6; change a "
+            "number, or change the number of devices",
         ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (

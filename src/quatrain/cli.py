@@ -152,7 +152,7 @@ def config(
 @app.command(
     epilog=_examples(
         "plan",
-        "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --rollout-tensor-parallel 2",
+        "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --mesh 1,-1,1 --rollout-mesh -1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
     )
 )
@@ -161,12 +161,12 @@ def plan(
     set_: SetOption = None,
     devices: Annotated[int, typer.Option(min=1, help="Devices of all processes.")] = 1,
     processes: Annotated[int, typer.Option(min=1, help="Processes the devices belong to.")] = 1,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Devices that share one data shard in training.")
-    ] = 1,
-    rollout_tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Devices that share one replica of the model in the rollout.")
-    ] = 1,
+    mesh: Annotated[
+        str, typer.Option(metavar="DP,FSDP,TP", help="Their arrangement in training; one number may be -1.")
+    ] = "auto",
+    rollout_mesh: Annotated[
+        str, typer.Option(metavar="DP,FSDP,TP", help="Their arrangement in the rollout.")
+    ] = "-1,1,1",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
     ] = False,
@@ -180,8 +180,8 @@ def plan(
         resolved.config,
         devices=devices,
         processes=processes,
-        tp=tensor_parallel,
-        rollout_tp=rollout_tensor_parallel,
+        mesh=mesh,
+        rollout_mesh=rollout_mesh,
     )
     typer.echo(json.dumps(batch_plan.to_dict(), indent=2) if as_json else render(batch_plan))
 

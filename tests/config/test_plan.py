@@ -11,7 +11,7 @@ from quatrain.ops.packing import plan_packing
 
 PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
 FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}
-SIX = {"devices": 6, "rollout_tp": 2}
+SIX = {"devices": 6, "rollout_mesh": "-1,1,2"}
 KEYS = [
     "prompts_per_step",
     "samples_per_prompt",
@@ -21,6 +21,7 @@ KEYS = [
     "processes",
     "devices_per_process",
     "data_shards",
+    "devices_per_shard",
     "rollout_replicas",
     "sequences_per_replica",
     "mini_batch_prompts",
@@ -58,6 +59,7 @@ def test_the_worked_example():
         "processes": 1,
         "devices_per_process": 6,
         "data_shards": 6,
+        "devices_per_shard": 1,
         "rollout_replicas": 3,
         "sequences_per_replica": 240,
         "mini_batch_prompts": 60,
@@ -84,8 +86,9 @@ def test_the_formulas_of_the_worked_example():
         "devices": "N: of all processes",
         "processes": "K: the devices are shared out evenly",
         "devices_per_process": "N / K = 6 / 1",
-        "data_shards": "D: N / tensor parallelism = 6 / 1",
-        "rollout_replicas": "N / rollout tensor parallelism = 6 / 2",
+        "data_shards": "D: dp x fsdp = 1 x 6",
+        "devices_per_shard": "tp: they share the layers' matrices",
+        "rollout_replicas": "dp x fsdp of the rollout mesh = 3 x 1",
         "sequences_per_replica": "P x G / replicas = 720 / 3; 20 prompts x 12",
         "mini_batch_prompts": "P / ceil(P / M) = 60 / ceil(60 / 60); M: update.mini_batch_size",
         "optimizer_steps_per_train_step": "update.epochs x ceil(P / M) = 1 x ceil(60 / 60)",
@@ -192,8 +195,9 @@ def test_sweeps_of_log_probabilities(update, sweeps):
 
 
 def test_the_layout_of_the_devices():
-    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, tp=2, rollout_tp=4)
+    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, mesh="2,-1,2", rollout_mesh="-1,1,4")
     assert (found["devices_per_process"], found["data_shards"], found["rollout_replicas"]) == (4, 4, 2)
+    assert found["devices_per_shard"] == 2
     assert found["sequences_per_replica"] == {"min": 7, "max": 8}
     assert found.to_dict()["why"]["sequences_per_replica"] == (
         "P x G / replicas = floor(15 / 2) to ceil(15 / 2)"
@@ -203,17 +207,10 @@ def test_the_layout_of_the_devices():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (
-            {"devices": 8, "processes": 3},
-            "processes must divide the devices; got 3 for 8 devices; set it to one of 1, 2, 4, 8, or change "
-            "the number of devices",
-        ),
-        ({"devices": 6, "tp": 4}, "tensor parallelism must divide the devices; got 4 for 6 devices; "),
-        ({"rollout_tp": 2}, "rollout tensor parallelism must divide the devices; got 2 for 1 devices; "),
-        ({"devices": 0}, "devices must be at least 1; got 0; set it to 1 or more"),
-        ({"tp": -1}, "tensor parallelism must be at least 1; got -1; "),
-        ({"processes": 0}, "processes must be at least 1; got 0; "),
-        ({"rollout_tp": 0}, "rollout tensor parallelism must be at least 1; got 0; "),
+        ({"devices": 8, "processes": 3}, "got 8 devices and 3 processes; take a number of devices that the"),
+        ({"devices": 6, "mesh": "1,-1,4"}, "mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 "),
+        ({"rollout_mesh": "1,1,2"}, "the rollout mesh multiplies to the number of devices; dp 1, fsdp 1, tp"),
+        ({"devices": 0}, "got 0 devices and 1 processes"),
     ],
 )
 def test_a_layout_that_does_not_come_out_even_is_refused(layout, message):

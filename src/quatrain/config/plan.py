@@ -11,9 +11,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
+from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
@@ -68,51 +69,40 @@ class _Span:
         return self.low if self.low == self.high else {"min": self.low, "max": self.high}
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How many devices there are, and how many of them share a model in training and in sampling."""
+class _Layout(NamedTuple):
+    """How the devices are arranged in training and in sampling."""
 
-    devices: int
     processes: int
-    tp: int
-    rollout_tp: int
-
-    def __post_init__(self) -> None:
-        named = {
-            "processes": self.processes,
-            "tensor parallelism": self.tp,
-            "rollout tensor parallelism": self.rollout_tp,
-        }
-        for name, number in {"devices": self.devices, **named}.items():
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1; got {number}; set it to 1 or more")
-        for name, number in named.items():
-            if self.devices % number:
-                fitting = [str(k) for k in range(1, self.devices + 1) if not self.devices % k]
-                raise ValueError(
-                    f"{name} must divide the devices; got {number} for {self.devices} devices; "
-                    f"set it to one of {', '.join(fitting)}, or change the number of devices"
-                )
+    mesh: MeshShape
+    rollout_mesh: MeshShape
 
     @property
     def shards(self) -> int:
-        return self.devices // self.tp
+        return self.mesh.num_data_shards
 
     @property
     def replicas(self) -> int:
-        return self.devices // self.rollout_tp
+        return self.rollout_mesh.num_data_shards
 
 
 def plan(
-    config: Config, *, devices: int = 1, processes: int = 1, tp: int = 1, rollout_tp: int = 1
+    config: Config,
+    *,
+    devices: int = 1,
+    processes: int = 1,
+    mesh: str = "auto",
+    rollout_mesh: str = "-1,1,1",
 ) -> BatchPlan:
     """The plan of a final configuration (nothing left to derive).
 
-    `devices` and `processes` are those of the whole run, `tp` and `rollout_tp` the devices that share one
-    model in the training and in the rollout mesh. Raises ValueError where one of them does not divide the
-    devices.
+    `devices` and `processes` are those of the whole run, which both meshes arrange (`mesh.resolve_mesh`); by
+    default each device has a replica of the sampler. Raises ValueError where they do not come out even.
     """
-    layout = _Layout(devices, processes, tp, rollout_tp)
+    layout = _Layout(
+        processes,
+        resolve_mesh(mesh, devices, processes),
+        resolve_mesh(rollout_mesh, devices, processes, name="the rollout mesh"),
+    )
     steps, prompts = _mini_batches(config)
     sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
     rows = chain(
@@ -147,7 +137,7 @@ def _step_rows(config: Config) -> Iterator[Row]:
 
 
 def _device_rows(layout: _Layout) -> Iterator[Row]:
-    n, k = layout.devices, layout.processes
+    n, k = layout.mesh.num_devices, layout.processes
     yield Row("devices", n, "devices", "N: of all processes")
     yield Row("processes", k, "processes", "K: the devices are shared out evenly")
     yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
@@ -155,8 +145,9 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
         "data_shards",
         layout.shards,
         "shards",
-        f"D: N / tensor parallelism = {n} / {layout.tp}",
+        f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
     )
+    yield Row("devices_per_shard", layout.mesh.tp, "devices", "tp: they share the layers' matrices")
 
 
 def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
@@ -165,7 +156,7 @@ def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         "rollout_replicas",
         replicas,
         "replicas",
-        f"N / rollout tensor parallelism = {layout.devices} / {layout.rollout_tp}",
+        f"dp x fsdp of the rollout mesh = {layout.rollout_mesh.dp} x {layout.rollout_mesh.fsdp}",
     )
     total = whole * n
     remark = f"; {whole // replicas} prompts x {n}" if whole % replicas == 0 else ""

@@ -1,0 +1,49 @@
+import pytest
+
+from quatrain.config.mesh import MeshShape, resolve_mesh
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "processes", "shape"),
+    [
+        ("1,-1,1", 8, 2, (1, 8, 1)),
+        ("auto", 8, 2, (2, 4, 1)),
+        ("auto", 8, 1, (1, 8, 1)),
+        ("auto", 1, 1, (1, 1, 1)),
+        ("2,2,2", 8, 1, (2, 2, 2)),
+        (" 2, -1 ,2", 12, 3, (2, 3, 2)),
+        ("-1,1,4", 4, 1, (1, 1, 4)),
+        ({"tp": 2, "fsdp": -1}, 8, 1, (1, 4, 2)),
+        ({}, 1, 1, (1, 1, 1)),
+    ],
+)
+def test_what_a_mesh_comes_to(spec, devices, processes, shape):
+    found = resolve_mesh(spec, devices, processes)
+    assert found == MeshShape(*shape)
+    assert found.num_devices == devices
+    assert found.num_data_shards == shape[0] * shape[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("2,2,1", "mesh multiplies to the number of devices; dp 2, fsdp 2, tp 1 does not make 8; change a nu"),
+        ("3,-1,1", "dp 3, fsdp -1, tp 1 does not make 8; change a number, or change the number of devices"),
+        ("-1,-1,1", "-1 for one axis at most; got dp -1, fsdp -1, tp 1"),
+        ("0,-1,1", "at least 1 for each axis, and -1 for one axis at most; got dp 0, fsdp -1, tp 1"),
+        ("1,-2,1", "at least 1 for each axis"),
+        ("1,8", 'mesh is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got \'1,8\''),
+        ("eight", "three numbers .* got 'eight'"),
+        ("", "three numbers .* got ''"),
+        ({"dp": 2, "pp": 4}, "the axes of mesh are dp, fsdp, tp; got pp"),
+        ({"tp": 4}, "dp 1, fsdp 1, tp 4 does not make 8; change a number or set one axis to -1, or change"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_mesh(spec, 8)
+
+
+def test_devices_that_processes_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="got 8 devices and 3 processes"):
+        resolve_mesh("auto", 8, 3)
