@@ -102,8 +102,9 @@ def _stages(
             medians["rollout/decode_s"],
             forward_flops(arch, tokens=sampled, keys=prompt + completion / 2, scored=sampled),
         ),
-        "gradient": (medians["time/update_s"] - sweep_s, 3 * whole),
     }
+    if medians["update/optimizer_steps"] >= 1:  # else no sample had a signal, and nothing was computed
+        stages["gradient"] = (medians["time/update_s"] - sweep_s, 3 * whole)
     return {name: parts for name, parts in stages.items() if min(parts) > 0}
 
 

@@ -27,7 +27,7 @@ def test_what_a_mesh_comes_to(spec, devices, processes, shape):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("2,2,1", "mesh multiplies to the number of devices; dp 2, fsdp 2, tp 1 does not make 8; change a nu"),
+        ("2,2,1", "mesh multiplies to the number of devices; dp 2, fsdp 2, tp 1 does not make 8; change a"),
         ("3,-1,1", "dp 3, fsdp -1, tp 1 does not make 8; change a number, or change the number of devices"),
         ("-1,-1,1", "-1 for one axis at most; got dp -1, fsdp -1, tp 1"),
         ("0,-1,1", "at least 1 for each axis, and -1 for one axis at most; got dp 0, fsdp -1, tp 1"),

@@ -87,7 +87,7 @@ def test_the_formulas_of_the_worked_example():
         "processes": "K: the devices are shared out evenly",
         "devices_per_process": "N / K = 6 / 1",
         "data_shards": "D: dp x fsdp = 1 x 6",
-        "devices_per_shard": "tp: they share the layers' matrices",
+        "devices_per_shard": "tp: N / D = 6 / 6; tensor parallel",
         "rollout_replicas": "dp x fsdp of the rollout mesh = 3 x 1",
         "sequences_per_replica": "P x G / replicas = 720 / 3; 20 prompts x 12",
         "mini_batch_prompts": "P / ceil(P / M) = 60 / ceil(60 / 60); M: update.mini_batch_size",
@@ -195,7 +195,8 @@ def test_sweeps_of_log_probabilities(update, sweeps):
 
 
 def test_the_layout_of_the_devices():
-    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, mesh="2,-1,2", rollout_mesh="-1,1,4")
+    meshes = {"mesh": "2,-1,2", "rollout_mesh": "-1,1,4"}
+    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, **meshes)
     assert (found["devices_per_process"], found["data_shards"], found["rollout_replicas"]) == (4, 4, 2)
     assert found["devices_per_shard"] == 2
     assert found["sequences_per_replica"] == {"min": 7, "max": 8}

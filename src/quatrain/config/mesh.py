@@ -78,9 +78,7 @@ def _sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
         except ValueError:
             numbers = []
         if len(numbers) != len(AXES):
-            raise ValueError(
-                f'{name} is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}'
-            )
+            raise ValueError(f'{name} is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}')
         return dict(zip(AXES, numbers, strict=True))
     unknown = [str(axis) for axis in spec if axis not in AXES]
     if unknown:

@@ -147,7 +147,9 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
         "shards",
         f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
     )
-    yield Row("devices_per_shard", layout.mesh.tp, "devices", "tp: they share the layers' matrices")
+    yield Row(
+        "devices_per_shard", layout.mesh.tp, "devices", f"tp: N / D = {n} / {layout.shards}; tensor parallel"
+    )
 
 
 def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:

@@ -1,0 +1,34 @@
+import pytest
+
+from quatrain.bench import _stages
+from quatrain.config.load import load_config
+from quatrain.models.flops import forward_flops
+
+MEDIANS = {
+    "length/prompt/mean": 10.0,
+    "length/completion/mean": 4.0,
+    "batch/tokens": 100.0,
+    "batch/shared_fraction": 0.2,
+    "rollout/prefill_s": 1.0,
+    "rollout/decode_s": 2.0,
+    "time/update_logprobs_s": 0.5,
+    "time/update_s": 3.0,
+    "update/optimizer_steps": 1.0,
+}
+
+
+@pytest.fixture
+def config():
+    return load_config(None, environ={}).config
+
+
+def test_the_work_of_a_gradient_is_three_forward_passes(config, small_arch):
+    seconds, flops = _stages(config, small_arch, MEDIANS)["gradient"]
+    sampled = config.data.batch_size * config.rollout.n * 4.0
+    assert seconds == 2.5
+    assert flops == 3 * forward_flops(small_arch, tokens=80.0, keys=7.0, scored=sampled)
+
+
+def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):
+    stages = _stages(config, small_arch, {**MEDIANS, "update/optimizer_steps": 0.0})
+    assert list(stages) == ["prefill", "decode"]
