@@ -293,7 +293,7 @@ def test_nothing_to_sample(name):
 
 def test_a_cache_that_cannot_fit_says_what_would(make_engine, small_arch):
     column = 2 * small_arch.num_layers * small_arch.num_kv_heads * small_arch.head_dim * 4
-    small = 7 * (64 + 16) * column + 1
+    small = 7 * (32 + 16) * column + 1
     with pytest.raises(ValueError, match=r"enough for 7; set rollout.max_concurrency to 7 or fewer"):
         make_engine(cache_bytes=small, max_concurrency=8).generate(_prompts())
     fitting = make_engine(cache_bytes=small, max_concurrency=7).generate(_prompts())
