@@ -21,6 +21,9 @@ from quatrain.models.families import Architecture, TensorName, tensor_names
 Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [V, D] if untied}."""
 
+XLA_ALIGNMENT = 64
+"""Bytes."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -121,11 +124,19 @@ def assemble(arch: Architecture, dtype: DTypeLike, read: Callable[[TensorName, n
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
     for path in sorted(parts, key=lambda path: -math.prod(leaf_at(params, path).shape)):
-        parameter = np.empty(leaf_at(params, path).shape, jnp.dtype(dtype))
+        parameter = _aligned(leaf_at(params, path).shape, jnp.dtype(dtype))
         for name in parts[path]:
             read(name, parameter)
         leaf_at(params, path[:-1])[path[-1]] = jax.block_until_ready(jnp.asarray(parameter))
     return params
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that begins where XLA wants it to: a CPU takes over others with a second copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + XLA_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % XLA_ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def leaf_at(params: Any, path: tuple[str | int, ...]) -> Any:
