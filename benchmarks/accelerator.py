@@ -50,6 +50,7 @@ from quatrain.models.flops import forward_flops
 from quatrain.models.kernels import choose_attention
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
+from quatrain.parallel.compilations import COMPILE_EVENT
 from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
@@ -155,7 +156,7 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == COMPILE_EVENT:
             self._programs.append((str(about.get("fun_name", "program")), duration_secs))
 
     def take(self) -> dict[str, list[float]]:

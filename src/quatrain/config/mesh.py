@@ -6,10 +6,9 @@ arrays. Imports no JAX.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
-
-AXES = ("dp", "fsdp", "tp")
 
 
 class MeshShape(NamedTuple):
@@ -53,9 +52,7 @@ def resolve_mesh(
         return MeshShape(num_processes, num_devices // num_processes, 1)
     sizes = _sizes(spec, name)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
-    known = 1
-    for size in sizes.values():
-        known *= 1 if size == -1 else size
+    known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(
             f"{name} has a number of devices of at least 1 for each axis, and -1 for one axis at most; "
@@ -77,13 +74,13 @@ def _sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
             numbers = [int(part) for part in parts]
         except ValueError:
             numbers = []
-        if len(numbers) != len(AXES):
+        if len(numbers) != len(MeshShape._fields):
             raise ValueError(f'{name} is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}')
-        return dict(zip(AXES, numbers, strict=True))
-    unknown = [str(axis) for axis in spec if axis not in AXES]
+        return dict(zip(MeshShape._fields, numbers, strict=True))
+    unknown = [str(axis) for axis in spec if axis not in MeshShape._fields]
     if unknown:
-        raise ValueError(f"the axes of {name} are {', '.join(AXES)}; got {', '.join(unknown)}")
-    return {axis: spec.get(axis, 1) for axis in AXES}
+        raise ValueError(f"the axes of {name} are {', '.join(MeshShape._fields)}; got {', '.join(unknown)}")
+    return {axis: spec.get(axis, 1) for axis in MeshShape._fields}
 
 
 def _written(sizes: Mapping[str, int]) -> str:

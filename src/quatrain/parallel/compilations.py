@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""What JAX tells its listeners of, with the seconds, for each program it compiles."""
 _count = 0
 
 
 def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _count
-    _count += event == _EVENT
+    _count += event == COMPILE_EVENT
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
