@@ -301,6 +301,22 @@ class LoggingConfig(Section):
     samples_per_step: NonNegative = Field(16, description="Completions written to samples/ each step.")
 
 
+class DistributedConfig(Section):
+    """Several processes that train together: how long they wait for each other."""
+
+    start_timeout_s: Count = Field(
+        300, description="Longest wait at the start for the coordinator and for all processes, in seconds."
+    )
+    heartbeat_timeout_s: Count = Field(
+        60, description="Silence after which a process counts as dead and the others end, in seconds."
+    )
+    shutdown_timeout_s: Count = Field(
+        600,
+        description="Longest wait at the end for the other processes, process 0 and its files above all, in "
+        "seconds.",
+    )
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -323,6 +339,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
     def _mini_batch_within_batch(self) -> Self:
