@@ -1,4 +1,4 @@
-"""The command line: `quatrain train | eval | sft | plan | config | export | bench`.
+"""The command line: `quatrain train | eval | sft | launch | plan | config | export | bench`.
 
 Data flow: arguments and `.env` -> `config.load` -> the command's own function. What needs JAX is imported
 inside the commands, so help and configuration answer at once.
@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -47,6 +52,21 @@ SetOption = Annotated[
         show_default=False,
         help="Set one key, as [cyan]rollout.n=16[/]; the value is YAML. Repeatable.",
     ),
+]
+
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        show_default=False,
+        help="Where process 0 is reached, when several processes train together and no cluster says so.",
+    ),
+]
+NumProcessesOption = Annotated[
+    int | None, typer.Option(metavar="N", show_default=False, help="Processes that train together.")
+]
+ProcessIdOption = Annotated[
+    int | None, typer.Option(metavar="I", show_default=False, help="Which of them this one is, from 0.")
 ]
 
 
@@ -93,6 +113,9 @@ def train(
             help="Go on from the last checkpoint of a run (its folder or name), or of the newest one (auto).",
         ),
     ] = None,
+    coordinator: CoordinatorOption = None,
+    num_processes: NumProcessesOption = None,
+    process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement: rollout, reward, advantages, update."""
     if config is None and resume is not None:
@@ -101,9 +124,10 @@ def train(
     if print_config:
         _print_config(resolved)
         return
-    from quatrain.train import train as run
+    with _together(resolved, coordinator, num_processes, process_id) as resolved:
+        from quatrain.train import train as run
 
-    run(resolved, resume=resume)
+        run(resolved, resume=resume)
 
 
 @app.command(
@@ -114,21 +138,64 @@ def train(
         "eval configs/gsm8k_smollm2_cpu.yaml --set model.path=runs/my-run/final",
     ),
 )
-def evaluate(config: ConfigArgument = None, set_: SetOption = None) -> None:
+def evaluate(
+    config: ConfigArgument = None,
+    set_: SetOption = None,
+    coordinator: CoordinatorOption = None,
+    num_processes: NumProcessesOption = None,
+    process_id: ProcessIdOption = None,
+) -> None:
     """Measure a model's accuracy on the evaluation prompts."""
     resolved = _resolve(config, set_)
-    from quatrain.evaluate import evaluate_run
+    with _together(resolved, coordinator, num_processes, process_id) as resolved:
+        from quatrain.evaluate import evaluate_run
+        from quatrain.parallel.hosts import is_main_process
 
-    _print_numbers(evaluate_run(resolved))
+        numbers = evaluate_run(resolved)
+        if is_main_process():
+            _print_numbers(numbers)
 
 
 @app.command(epilog=_examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
-def sft(config: ConfigArgument = None, set_: SetOption = None) -> None:
+def sft(
+    config: ConfigArgument = None,
+    set_: SetOption = None,
+    coordinator: CoordinatorOption = None,
+    num_processes: NumProcessesOption = None,
+    process_id: ProcessIdOption = None,
+) -> None:
     """Train on demonstrations: the supervised warm start by itself."""
     resolved = _resolve(config, set_)
-    from quatrain.train import supervise
+    with _together(resolved, coordinator, num_processes, process_id) as resolved:
+        from quatrain.train import supervise
 
-    supervise(resolved)
+        supervise(resolved)
+
+
+@app.command(
+    epilog=_examples(
+        "launch --processes 2 --devices-per-process 4 -- train",
+        "launch --processes 2 -- train configs/gsm8k_smollm2_cpu.yaml --set run.steps=5",
+    )
+)
+def launch(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND …", show_default=False, help="train, eval or sft, with its own."),
+    ] = None,
+    processes: Annotated[int, typer.Option(metavar="N", help="Processes to start.")] = 2,
+    devices_per_process: Annotated[
+        int, typer.Option(metavar="D", help="CPU devices that each process simulates.")
+    ] = 1,
+    port: Annotated[
+        int | None, typer.Option(show_default=False, help="Port of the coordinator; a free one.")
+    ] = None,
+) -> None:
+    """Run a command in several processes on this machine's CPU, as on several hosts."""
+    from quatrain.parallel.launch import launch as run
+
+    status = run(command or (), processes=processes, devices_per_process=devices_per_process, port=port)
+    raise typer.Exit(status)
 
 
 @app.command(
@@ -233,6 +300,60 @@ def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:
     return resolved
 
 
+@contextmanager
+def _together(
+    resolved: Resolved, coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Iterator[Resolved]:
+    """Joins the processes that run one command, and leaves with them; gives the configuration all have.
+
+    Does nothing in a process that is alone.
+    """
+    from quatrain.parallel import hosts
+
+    settings = resolved.config.distributed
+    hosts.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        start_timeout_s=settings.start_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+    )
+    yield _one_configuration(resolved)
+    hosts.shutdown()
+
+
+def _one_configuration(resolved: Resolved) -> Resolved:
+    """`resolved` as all processes have it; raises ValueError where what they were given differs.
+
+    What every process derives, process 0 decides: a name made of the time is another in each.
+    """
+    from quatrain.config.derive import value_at
+    from quatrain.config.dump import plain
+    from quatrain.config.load import DERIVED
+    from quatrain.parallel.hosts import assert_same, gather_objects
+
+    derived = {key for key, layer in resolved.provenance.items() if layer == DERIVED}
+    first, *others = gather_objects({key: value_at(resolved.config, key) for key in sorted(derived)})
+    config = resolved.config
+    for key, value in first.items():
+        if all(key in other for other in others):
+            section, name = key.split(".")
+            agreed = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: agreed})
+    resolved = replace(resolved, config=config)
+    assert_same("configuration", dict(_by_key(plain(resolved))))
+    return resolved
+
+
+def _by_key(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _by_key(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
     """The configuration kept in the folder of `run` (its path, its name, or `auto`), and the run to resume.
 
@@ -276,15 +397,38 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         _complain("error", "interrupted")
-        sys.exit(INTERRUPTED)
+        _end(INTERRUPTED, "interrupted")
     except Exception as error:
         # Errors with a name of the project's own are meant to be read, as are ValueError and OSError.
         own = type(error).__module__.startswith("quatrain.")
         asked = isinstance(error, ValueError | OSError)
+        message = str(error) or type(error).__name__
+        hosts = _with_others()
+        if hosts is not None:
+            hosts.hear()
         if os.environ.get("QUATRAIN_DEBUG") == "1" or not (own or asked):
-            raise
-        _complain("error", str(error) or type(error).__name__)
-        sys.exit(USER_ERROR if asked else FAILED_RUN)
+            if hosts is None:
+                raise
+            traceback.print_exc()
+            _end(FAILED_RUN, message)
+        _complain("error", message)
+        _end(USER_ERROR if asked else FAILED_RUN, message)
+
+
+def _with_others() -> ModuleType | None:
+    """The module of the processes that run this command together; None in one that is alone."""
+    hosts = sys.modules.get("quatrain.parallel.hosts")
+    return hosts if hosts is not None and hosts.joined() else None
+
+
+def _end(status: int, message: str) -> NoReturn:
+    """Exits with `status`; processes that run the command together with this one hear why, and end too."""
+    hosts = _with_others()
+    if hosts is not None:
+        from quatrain.config.environment import redact
+
+        hosts.abandon(redact(message, os.environ), status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

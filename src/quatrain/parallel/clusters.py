@@ -1,0 +1,126 @@
+"""Which cluster started this process, and its place among the processes that cluster started.
+
+Data flow: variables that SLURM or GKE sets, or the metadata of a TPU VM -> `Place` -> `hosts.initialize`. It
+follows JAX's own detection (same ports, same order of processes), without a wait or an error where there is
+no cluster, and without a cluster of one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+TPU_PORT = 8482
+# SLURM's jobs share hosts: ports 61440 to 65535, by the number of the job.
+SLURM_FIRST_PORT, SLURM_NUM_PORTS = 61440, 4096
+METADATA_TIMEOUT_S = 5.0
+
+Metadata = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that train together; `local_device_ids` None: every device it sees is its own."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+
+
+def detect(environ: Mapping[str, str], metadata: Metadata | None = None) -> Place | None:
+    """This process's place as SLURM, GKE (TPU) or a TPU pod says it; None where there is none, or only one.
+
+    `metadata` reads an attribute of this TPU VM; unless given it asks the metadata server, and only on a
+    machine with a TPU.
+    """
+    place = _slurm(environ) or _tpu(environ, metadata)
+    return place if place is not None and place.num_processes > 1 else None
+
+
+def _slurm(environ: Mapping[str, str]) -> Place | None:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if any(name not in environ for name in names):
+        return None
+    # A shell inside an allocation is a step of one task, whatever the job has.
+    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
+    port = environ.get("JAX_COORDINATOR_PORT") or (
+        SLURM_FIRST_PORT + int(environ["SLURM_JOB_ID"]) % SLURM_NUM_PORTS
+    )
+    return Place(
+        f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
+        num_tasks,
+        int(environ["SLURM_PROCID"]),
+        _slurm_devices(environ, num_tasks),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of hosts: `a`, `a,b`, `a[001-003,7],b`."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST names hosts, as node[1-2]; got {nodes!r}; give --coordinator")
+    return match[1] + (match[2] or "")
+
+
+def _slurm_devices(environ: Mapping[str, str], num_tasks: int) -> tuple[int, ...] | None:
+    """A task that shares its host takes one GPU, unless SLURM shows it no other."""
+    alone = int(environ.get("SLURM_STEP_NUM_NODES", 1)) == num_tasks
+    bound = environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in environ
+    return None if alone or bound else (int(environ["SLURM_LOCALID"]),)
+
+
+def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
+    worker = environ.get("TPU_WORKER_ID")
+    if "tpu" not in (environ.get("JAX_PLATFORMS") or "tpu"):
+        return None
+    slices: Mapping[str, str] = environ
+    if not (hosts and worker) and (metadata is not None or _has_tpu(environ)):
+        read = metadata or (lambda key: _read_metadata(key, environ))
+        hosts, worker = read("worker-network-endpoints"), read("agent-worker-number")
+        slices = {**_assignments(read("tpu-env") or ""), **environ}
+    if not (hosts and worker):
+        return None
+    workers = [_host(endpoint) for endpoint in hosts.split(",")]
+    main = slices.get("MEGASCALE_COORDINATOR_ADDRESS", workers[0]).split(":")[0]
+    before = int(slices.get("MEGASCALE_SLICE_ID", 0)) * len(workers)
+    return Place(
+        f"{main}:{environ.get('JAX_COORDINATOR_PORT') or TPU_PORT}",
+        int(slices.get("MEGASCALE_NUM_SLICES", 1)) * len(workers),
+        before + int(worker),
+    )
+
+
+def _host(endpoint: str) -> str:
+    """The host of `HOST`, `HOST:PORT`, or `NAME:ID:IP` (as TPU VMs once wrote it)."""
+    parts = endpoint.strip().split(":")
+    return parts[2] if len(parts) == 3 else parts[0]
+
+
+def _assignments(text: str) -> dict[str, str]:
+    """The lines `NAME: 'value'` of a TPU VM's `tpu-env`."""
+    return dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*?)'?\s*$", text, re.MULTILINE))
+
+
+def _has_tpu(environ: Mapping[str, str]) -> bool:
+    """Whether this machine has a TPU that JAX could use; a container may be told not to ask for metadata."""
+    devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    installed = importlib.util.find_spec("libtpu") is not None
+    return installed and bool(devices) and "TPU_SKIP_MDS_QUERY" not in environ
+
+
+def _read_metadata(key: str, environ: Mapping[str, str]) -> str | None:
+    server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with without_proxy.open(request, timeout=METADATA_TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return None

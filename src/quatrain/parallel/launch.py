@@ -1,0 +1,222 @@
+"""A local simulation of several hosts: one command in several processes on this machine's CPU.
+
+Called by `quatrain launch`. Each process joins the others as it would on hosts of its own; here their output
+is shown, and the first that fails ends the rest. Needs no JAX itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from quatrain.parallel.roll_call import ANOTHER_FAILED
+
+COMMANDS = ("train", "eval", "sft")
+# Given by `launch` to each process.
+OWN_OPTIONS = ("--coordinator", "--num-processes", "--process-id")
+QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+# Processes that have joined end by themselves when another fails, and say why: they have that long.
+NEWS_S = 3.0
+# How they end then: by `hosts.py`, or by JAX's runtime (SIGABRT).
+FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
+GRACE_S = 10.0
+POLL_S = 0.1
+INTERRUPTED = 130
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int,
+    devices_per_process: int,
+    port: int | None = None,
+    program: Sequence[str] = QUATRAIN,
+    grace_s: float = GRACE_S,
+) -> int:
+    """Runs `command` (`train …`, `eval …` or `sft …`) in `processes` processes; the exit status of all.
+
+    0 where all end with 0; else that of the first that failed, after the others were ended. Raises
+    ValueError for a command that cannot be launched, numbers below 1 and a port that is in use.
+    """
+    _check(command, processes, devices_per_process)
+    coordinator = f"127.0.0.1:{_free_port(port)}"
+    environ = _simulated(os.environ, devices_per_process)
+    children: list[_Child] = []
+    with _ended_by_sigterm():
+        try:
+            for process in range(processes):
+                place = (coordinator, str(processes), str(process))
+                options = [text for pair in zip(OWN_OPTIONS, place) for text in pair]
+                children.append(_Child(process, [*program, *command, *options], environ))
+            return _watch(children, grace_s)
+        except KeyboardInterrupt:
+            print("error: interrupted", file=sys.stderr)
+            _end(children, signal.SIGINT, grace_s)
+            return INTERRUPTED
+        finally:
+            _end(children, signal.SIGKILL, grace_s)
+
+
+def _check(command: Sequence[str], processes: int, devices_per_process: int) -> None:
+    if not command or command[0] not in COMMANDS:
+        came = f"got {command[0]!r}" if command else "nothing came"
+        raise ValueError(
+            f"what is launched is {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, after two dashes; {came}; "
+            "write quatrain launch --processes 2 -- train CONFIG.yaml"
+        )
+    for option, number in (("--processes", processes), ("--devices-per-process", devices_per_process)):
+        if number < 1:
+            raise ValueError(f"{option} is 1 at least; got {number}")
+    own = [text for text in command if text.partition("=")[0] in OWN_OPTIONS]
+    if own:
+        raise ValueError(
+            f"launch gives each process its {', '.join(OWN_OPTIONS)}; got {own[0]}; leave it out"
+        )
+
+
+def _free_port(port: int | None) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port or 0))
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                "--port is a port nobody listens on; "
+                f"got {port} ({getattr(error, 'strerror', None) or error}); "
+                "choose another, or leave it out for a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
+    """The environment of a child: CPU alone, as so many devices, and output as it comes."""
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    return {**environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+class _Child:
+    """A process in a group of its own, whose lines are passed on with its id before them."""
+
+    def __init__(self, process: int, command: Sequence[str], environ: Mapping[str, str]):
+        self.process = process
+        self.ended_at = math.inf
+        self._popen = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._threads = [
+            _started(self._pass_on, self._popen.stdout, sys.stdout),
+            _started(self._pass_on, self._popen.stderr, sys.stderr),
+        ]
+        self._ended = _started(self._note_end)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process itself still runs."""
+        return self._ended.is_alive()
+
+    @property
+    def status(self) -> int:
+        """Exit status of a process that has ended; 128 and the signal's number where one ended it."""
+        status = self._popen.wait()
+        return status if status >= 0 else 128 - status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and its own children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, number)
+
+    def finish_output(self, timeout_s: float) -> None:
+        """Waits until all it wrote is passed on."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+
+    def _note_end(self) -> None:
+        self._popen.wait()
+        self.ended_at = time.monotonic()
+
+    def _pass_on(self, source: IO[str], target: IO[str]) -> None:
+        for line in source:
+            target.write(f"[{self.process}] {line.rstrip()}\n")
+            target.flush()
+
+
+def _started(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(children: Sequence[_Child], grace_s: float) -> int:
+    """Waits for all to end with 0, or for the first that does not; the exit status of that one."""
+    while any(child.running for child in children) and not _failed(children):
+        time.sleep(POLL_S)
+    if _failed(children):
+        _wait(children, NEWS_S)
+    first = _first_to_blame(_failed(children))
+    _end(children, signal.SIGTERM, grace_s)
+    for child in children:
+        child.finish_output(grace_s)
+    if first is None:
+        return 0
+    message = f"error: process {first.process} exited with {first.status}; the others were ended"
+    print(message, file=sys.stderr)
+    return first.status
+
+
+def _failed(children: Sequence[_Child]) -> list[_Child]:
+    return [child for child in children if not child.running and child.status]
+
+
+def _first_to_blame(failed: Sequence[_Child]) -> _Child | None:
+    """The first that failed, and not because another did, where there is one."""
+    return min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at), default=None)
+
+
+def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:
+    """Sends a signal to what still runs, then SIGKILL to what the grace time has not ended."""
+    for child in children:
+        if child.running:
+            child.signal(number)
+    _wait(children, grace_s)
+    for child in children:
+        child.signal(signal.SIGKILL)
+
+
+def _wait(children: Sequence[_Child], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(child.running for child in children):
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an interrupt here: the children have to end with this process."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
