@@ -275,7 +275,9 @@ class Bench:
         flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
-        seconds, figures["grad_norm"] = self._optimizer_steps(policy, [cut.fill(table) for cut in cuts])
+        seconds, figures["grad_norm"] = self._optimizer_steps(
+            policy, [cut.fill(table, policy.mesh) for cut in cuts]
+        )
         step_s = statistics.median(seconds[1:])
         rate = flops / step_s / 1e12
         figures |= {

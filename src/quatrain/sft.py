@@ -35,7 +35,11 @@ def warm_start(
     samples at. `on_step` is told each finished step, counted from 1, and its metrics.
     """
     policy = build_policy(config, loaded, temperature=1.0)
-    learner = SupervisedLearner(policy, config.sft, Cutting.of(config.update, policy.packing_cost))
+    learner = SupervisedLearner(
+        policy,
+        config.sft,
+        Cutting.of(config.update, policy.packing_cost, num_shards=policy.mesh_shape.num_data_shards),
+    )
     params, opt_state = loaded.params, learner.init(loaded.params)
     for step in range(config.sft.steps):
         batch = demonstrations.batch(step, config.sft.batch_size)

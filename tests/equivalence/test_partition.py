@@ -9,6 +9,7 @@ import pytest
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.params import init_params
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
+from quatrain.parallel.mesh import one_device
 from quatrain.update.batcher import Cutting, TokenTable, micro_batches
 from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
 from quatrain.update.learner import PolicyObjective
@@ -41,7 +42,7 @@ def _policy(arch) -> Policy:
 
 
 def _gradient(arch, params, table, cutting, objective):
-    batches = (batch for _, batch in micro_batches(table, cutting))
+    batches = (batch for _, batch in micro_batches(table, cutting, one_device()))
     grads, stats = sum_gradients(params, batches, policy=_policy(arch), objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
@@ -116,7 +117,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
     parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, renamed)]
-    batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting)]
+    batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting, one_device())]
     got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
 

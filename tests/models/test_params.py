@@ -3,9 +3,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.families import builtin_architecture
-from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs
+from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs, partition
 
 ARCH = builtin_architecture("tiny", 64, (1,))
 
@@ -44,3 +47,13 @@ def test_init_scale():
     np.testing.assert_array_equal(params["final_norm"], np.ones(128))
     gemma = replace(ARCH, norm_offset=1.0)
     np.testing.assert_array_equal(init_params(gemma, jax.random.key(0))["final_norm"], np.zeros(128))
+
+
+@pytest.mark.parametrize(("tp", "valid"), [(3, False), (4, True), (8, False), (2, True)])
+def test_tensor_parallelism_divides_the_heads(small_arch, tp, valid):
+    """4 query heads and 2 key/value heads, which 4 devices have one of in pairs."""
+    if valid:
+        assert partition(small_arch, MeshShape(1, 1, tp))["layers"][0]["o"] == PartitionSpec(None, "tp")
+        return
+    with pytest.raises(ValueError, match=f"got tp {tp}; choose one of 1, 2, 4$"):
+        partition(small_arch, MeshShape(1, 1, tp))

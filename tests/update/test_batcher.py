@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from quatrain.ops.packing import DEFAULT_COST
+from quatrain.parallel.mesh import one_device
 from quatrain.update.batcher import (
     Cutting,
     TokenTable,
@@ -22,7 +23,7 @@ def _table() -> TokenTable:
 
 
 def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
-    (rows, batch), (last_rows, last) = micro_batches(_table(), Cutting(rows=2))
+    (rows, batch), (last_rows, last) = micro_batches(_table(), Cutting(rows=2), one_device())
     assert rows.tolist() == [0, 1]
     assert last_rows.tolist() == [2]
     assert batch.input_ids.shape == last.input_ids.shape == batch.targets.shape == (2, 16)
@@ -38,7 +39,7 @@ def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
 
 
 def test_packed_sequences_stand_one_after_another():
-    ((rows, batch),) = micro_batches(_table(), Cutting(max_tokens=10))
+    ((rows, batch),) = micro_batches(_table(), Cutting(max_tokens=10), one_device())
     assert rows.tolist() == [0, 1, 2]
     assert batch.packed
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13, 0]]
@@ -78,7 +79,7 @@ def _group() -> TokenTable:
 
 
 def test_a_group_has_its_prompt_once():
-    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=9, share_prompts=True))
+    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=9, share_prompts=True), one_device())
     assert rows.tolist() == [3, 0, 1, 2]
     assert batch.shared
     assert batch.input_ids.tolist() == [[1, 2, 20, 1, 2, 3, 10, 11, 12]]
@@ -119,7 +120,7 @@ def test_only_tokens_that_are_equal_are_shared():
 
 
 def test_absent_columns_are_zero():
-    _, batch = next(micro_batches(_table(), Cutting(rows=3)))
+    _, batch = next(micro_batches(_table(), Cutting(rows=3), one_device()))
     assert not np.asarray(batch.old_logprobs).any()
 
 

@@ -116,12 +116,12 @@ WHOLE_STEPS = {
 def test_a_training_step_is_the_same_in_rows_and_in_tokens(
     make_learner, make_batch, small_params, name, aggregation
 ):
-    """All of it: old and reference log-probabilities, mini-batches, epochs; over one shard or three."""
+    """All of it: old and reference log-probabilities, mini-batches, epochs."""
     config = {**WHOLE_STEPS[name], "loss_aggregation": aggregation}
     reference = jax.tree.map(lambda x: x * 1.05, small_params)
     batch = make_batch(13, groups=5)
     states = []
-    for cutting in ({"micro_batch_size": 4}, {"max_tokens": 40}, {"max_tokens": 15, "num_shards": 3}):
+    for cutting in ({"micro_batch_size": 4}, {"max_tokens": 40}, {"max_tokens": 15}):
         learner = make_learner(
             config, {"learning_rate": 0.05}, mini_batch_size=3, reference=reference, **cutting
         )

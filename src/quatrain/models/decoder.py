@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from quatrain.models.attention import seen_by, self_attention
@@ -29,7 +30,8 @@ from quatrain.models.layers import (
     rotate,
     softcap,
 )
-from quatrain.models.params import Params
+from quatrain.models.params import Params, gather, partition
+from quatrain.parallel.collectives import axis_index, axis_size, gathered, mesh_here, shared_by, sum_over
 
 Angles = tuple[jax.Array, jax.Array]
 LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -91,16 +93,29 @@ def through_layers(
     remat: str = "none",
 ) -> jax.Array:
     """Hidden states [B, T, D] of tokens at `positions` [B, T], whose attention is `attend`: see `forward`."""
-    x_BTD = params["embed"][input_ids].astype(dtype)
+    specs = partition(arch, mesh_here())
+    x_BTD = _embed(gather(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
     angles = _angles(arch, positions)
     for i, layer in enumerate(params["layers"]):
-        run: Callable[..., jax.Array] = partial(_layer, arch=arch, attend=partial(attend, i))
+        run: Callable[..., jax.Array] = partial(
+            _layer, arch=arch, attend=partial(attend, i), specs=specs["layers"][i]
+        )
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT[remat])
         x_BTD = run(x_BTD, layer, angles[arch.layer_type(i)])
-    return rms_norm(x_BTD, params["final_norm"], arch.norm_eps, arch.norm_offset)
+    final_norm = gather(params["final_norm"], specs["final_norm"])
+    return rms_norm(x_BTD, final_norm, arch.norm_eps, arch.norm_offset)
+
+
+def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax.Array:
+    """Rows of a table, each of which is on one of the `tp` devices where they share the vocabulary."""
+    if len(table_VD) == arch.vocab_size:
+        return table_VD[input_ids]
+    own = input_ids - axis_index("tp") * len(table_VD)
+    there = (own >= 0) & (own < len(table_VD))
+    return sum_over(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), "tp")
 
 
 def layer_windows(arch: Architecture) -> list[int | None]:
@@ -109,20 +124,47 @@ def layer_windows(arch: Architecture) -> list[int | None]:
     return [windows[arch.layer_type(i)] for i in range(arch.num_layers)]
 
 
-def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
-    """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned."""
-    weight = params["embed" if arch.tie_embeddings else "lm_head"].astype(hidden.dtype)
+def output_head(params: Params, arch: Architecture) -> jax.Array:
+    """[V, D]: what `project` multiplies hidden states with; of a shared vocabulary, this device's part."""
+    name = "embed" if arch.tie_embeddings else "lm_head"
+    return gather(params[name], partition(arch, mesh_here())[name])
+
+
+def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Array:
+    """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned.
+
+    Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
+    """
+    weight = head_VD.astype(hidden.dtype)
     scores = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
     return softcap(scores, arch.final_softcap)
 
 
+def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
+    """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
+    scores = project(output_head(params, arch), arch, hidden)
+    axis = vocabulary_axis(arch)
+    return scores if axis is None else gathered(scores, axis, scores.ndim - 1)
+
+
+def vocabulary_axis(arch: Architecture) -> str | None:
+    """The axis of the mesh here whose devices each have a part of the vocabulary; None where all have all."""
+    tp = axis_size("tp")
+    return "tp" if tp > 1 and arch.vocab_size % tp == 0 else None
+
+
 def _layer(
-    x_BTD: jax.Array, layer: Layer, angles: Angles, arch: Architecture, attend: LayerAttend
+    x_BTD: jax.Array, layer: Layer, angles: Angles, arch: Architecture, attend: LayerAttend, specs: Layer
 ) -> jax.Array:
-    """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them.
+
+    The weights are brought together here, so that a layer computed again in the backward pass holds none
+    meanwhile. Each `tp` device computes its heads and its columns of the MLP.
+    """
+    layer = gather(layer, specs, x_BTD.dtype)
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
     y_BTNH = attend(*_queries_keys_values(norm(x_BTD, layer["attention_norm"]), layer, angles, arch))
-    y_BTD = linear(y_BTNH.reshape(*x_BTD.shape[:2], -1), layer, "o")
+    y_BTD = linear(y_BTNH.reshape(*x_BTD.shape[:2], -1), layer, "o", sum_axis="tp")
     x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
     y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
     return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD)
@@ -134,12 +176,33 @@ def _queries_keys_values(
     """Rotated queries, scaled for the dot product, rotated keys, and values."""
     B, T, _ = x_BTD.shape
     norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    heads_BTKXH = linear(x_BTD, layer, "qkv")
-    q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, arch.num_heads, arch.head_dim)
+    heads_BTKXH = linear(shared_by(x_BTD, "tp"), _own_heads(layer, arch), "qkv")
+    q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, arch.head_dim)
     k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
     if arch.qk_norm:
-        q_BTNH, k_BTKH = norm(q_BTNH, layer["q_norm"]), norm(k_BTKH, layer["k_norm"])
+        q_norm, k_norm = (shared_by(layer[name], "tp") for name in ("q_norm", "k_norm"))
+        q_BTNH, k_BTKH = norm(q_BTNH, q_norm), norm(k_BTKH, k_norm)
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
+
+
+def _own_heads(layer: Layer, arch: Architecture) -> Layer:
+    """`layer` with the rows of `qkv` and its bias that are this device's.
+
+    They lie there already, but for more `tp` devices than key/value heads: then some share one of those, and
+    each takes its part of the query heads.
+    """
+    if arch.num_kv_heads % axis_size("tp") == 0:
+        return layer
+    sharing = axis_size("tp") // arch.num_kv_heads
+    number = axis_index("tp")
+
+    def own(rows: jax.Array) -> jax.Array:
+        head = lax.dynamic_index_in_dim(shared_by(rows, "tp"), number // sharing, 0)
+        queries = (head.shape[1] - 2) // sharing
+        first = number % sharing * queries
+        return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)
+
+    return {**layer, **{name: own(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}}
 
 
 def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.gguf_header import GGUFHeader, TensorInfo, read_header
@@ -44,8 +45,10 @@ _LAYER_NAMES = {
 }
 
 
-def load_gguf(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Architecture, Params]:
-    """The model in the GGUF file at `path`, its weights dequantised to `dtype`.
+def load_gguf(
+    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> tuple[Architecture, Params]:
+    """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 
     Architectures: llama and qwen2. Tensor types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K. Tensors are
     read one at a time, the largest first, so that memory stays near the size of the parameters.
@@ -66,7 +69,7 @@ def load_gguf(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Archite
     def read(name: TensorName, parameter: np.ndarray) -> None:
         _read_into(parameter, name, header, tensors[_gguf_name(name.name)], gguf, arch)
 
-    return arch, assemble(arch, dtype, read)
+    return arch, assemble(arch, dtype, read, mesh)
 
 
 def _gguf_package() -> ModuleType:

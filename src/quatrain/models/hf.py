@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -37,8 +38,10 @@ HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load_hf(directory: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Architecture, Params]:
-    """The model in a local Hugging Face directory, its parameters in `dtype`.
+def load_hf(
+    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> tuple[Architecture, Params]:
+    """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
     Weights come from model.safetensors or the shards of its index, a block at a time and the largest tensor
     first, so that memory peaks near the size of the parameters. Stop tokens are those of config.json and of
@@ -60,7 +63,7 @@ def load_hf(directory: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Arch
     def read(name: TensorName, parameter: np.ndarray) -> None:
         _read_tensor(files[name.name], name, parameter)
 
-    return arch, assemble(arch, dtype, read)
+    return arch, assemble(arch, dtype, read, mesh)
 
 
 def save_hf(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from quatrain.models.families import Architecture, RopeScaling
+from quatrain.parallel.collectives import shared_by, sum_over
 
 Layer = Mapping[str, jax.Array]
 
@@ -53,8 +54,10 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def linear(x: jax.Array, layer: Layer, name: str) -> jax.Array:
+def linear(x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None) -> jax.Array:
     """x [..., in] times a matrix [*out, in], plus the bias where the layer has one: [..., *out].
+
+    Along `sum_axis` of a mesh each device has a part of the inputs, and the products are added up.
 
     Weights are cast to the activations' dtype. Rows and columns are joined for the product: on a CPU the
     gradient of the weights, a contraction over both, is three times as fast over one.
@@ -62,6 +65,7 @@ def linear(x: jax.Array, layer: Layer, name: str) -> jax.Array:
     weight = layer[name]
     y = x.reshape(-1, x.shape[-1]) @ weight.reshape(-1, x.shape[-1]).T.astype(x.dtype)
     y = y.reshape(*x.shape[:-1], *weight.shape[:-1])
+    y = y if sum_axis is None else sum_over(y, sum_axis)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -123,6 +127,6 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def mlp(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
     """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
-    gate, up = jnp.unstack(linear(x_BTD, layer, "gate_up"), axis=-2)
+    gate, up = jnp.unstack(linear(shared_by(x_BTD, "tp"), layer, "gate_up"), axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    return linear(gate * up, layer, "down")
+    return linear(gate * up, layer, "down", sum_axis="tp")

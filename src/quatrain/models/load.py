@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
@@ -35,8 +36,9 @@ def load_model(
     seed: int = 0,
     vocab_size: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    mesh: Mesh | None = None,
 ) -> Model:
-    """The model at `path`, its parameters in `dtype`.
+    """The model at `path`, its parameters in `dtype` on `mesh`, by default one device.
 
     `builtin:NAME` is drawn from `seed` for a tokenizer with `vocab_size` and `eos_token_ids`, which the
     other kinds read from their own files: a `.gguf` file, a local Hugging Face directory, or a hub id.
@@ -46,12 +48,12 @@ def load_model(
         if vocab_size is None:
             raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
         arch = builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
-        return Model(arch, init_params(arch, jax.random.key(seed), dtype))
+        return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
     if path.endswith(".gguf"):
         from quatrain.models.gguf import load_gguf
 
-        return Model(*load_gguf(local_path(path), dtype))
-    return Model(*load_hf(model_directory(path), dtype))
+        return Model(*load_gguf(local_path(path), dtype, mesh))
+    return Model(*load_hf(model_directory(path), dtype, mesh))
 
 
 def model_directory(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""One tree of parameter specs, from which abstract values, initial values and (later) shardings follow.
+"""One tree of parameter specs, from which abstract values, initial values and shardings follow.
 
 Data flow: `Architecture` -> specs -> the parameter tree that loading fills and the decoder reads.
 """
@@ -14,9 +14,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from quatrain.config.mesh import MeshShape
 from quatrain.models.families import Architecture, TensorName, tensor_names
+from quatrain.parallel.collectives import gathered, shared_by
+from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
+from quatrain.parallel.sharding import partition_spec
 
 Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [V, D] if untied}."""
@@ -99,27 +104,79 @@ def is_spec(leaf: object) -> bool:
     return isinstance(leaf, ParamSpec)
 
 
-def init_params(arch: Architecture, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random parameters for `arch`; the key of each is folded from its place in the tree."""
+def partition(arch: Architecture, mesh: MeshShape) -> Params:
+    """The tree of `PartitionSpec`s: how the parameters of `arch` lie on `mesh`.
+
+    Raises ValueError where the `tp` devices of `mesh` cannot share a layer.
+    """
+    valid = [tp for tp in range(1, arch.num_heads + 1) if _divides_layers(arch, tp)]
+    if mesh.tp not in valid:
+        raise ValueError(
+            f"tensor parallelism divides the {arch.num_heads} query heads and the {arch.intermediate_size} "
+            f"columns of the MLP, and divides or is a multiple of the {arch.num_kv_heads} key/value heads; "
+            f"got tp {mesh.tp}; choose one of {', '.join(map(str, valid))}"
+        )
+    return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
+
+
+def _divides_layers(arch: Architecture, tp: int) -> bool:
+    kv_heads = arch.num_kv_heads
+    return not (arch.num_heads % tp or arch.intermediate_size % tp or (kv_heads % tp and tp % kv_heads))
+
+
+def gather(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
+    """Parameters whole along `fsdp`, where they are used, in a function mapped over a mesh.
+
+    `specs` are their partition specs. Matrices travel in `dtype`; gradients are added up on the way back.
+    """
+
+    def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if "fsdp" not in spec:
+            return shared_by(parameter, "fsdp")
+        return gathered(parameter, "fsdp", spec.index("fsdp"), dtype if parameter.ndim > 1 else None)
+
+    return jax.tree.map(one, params, specs)
+
+
+def init_params(
+    arch: Architecture, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> Params:
+    """Random parameters for `arch`, made where they lie on `mesh`, by default one device.
+
+    The key of each is folded from its place in the tree; values do not depend on the mesh.
+    """
+    mesh = mesh or one_device()
     specs, structure = jax.tree.flatten(param_specs(arch), is_leaf=is_spec)
+    places = jax.tree.leaves(shardings(mesh, partition(arch, mesh_shape(mesh))))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(specs)))
-    drawn = [_draw(keys[i], spec, jnp.dtype(dtype)) for i, spec in enumerate(specs)]
+    seeds = np.asarray(jax.random.key_data(keys))
+    drawn = [_draw(seeds[i], spec, jnp.dtype(dtype), places[i]) for i, spec in enumerate(specs)]
     return jax.tree.unflatten(structure, drawn)
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def _draw(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
+@partial(jax.jit, static_argnames=("spec", "dtype", "sharding"))
+def _draw(seed: Any, spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
     if spec.init == "constant":
-        return jnp.full(spec.shape, spec.scale, dtype)
-    return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+        drawn = jnp.full(spec.shape, spec.scale, dtype)
+    else:
+        key = jax.random.wrap_key_data(seed)
+        drawn = (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+    return jax.lax.with_sharding_constraint(drawn, sharding)
 
 
-def assemble(arch: Architecture, dtype: DTypeLike, read: Callable[[TensorName, np.ndarray], None]) -> Params:
-    """Parameters of `arch` from a checkpoint's tensors, each of which `read` puts into its parameter.
+def assemble(
+    arch: Architecture,
+    dtype: DTypeLike,
+    read: Callable[[TensorName, np.ndarray], None],
+    mesh: Mesh | None = None,
+) -> Params:
+    """Parameters of `arch` on `mesh`, by default one device, from a checkpoint's tensors.
 
-    One parameter at a time is on the host, the largest first, so that memory stays near their size.
+    `read` puts each tensor into its parameter. One parameter at a time is on the host, the largest first, so
+    that memory stays near the size of what lies on this process's devices.
     """
-    params = param_specs(arch)
+    mesh = mesh or one_device()
+    params, places = param_specs(arch), shardings(mesh, partition(arch, mesh_shape(mesh)))
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
     for name in tensor_names(arch):
         parts.setdefault(name.path, []).append(name)
@@ -127,7 +184,8 @@ def assemble(arch: Architecture, dtype: DTypeLike, read: Callable[[TensorName, n
         parameter = _aligned(leaf_at(params, path).shape, jnp.dtype(dtype))
         for name in parts[path]:
             read(name, parameter)
-        leaf_at(params, path[:-1])[path[-1]] = jax.block_until_ready(jnp.asarray(parameter))
+        placed = jax.block_until_ready(place(parameter, leaf_at(places, path)))
+        leaf_at(params, path[:-1])[path[-1]] = placed
     return params
 
 

@@ -39,6 +39,7 @@ def token_logprobs(
     *,
     chunk: int,
     num_live: jax.Array | int | None = None,
+    vocabulary_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target token and entropy of its distribution, at the sampling temperature.
 
@@ -56,6 +57,9 @@ def token_logprobs(
         chunk: tokens per chunk, >= 1; need not divide N (`default_chunk` bounds the memory).
         num_live: the first so many tokens are asked for, by default all N. It may be traced: chunks past it
             are not computed, and their tokens have 0 for both results.
+        vocabulary_axis: in a function mapped over a mesh, the axis whose devices each have an equal part of
+            the vocabulary, in order, and get the logits of that part from `logits_fn`. The gradients of
+            `hidden` are then each device's part of the sum, those of parameters its own.
 
     Returns:
         (logprobs [N] float32, entropy [N] float32).
@@ -78,7 +82,7 @@ def token_logprobs(
         return logits_fn(chunk_hidden).astype(jnp.float32) / jnp.float32(temperature)
 
     pure, constants = jax.closure_convert(scaled, hidden[0])
-    outputs = _by_chunks(pure, hidden, targets, live, tuple(constants))
+    outputs = _by_chunks(pure, vocabulary_axis, hidden, targets, live, tuple(constants))
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
@@ -99,19 +103,29 @@ def _check(hidden: jax.Array, targets: jax.Array, temperature: float, chunk: int
     return hidden.shape[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_chunks(
-    logits_fn: LogitsFn, hidden: jax.Array, targets: jax.Array, live: jax.Array, constants: Arrays
+    logits_fn: LogitsFn,
+    axis: str | None,
+    hidden: jax.Array,
+    targets: jax.Array,
+    live: jax.Array,
+    constants: Arrays,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(logits_fn, hidden, targets, live, constants)[0]
+    return _forward(logits_fn, axis, hidden, targets, live, constants)[0]
 
 
 def _forward(
-    logits_fn: LogitsFn, hidden: jax.Array, targets: jax.Array, live: jax.Array, constants: Arrays
+    logits_fn: LogitsFn,
+    axis: str | None,
+    hidden: jax.Array,
+    targets: jax.Array,
+    live: jax.Array,
+    constants: Arrays,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     def one_chunk(i: jax.Array, results: Arrays) -> Arrays:
-        values = _statistics(logits_fn(hidden[i], *constants), targets[i])
+        values = _statistics(logits_fn(hidden[i], *constants), targets[i], axis)
         return tuple(result.at[i].set(value) for result, value in zip(results, values, strict=True))
 
     empty = jnp.zeros(targets.shape, jnp.float32)
@@ -119,21 +133,26 @@ def _forward(
     return (logprobs, entropy), (hidden, targets, live, constants, entropy, log_total)
 
 
-def _statistics(logits: jax.Array, targets: jax.Array) -> Arrays:
+def _statistics(logits: jax.Array, targets: jax.Array, axis: str | None) -> Arrays:
     """Log-probability of the target, entropy, and log of the sum of exponentials of each row."""
     peak = logits.max(axis=-1, keepdims=True)
+    peak = peak if axis is None else lax.pmax(peak, axis)
     shifted = logits - peak
     weights = jnp.exp(shifted)
     total = weights.sum(axis=-1)
     # A logit of -inf (a forbidden token) has weight 0 and must add nothing, where 0 * -inf is NaN.
-    mean_shifted = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1) / total
-    # A masked sum, not a gather: it stays local on a vocabulary split over devices.
-    target = jnp.where(_is_target(logits, targets), shifted, 0.0).sum(axis=-1)
+    weighted = (weights * jnp.where(weights > 0, shifted, 0.0)).sum(axis=-1)
+    # A masked sum, not a gather: the target may be in another device's part of the vocabulary.
+    target = jnp.where(_is_target(logits, targets, axis), shifted, 0.0).sum(axis=-1)
+    if axis is not None:
+        total, weighted, target = lax.psum((total, weighted, target), axis)
     log_total = jnp.log(total)
-    return target - log_total, log_total - mean_shifted, log_total + peak[:, 0]
+    return target - log_total, log_total - weighted / total, log_total + peak[:, 0]
 
 
-def _backward(logits_fn: LogitsFn, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+def _backward(
+    logits_fn: LogitsFn, axis: str | None, residuals: Any, cotangents: tuple[jax.Array, jax.Array]
+) -> Any:
     hidden, targets, live, constants, entropy, log_total = residuals
     by_logprob, by_entropy = cotangents
 
@@ -144,7 +163,7 @@ def _backward(logits_fn: LogitsFn, residuals: Any, cotangents: tuple[jax.Array, 
         probs = jnp.exp(logprobs)
         surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
         weight = by_logprob[i][:, None]
-        to_logits = jnp.where(_is_target(logits, targets[i]), weight, 0.0) - probs * (
+        to_logits = jnp.where(_is_target(logits, targets[i], axis), weight, 0.0) - probs * (
             weight + by_entropy[i][:, None] * surprise
         )
         hidden_grad, *constant_grads = pull(to_logits)
@@ -159,8 +178,9 @@ def _backward(logits_fn: LogitsFn, residuals: Any, cotangents: tuple[jax.Array, 
     return to_hidden, None, None, to_constants
 
 
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+def _is_target(logits: jax.Array, targets: jax.Array, axis: str | None) -> jax.Array:
+    first = 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
+    return lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None] - first
 
 
 _by_chunks.defvjp(_forward, _backward)

@@ -19,11 +19,13 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from quatrain.config.schema import LogprobConfig, UpdateConfig
 from quatrain.ops.ladder import round_up
 from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing
+from quatrain.parallel.mesh import data_sharding, place
 from quatrain.types import Metric
 
 T = TypeVar("T")
@@ -281,13 +283,15 @@ class Cut:
         """Tokens computed, padding included."""
         return len(self.lines) * self.width
 
-    def fill(self, table: TokenTable) -> MicroBatch:
-        """The micro-batch of these sequences of `table`."""
+    def fill(self, table: TokenTable, mesh: Mesh) -> MicroBatch:
+        """The micro-batch of these sequences of `table`, its lines spread over the data shards of `mesh`."""
         buffers = _Buffers((len(self.lines), self.width))
         for line, segments in enumerate(self.lines):
             for number, segment in enumerate(segments, start=1):
                 buffers.add(line, number, segment, table)
-        return MicroBatch(**jax.device_put(buffers.arrays), packed=self.packed, shared=self.shared)
+        sharding = data_sharding(mesh)
+        arrays = {name: place(array, sharding) for name, array in buffers.arrays.items()}
+        return MicroBatch(**arrays, packed=self.packed, shared=self.shared)
 
 
 class _Buffers:
@@ -332,10 +336,10 @@ class _Buffers:
         self.scored[line] = stop
 
 
-def micro_batches(table: TokenTable, cutting: Cutting) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """(row numbers, in the order their scored tokens come; micro-batch) for each part of `table`."""
     for cut in cutting.cut(table):
-        yield cut.sequences, cut.fill(table)
+        yield cut.sequences, cut.fill(table, mesh)
 
 
 def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:

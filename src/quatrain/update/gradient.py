@@ -7,7 +7,7 @@ of weight x token loss; the gradient is the plain sum over micro-batches and not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from quatrain.models.decoder import forward, logits
+from quatrain.config.mesh import MeshShape
+from quatrain.models.decoder import forward, output_head, project, vocabulary_axis
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
+from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_chunk, token_logprobs
 from quatrain.ops.packing import PackingCost
+from quatrain.parallel.collectives import shared_by
+from quatrain.parallel.mesh import DATA_AXES, mesh_shape, one_device, shardings
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 
@@ -32,13 +37,24 @@ tokens, metrics logged as the largest over tokens; each [R, K] under its logged 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a micro-batch becomes log-probabilities: model, sampling temperature, dtype; static."""
+    """How a micro-batch becomes log-probabilities: model, sampling temperature, dtype, devices; static."""
 
     arch: Architecture
     temperature: float = 1.0
     dtype: str = "float32"
     remat: str = "layer"
     attention: str = "auto"
+    mesh: Mesh = field(default_factory=one_device)
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The sizes of the mesh's axes."""
+        return mesh_shape(self.mesh)
+
+    @property
+    def partition(self) -> Any:
+        """The tree of partition specs of the parameters."""
+        return partition(self.arch, self.mesh_shape)
 
     @property
     def packing_cost(self) -> PackingCost:
@@ -50,7 +66,10 @@ class Policy:
         return PackingCost(linear=float(linear), quadratic=float(heads))
 
     def logprobs(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
-        """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
+        """Log-probability and entropy [R, K] of each scored token at the sampling temperature.
+
+        In a function mapped over the mesh: of this data shard's lines, from this device's parameters.
+        """
         hidden = forward(
             params,
             self.arch,
@@ -73,32 +92,48 @@ class Policy:
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
         lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
         scored = (lines + batch.predictors).reshape(-1)[order]
+        head = output_head(params, self.arch)
         results = token_logprobs(
-            lambda h: logits(params, self.arch, h),
-            hidden.reshape(-1, hidden.shape[-1])[scored],
+            lambda h: project(head, self.arch, h),
+            shared_by(hidden, "tp").reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
             self.temperature,
             chunk=default_chunk(self.arch.vocab_size, jax.default_backend()),
             num_live=batch.mask.sum(),
+            vocabulary_axis=vocabulary_axis(self.arch),
         )
         back = jnp.argsort(order)
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
         return logprobs, entropy
 
+    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` of what each device has, as one of arrays on the mesh."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
 
 @partial(jax.jit, static_argnames=("policy",))
-def score(params: Any, batch: MicroBatch, *, policy: Policy) -> jax.Array:
-    """[R, K] float32 log-probabilities of a micro-batch's scored tokens; forward only."""
-    return jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
+def score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array, jax.Array]:
+    """[R, K] float32 log-probabilities of a micro-batch's scored tokens, and its mask; forward only.
+
+    Both are on every device.
+    """
+
+    def own(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
+        logprobs = jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
+        return jax.lax.all_gather((logprobs, batch.mask), DATA_AXES, tiled=True)
+
+    return policy.mapped(own, (policy.partition, PartitionSpec(DATA_AXES)), PartitionSpec())(params, batch)
 
 
 def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
     """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
     result = np.zeros(table.completion_mask.shape, np.float32)
-    for sequences, batch in micro_batches(table, cutting):
-        scored = np.asarray(score(params, batch, policy=policy))
+    for sequences, batch in micro_batches(table, cutting, policy.mesh):
+        scored, mask = (np.asarray(x) for x in score(params, batch, policy=policy))
         part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
-        part[table.completion_mask[sequences]] = scored[np.asarray(batch.mask)]
+        part[table.completion_mask[sequences]] = scored[mask]
         result[sequences] = part
     return result
 
@@ -120,14 +155,28 @@ def _weighted_loss(
 def _accumulate(
     params: Any, total: tuple[Any, Any], batch: MicroBatch, *, policy: Policy, objective: Objective
 ) -> tuple[Any, Any]:
-    grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
-    return (
-        jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[0], grads),
-        {
-            "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
-            "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
-        },
-    )
+    def own(params: Any, total: tuple[Any, Any], batch: MicroBatch) -> tuple[Any, Any]:
+        grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
+        stats = {
+            "sum": jax.lax.psum(stats["sum"], DATA_AXES),
+            "max": jax.lax.pmax(stats["max"], DATA_AXES),
+        }
+        return (
+            jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads),
+            {
+                "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
+                "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
+            },
+        )
+
+    totals = (_copies(policy.partition), PartitionSpec())
+    in_specs = (policy.partition, totals, PartitionSpec(DATA_AXES))
+    return policy.mapped(own, in_specs, totals)(params, total, batch)
+
+
+def _copies(specs: Any) -> Any:
+    """Specs of a gradient's total [dp, ...]: each copy of the model has its own until the step is applied."""
+    return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), specs)
 
 
 @cache
@@ -148,16 +197,28 @@ def gradient_program() -> Callable[..., tuple[Any, Any]]:
 def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> tuple[Any, Any]:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
     _, stats = jax.eval_shape(partial(_weighted_loss, policy=policy, objective=objective), params, batch)
-    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), {
-        "sum": {name: jnp.float32(0) for name in stats["sum"]},
-        "max": {name: jnp.float32(-jnp.inf) for name in stats["max"]},
+    copies = policy.mesh_shape.dp
+    everywhere = NamedSharding(policy.mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda p, sharding: _filled((copies, *p.shape), 0.0, sharding),
+        params,
+        shardings(policy.mesh, _copies(policy.partition)),
+    ), {
+        "sum": {name: _filled((), 0.0, everywhere) for name in stats["sum"]},
+        "max": {name: _filled((), -jnp.inf, everywhere) for name in stats["max"]},
     }
+
+
+@partial(jax.jit, static_argnames=("shape", "value", "sharding"))
+def _filled(shape: tuple[int, ...], value: float, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.full(shape, value, jnp.float32), sharding)
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))
 def _apply(
-    params: Any, opt_state: Any, grads: Any, loss: jax.Array, *, optimizer: optax.GradientTransformation
+    params: Any, opt_state: Any, total: Any, loss: jax.Array, *, optimizer: optax.GradientTransformation
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
+    grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -170,7 +231,11 @@ def _apply(
 def sum_gradients(
     params: Any, batches: Iterable[MicroBatch], *, policy: Policy, objective: Objective
 ) -> tuple[Any, dict[str, dict[str, jax.Array]]]:
-    """Gradient (float32, like `params`) of the summed loss, and summed metrics, over all micro-batches."""
+    """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
+
+    The gradient is float32 and like `params` but for a first axis, over the `dp` copies of the model, which
+    is yet to be summed.
+    """
     total: tuple[Any, Any] | None = None
     for batch in batches:
         if total is None:
@@ -181,8 +246,21 @@ def sum_gradients(
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """Optimizer state with float32 moments, whatever the dtype the parameters are kept in."""
-    return jax.jit(lambda p: optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), p)))(params)
+    """Optimizer state with float32 moments, whatever the dtype of the parameters, each where its one lies."""
+    masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    places = optax.tree_map_params(
+        optimizer,
+        lambda _, like: like.sharding,
+        jax.eval_shape(optimizer.init, masters),
+        masters,
+        transform_non_params=lambda _: everywhere,
+    )
+    init = jax.jit(
+        lambda p: optimizer.init(jax.tree.map(lambda x: x.astype(jnp.float32), p)), out_shardings=places
+    )
+    return init(params)
 
 
 def optimizer_step(

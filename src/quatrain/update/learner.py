@@ -108,7 +108,7 @@ class Learner:
 
     `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
     spans. `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0.
-    `num_shards` are the data shards every micro-batch is spread over.
+    Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class Learner:
         total_steps: int,
         seed: int,
         reference: Any = None,
-        num_shards: int = 1,
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
@@ -131,7 +130,12 @@ class Learner:
         self.mini_batch_size = update.mini_batch_size
         shares = update.shares_prompts(policy.attention)
         self.cutting, self.logprob_cutting = (
-            Cutting.of(section, policy.packing_cost, num_shards=num_shards, share_prompts=shares)
+            Cutting.of(
+                section,
+                policy.packing_cost,
+                num_shards=policy.mesh_shape.num_data_shards,
+                share_prompts=shares,
+            )
             for section in (update, logprob)
         )
         self.max_new_tokens = max_new_tokens
@@ -217,7 +221,7 @@ class Learner:
             return state
         began = time.perf_counter()
         cuts = self.cutting.cut(mini)
-        batches = [cut.fill(mini) for cut in cuts]
+        batches = [cut.fill(mini, self.policy.mesh) for cut in cuts]
         totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(

@@ -55,7 +55,7 @@ class SupervisedLearner:
         params, opt_state, applied, metrics = optimizer_step(
             params,
             opt_state,
-            (batch for _, batch in micro_batches(table, self.cutting)),
+            (batch for _, batch in micro_batches(table, self.cutting, self.policy.mesh)),
             policy=self.policy,
             objective=negative_log_likelihood,
             optimizer=self.optimizer,

@@ -1,0 +1,83 @@
+"""What devices that compute together tell each other, in functions mapped over a mesh by `shard_map`.
+
+Called by the model and the gradient. Outside of such a function every axis has one device, and each of these
+gives back what it is given: there is one model code for one device and for many.
+
+The gradients are those of a loss that is the sum over the data shards of what each computes, and that the
+devices of a `tp` axis compute alike. `shard_map` has to be called with check_vma=False.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from quatrain.config.mesh import MeshShape
+
+
+def axis_size(axis: str) -> int:
+    """Devices along `axis` of the mesh that the function is mapped over."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def axis_index(axis: str) -> jax.Array | int:
+    """Which of them this device is."""
+    return lax.axis_index(axis) if axis_size(axis) > 1 else 0
+
+
+def mesh_here() -> MeshShape:
+    """The mesh that the function is mapped over."""
+    return MeshShape(*(axis_size(axis) for axis in MeshShape._fields))
+
+
+def sum_over(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of every device's `x`, where the gradient of the sum is that of each."""
+    return x if axis_size(axis) == 1 else _sum(x, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum(x: jax.Array, axis: str) -> jax.Array:
+    return lax.psum(x, axis)
+
+
+_sum.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
+
+
+def shared_by(x: jax.Array, axis: str) -> jax.Array:
+    """`x`, alike on all devices of `axis`, each of which uses it for its own part: gradients are added up."""
+    return x if axis_size(axis) == 1 else _shared(x, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _shared(x: jax.Array, axis: str) -> jax.Array:
+    return x
+
+
+_shared.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
+
+
+def gathered(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
+    """The devices' parts of `x` joined along `dim`; they travel in `dtype`, gradients are added in float32."""
+    return x if axis_size(axis) == 1 else _gather(x, axis, dim, jnp.dtype(dtype or x.dtype), x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, axis: str, dim: int, dtype: jnp.dtype, own: jnp.dtype) -> jax.Array:
+    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _scatter(
+    axis: str, dim: int, dtype: jnp.dtype, own: jnp.dtype, _: None, dy: jax.Array
+) -> tuple[jax.Array]:
+    dx = lax.psum_scatter(dy.astype(jnp.float32), axis, scatter_dimension=dim, tiled=True)
+    return (dx.astype(own),)
+
+
+_gather.defvjp(lambda x, axis, dim, dtype, own: (_gather(x, axis, dim, dtype, own), None), _scatter)
