@@ -64,7 +64,7 @@ _shared.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis
 
 
 def gathered(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
-    """The devices' parts of `x` joined along `dim`; they travel in `dtype`, gradients are added in float32."""
+    """The devices' parts of `x` joined along `dim`; they travel in `dtype`, gradients add up in float32."""
     return x if axis_size(axis) == 1 else _gather(x, axis, dim, jnp.dtype(dtype or x.dtype), x.dtype)
 
 
