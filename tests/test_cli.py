@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from quatrain import cli
+from quatrain.parallel import hosts
 
-COMMANDS = ("train", "eval", "sft", "plan", "config", "export", "bench")
+COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
 
 
@@ -332,6 +333,92 @@ def test_help_lists_the_commands_with_examples(quatrain):
         assert status == 0
         assert "Examples" in out
         assert f"quatrain {command}" in out
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
+    places = []
+    monkeypatch.setattr(hosts, "initialize", lambda *place, **timeouts: places.append((place, timeouts)))
+    stand_in(monkeypatch, "train", "train", lambda resolved, *, resume: None)
+    sys.modules["quatrain.train"].supervise = lambda resolved: None
+    stand_in(monkeypatch, "evaluate", "evaluate_run", lambda resolved: {})
+    place = ("--coordinator", "10.0.0.2:8476", "--num-processes", "2", "--process-id", "1")
+    assert quatrain(command, *place, "--set", "distributed.start_timeout_s=9")[0] == 0
+    timeouts = {"start_timeout_s": 9, "heartbeat_timeout_s": 60, "shutdown_timeout_s": 600}
+    assert places == [(("10.0.0.2:8476", 2, 1), timeouts)]
+
+
+def test_half_a_place_is_an_error(quatrain):
+    status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
+    assert status == 2
+    assert err.startswith("error: --coordinator, --num-processes, --process-id come together; got only")
+
+
+def test_what_every_process_derives_process_0_decides(quatrain, monkeypatch):
+    names, compared = [], {}
+
+    def gather(mine):
+        assert mine["data.eval"] == "builtin:arithmetic-heldout"
+        assert "logging.wandb" in mine
+        return [{"run.name": "of-0", "logging.wandb": "offline"}, {**mine, "run.name": "of-1"}]
+
+    monkeypatch.setattr(hosts, "gather_objects", gather)
+    monkeypatch.setattr(hosts, "assert_same", lambda what, values: compared.update({what: values}))
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: names.append((resolved.config.run.name, resolved.config.logging.wandb)),
+    )
+    assert quatrain("train", "--set", "seed=3")[0] == 0
+    assert names == [("of-0", "offline")]
+    values = compared["configuration"]
+    assert (values["run.name"], values["seed"], values["reward.functions.correct"]) == ("of-0", 3, 1.0)
+
+
+def test_a_given_name_is_not_taken_from_process_0(quatrain, monkeypatch):
+    names = []
+    monkeypatch.setattr(hosts, "gather_objects", lambda mine: [{"run.name": "of-0"}, mine])
+    monkeypatch.setattr(hosts, "assert_same", lambda what, values: None)
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: names.append(resolved.config.run.name),
+    )
+    assert quatrain("train", "--set", "run.name=mine")[0] == 0
+    assert names == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told", "shown"),
+    [
+        (
+            ValueError("bad rows of hunter2-token"),
+            2,
+            "bad rows of [redacted]",
+            "error: bad rows of [redacted]",
+        ),
+        (KeyError("x"), 1, "'x'", "Traceback"),
+        (KeyboardInterrupt(), 130, "interrupted", ""),
+    ],
+)
+def test_the_other_processes_hear_of_an_error(quatrain, monkeypatch, error, status, told, shown):
+    heard = []
+
+    def fail(resolved, *, resume):
+        monkeypatch.setattr(hosts, "joined", lambda: True)
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    monkeypatch.setattr(hosts, "hear", lambda: heard.append("waited for news"))
+    monkeypatch.setattr(hosts, "abandon", lambda message, status: heard.append((message, status)))
+    stand_in(monkeypatch, "train", "train", fail)
+    ended, _, err = quatrain("train")
+    assert ended == status
+    assert err.startswith(shown)
+    assert heard[-1] == (told, status)
+    assert heard[:-1] == ([] if status == 130 else ["waited for news"])
 
 
 def test_version(quatrain):

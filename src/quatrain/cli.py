@@ -319,7 +319,10 @@ def _together(
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         shutdown_timeout_s=settings.shutdown_timeout_s,
     )
-    yield _one_configuration(resolved)
+    try:
+        yield _one_configuration(resolved)
+    except KeyboardInterrupt:
+        _end(INTERRUPTED, "interrupted")
     hosts.shutdown()
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -85,7 +86,8 @@ def initialize(
         lines = {0: roll_call.answer_roll(*arguments)}
     host, _ = roll_call.split_address(place.coordinator)
     # SIGTERM ends a process, alone or not; JAX's service would only take note of it.
-    jax.config.update("jax_enable_preemption_service", False)
+    with suppress(AttributeError):  # the name of a service some versions may not have
+        jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator,
         coordinator_bind_address=place.coordinator if roll_call.is_loopback(host) else None,
@@ -98,10 +100,8 @@ def initialize(
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
     global _membership
-    _membership = _Membership(
-        roll_call.Lines(place.process_id, lines, _end_after, silence_s=heartbeat_timeout_s),
-        shutdown_timeout_s,
-    )
+    open_lines = roll_call.Lines(place.process_id, lines, _end_after, silence_s=heartbeat_timeout_s)
+    _membership = _Membership(open_lines, shutdown_timeout_s)
 
 
 def _given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place | None:
@@ -199,8 +199,11 @@ def abandon(message: str, status: int = FAILED) -> None:
 
 
 def _end_after(process: int, message: str) -> NoReturn:
-    """Called when another process has failed or died; the main thread may wait for it in a collective."""
-    logger.error("process %d of %d %s", process, jax.process_count(), message)
+    """Called when another process has failed or died; the main thread may wait for it in a collective.
+
+    Asks JAX nothing: where no device was used yet, it would wait for the one that is gone.
+    """
+    logger.error("process %d %s", process, message)
     _exit(roll_call.ANOTHER_FAILED)
 
 

@@ -51,17 +51,13 @@ def launch(
     coordinator = f"127.0.0.1:{_free_port(port)}"
     environ = _simulated(os.environ, devices_per_process)
     children: list[_Child] = []
-    with _ended_by_sigterm():
+    with _interrupts() as interrupted:
         try:
             for process in range(processes):
                 place = (coordinator, str(processes), str(process))
                 options = [text for pair in zip(OWN_OPTIONS, place) for text in pair]
                 children.append(_Child(process, [*program, *command, *options], environ))
-            return _watch(children, grace_s)
-        except KeyboardInterrupt:
-            print("error: interrupted", file=sys.stderr)
-            _end(children, signal.SIGINT, grace_s)
-            return INTERRUPTED
+            return _watch(children, interrupted, grace_s)
         finally:
             _end(children, signal.SIGKILL, grace_s)
 
@@ -122,7 +118,7 @@ class _Child:
         )
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
-        self._threads = [
+        self.readers = [
             _started(self._pass_on, self._popen.stdout, sys.stdout),
             _started(self._pass_on, self._popen.stderr, sys.stderr),
         ]
@@ -144,20 +140,15 @@ class _Child:
         with suppress(ProcessLookupError):
             os.killpg(self._popen.pid, number)
 
-    def finish_output(self, timeout_s: float) -> None:
-        """Waits until all it wrote is passed on."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))
-
     def _note_end(self) -> None:
         self._popen.wait()
         self.ended_at = time.monotonic()
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
-        for line in source:
-            target.write(f"[{self.process}] {line.rstrip()}\n")
-            target.flush()
+        with source:
+            for line in source:
+                target.write(f"[{self.process}] {line.rstrip()}\n")
+                target.flush()
 
 
 def _started(function: Callable[..., None], *arguments: object) -> threading.Thread:
@@ -166,16 +157,19 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
     return thread
 
 
-def _watch(children: Sequence[_Child], grace_s: float) -> int:
+def _watch(children: Sequence[_Child], interrupted: threading.Event, grace_s: float) -> int:
     """Waits for all to end with 0, or for the first that does not; the exit status of that one."""
     while any(child.running for child in children) and not _failed(children):
-        time.sleep(POLL_S)
+        if interrupted.wait(POLL_S):
+            print("error: interrupted", file=sys.stderr)
+            _end(children, signal.SIGINT, grace_s)
+            _finish_output(children, grace_s)
+            return INTERRUPTED
     if _failed(children):
         _wait(children, NEWS_S)
     first = _first_to_blame(_failed(children))
     _end(children, signal.SIGTERM, grace_s)
-    for child in children:
-        child.finish_output(grace_s)
+    _finish_output(children, grace_s)
     if first is None:
         return 0
     message = f"error: process {first.process} exited with {first.status}; the others were ended"
@@ -200,6 +194,7 @@ def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:
     _wait(children, grace_s)
     for child in children:
         child.signal(signal.SIGKILL)
+    _wait(children, grace_s)
 
 
 def _wait(children: Sequence[_Child], timeout_s: float) -> None:
@@ -208,15 +203,24 @@ def _wait(children: Sequence[_Child], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def _finish_output(children: Sequence[_Child], timeout_s: float) -> None:
+    """Waits until all that they wrote is passed on."""
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        for reader in child.readers:
+            reader.join(max(deadline - time.monotonic(), 0))
+
+
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is an interrupt here: the children have to end with this process."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _interrupts() -> Iterator[threading.Event]:
+    """Set by SIGINT and SIGTERM, which end this process only after its children, even those just started."""
+    interrupted = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: interrupted.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        yield
+        yield interrupted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

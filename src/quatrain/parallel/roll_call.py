@@ -56,26 +56,30 @@ def call_roll(address: str, num_processes: int, timeout_s: float) -> dict[int, s
     started = time.monotonic()
     deadline = started + timeout_s
     lines: dict[int, socket.socket] = {}
-    try:
-        with _listen(address) as server:
+    with contextlib.ExitStack() as arrived:
+        try:
+            server = arrived.enter_context(_listen(address))
             while len(lines) < num_processes - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 line, hello = _accept(server)
                 if hello is not None:
-                    lines[_checked(hello, num_processes, lines)] = line
+                    arrived.enter_context(line)
+                    lines[_checked(hello, num_processes, lines, line)] = line
                     deadline = min(deadline, time.monotonic() + hello["patience_s"])
-    except TimeoutError:
-        missing = set(range(1, num_processes)) - lines.keys()
-        late = (
-            f"{_named(missing)} of {num_processes} did not arrive at {address} within "
-            f"{time.monotonic() - started:.0f} s; see what became of them, or raise "
-            "distributed.start_timeout_s"
-        )
-        _send_all(lines, {"late": late})
-        raise TimeoutError(late) from None
-    except ValueError as wrong:
-        _send_all(lines, {"wrong": str(wrong)})
-        raise
+        except TimeoutError:
+            missing = set(range(1, num_processes)) - lines.keys()
+            late = (
+                f"{_named(missing)} of {num_processes} did not arrive at {address} within "
+                f"{time.monotonic() - started:.0f} s; see what became of them, or raise "
+                "distributed.start_timeout_s"
+            )
+            _send_all(lines, {"late": late})
+            raise TimeoutError(late) from None
+        except ValueError as wrong:
+            _send_all(lines, {"wrong": str(wrong)})
+            raise
+        arrived.pop_all()
+        server.close()
     _send_all(lines, {"go": True})
     return lines
 
@@ -244,15 +248,22 @@ def _accept(server: socket.socket) -> tuple[socket.socket, dict[str, Any] | None
     return line, hello
 
 
-def _checked(hello: Mapping[str, Any], num_processes: int, lines: Mapping[int, socket.socket]) -> int:
+def _checked(
+    hello: Mapping[str, Any], num_processes: int, lines: Mapping[int, socket.socket], line: socket.socket
+) -> int:
+    """The id of the process that says `hello` on `line`; raises ValueError, and says so on `line`."""
     process: int = hello["process_id"]
+    wrong = None
     if hello["num_processes"] != num_processes:
-        raise ValueError(
+        wrong = (
             f"all processes are started with one number of processes; process 0 was with {num_processes}, "
             f"process {process} with {hello['num_processes']}; start all with the same"
         )
-    if process == 0 or process in lines:
-        raise ValueError(f"each process has an id of its own; two came as process {process}; start each once")
+    elif process == 0 or process in lines:
+        wrong = f"each process has an id of its own; two came as process {process}; start each once"
+    if wrong is not None:
+        _send(line, {"wrong": wrong})
+        raise ValueError(wrong)
     return process
 
 
@@ -275,9 +286,9 @@ def _connect(address: str, process_id: int, timeout_s: float) -> socket.socket:
 
 
 def _keep_alive(line: socket.socket, silence_s: float) -> None:
-    """Breaks the line where the other end's host has been silent for about `silence_s`."""
+    """Breaks the line where the other end's host is silent, a little before `silence_s` have passed."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every_s = max(1, math.floor(silence_s / 4))
+    every_s = max(1, math.floor(silence_s / 5))
     for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # not on every system
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,60 @@
+"""One of the processes of a test: `member.py MODE --coordinator HOST:PORT --num-processes N --process-id I`.
+
+Prints one JSON object once it has met the others; what MODE asks then happens to the last process.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+
+import jax
+
+from quatrain.parallel import hosts
+
+parser = argparse.ArgumentParser()
+parser.add_argument("mode")
+parser.add_argument("--coordinator")
+parser.add_argument("--num-processes", type=int)
+parser.add_argument("--process-id", type=int)
+given = parser.parse_args()
+
+
+def differing():
+    try:
+        hosts.assert_same("data set", {"prompts.jsonl": f"hash{given.process_id}", "other": 1})
+    except ValueError as error:
+        return str(error)
+
+
+hosts.initialize(
+    given.coordinator, given.num_processes, given.process_id, start_timeout_s=60, heartbeat_timeout_s=3
+)
+last = given.process_id == given.num_processes - 1
+if given.mode == "killed at once":
+    # No device is used before: what the others say then may not wait for one.
+    os.kill(os.getpid(), signal.SIGKILL) if last else signal.pause()
+met = {
+    "gathered": hosts.gather_objects({"id": given.process_id, "text": "é" * 50 * given.process_id}),
+    "differing": differing(),
+    "devices": [jax.local_device_count(), jax.device_count(), hosts.num_processes()],
+    "main": hosts.is_main_process(),
+}
+print(json.dumps(met), flush=True)
+if last and given.mode == "dies":
+    os._exit(9)
+if last and given.mode == "hangs":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if last and given.mode == "fails":
+    hosts.abandon("out of luck", 5)
+if not last and given.mode in ("dies", "fails"):
+    try:
+        hosts.gather_objects("waits in a collective")
+    except Exception as error:
+        hosts.hear()
+        sys.exit(f"no news of the process that broke it: {error}")
+if not last and given.mode == "hangs":
+    signal.pause()
+hosts.shutdown()
+print("left", flush=True)

@@ -1,0 +1,186 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from quatrain import cli
+from quatrain.parallel.launch import launch
+
+# What a process finds out about its own place, before the options that `launch` adds.
+ECHO = "import os, sys; print(sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
+PLACE = "import sys, time, os, signal; me = int(sys.argv[sys.argv.index('--process-id') + 1])\n"
+
+
+def run(code, capfd, *, processes=2, grace_s=5.0, **options):
+    """Exit status, stdout and stderr of `code` launched as `train`."""
+    program = (sys.executable, "-c", code)
+    options = {"devices_per_process": 3, "program": program, "grace_s": grace_s, **options}
+    status = launch(["train", "c.yaml"], processes=processes, **options)
+    out, err = capfd.readouterr()
+    return status, sorted(out.splitlines()), err.splitlines()
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_each_process_is_told_its_place_and_its_lines_bear_its_id(capfd, monkeypatch, port):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    status, out, err = run(ECHO, capfd, port=port)
+    told = (
+        "['train', 'c.yaml', '--coordinator', '127.0.0.1:{}', '--num-processes', '2', '--process-id', '{}']"
+    )
+    flags = "--xla_a=1 --xla_force_host_platform_device_count=3 cpu"
+    assert (status, err) == (0, [])
+    assert out == [f"[{i}] {told.format(port, i)} {flags}" for i in range(2)]
+
+
+def test_stderr_stays_stderr_and_broken_text_is_shown(capfd):
+    code = "import sys; sys.stderr.buffer.write(b'a\\xff\\nno newline'); print('é')"
+    status, out, err = run(code, capfd, processes=1)
+    assert (status, out, err) == (0, ["[0] é"], ["[0] a�", "[0] no newline"])
+
+
+def test_a_free_port_is_chosen(capfd):
+    code = "import sys; print(sys.argv[sys.argv.index('--coordinator') + 1])"
+    status, out, _ = run(code, capfd)
+    addresses = {line.split()[1] for line in out}
+    assert status == 0
+    assert len(addresses) == 1
+    assert int(addresses.pop().removeprefix("127.0.0.1:")) > 0
+
+
+def test_the_first_failure_ends_the_others_and_is_the_exit_status(capfd):
+    code = PLACE + "print('here', flush=True)\nif me == 1: sys.exit(7)\ntime.sleep(600)"
+    status, out, err = run(code, capfd, processes=3)
+    assert (status, out) == (7, ["[0] here", "[1] here", "[2] here"])
+    assert err == ["error: process 1 exited with 7; the others were ended"]
+
+
+def test_a_process_that_ended_because_another_did_is_not_to_blame(capfd):
+    code = PLACE + "sys.exit(3) if me == 0 else (time.sleep(0.5), sys.exit(9))"
+    status, _, err = run(code, capfd)
+    assert (status, err) == (9, ["error: process 1 exited with 9; the others were ended"])
+
+
+def test_a_signal_is_128_and_its_number(capfd):
+    code = PLACE + "os.kill(os.getpid(), signal.SIGKILL) if me == 0 else time.sleep(600)"
+    status, _, err = run(code, capfd)
+    assert (status, err) == (137, ["error: process 0 exited with 137; the others were ended"])
+
+
+def test_what_ignores_sigterm_is_killed_with_its_own_children(capfd, tmp_path):
+    code = PLACE + (
+        "import subprocess\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"ready = {str(tmp_path / 'ready')!r}\n"
+        "if me == 0:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    open(ready, 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists(ready): time.sleep(0.01)\n"
+        "sys.exit(4)\n"
+    )
+    status, out, _ = run(code, capfd, grace_s=0.5)
+    grandchild = int(out[0].removeprefix("[0] "))
+    assert status == 4
+    assert not is_running(grandchild)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all(number, tmp_path):
+    script = (
+        "import sys\nfrom quatrain.parallel.launch import launch\n"
+        "program = (sys.executable, '-c', "
+        "'import os, time; print(os.getpid(), flush=True); time.sleep(600)')\n"
+        "sys.exit(launch(['train'], processes=2, devices_per_process=1, program=program, grace_s=5))"
+    )
+    popen = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pids = [int(popen.stdout.readline().split()[1]) for _ in range(2)]
+    popen.send_signal(number)
+    _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 130
+    assert "error: interrupted" in err
+    assert [is_running(pid) for pid in pids] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ([], {}, "what is launched is train, eval or sft, after two dashes; nothing came; write quatrain"),
+        (["plan"], {}, "what is launched is train, eval or sft, after two dashes; got 'plan'; write"),
+        (["train"], {"processes": 0}, "--processes is 1 at least; got 0"),
+        (["train"], {"devices_per_process": 0}, "--devices-per-process is 1 at least; got 0"),
+        (["train"], {"port": 65536}, "--port is a port nobody listens on; got 65536"),
+        (["train", "--process-id=1"], {}, "--process-id; got --process-id=1; leave it out"),
+    ],
+)
+def test_bad_input_is_refused(command, options, message):
+    with pytest.raises(ValueError, match=message):
+        launch(command, **{"processes": 2, "devices_per_process": 1, **options})
+
+
+def test_a_port_in_use_is_refused(port):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ValueError, match=rf"got {port} \(Address already in use\); choose another"),
+    ):
+        launch(["train"], processes=2, devices_per_process=1, port=port)
+
+
+@pytest.fixture
+def quatrain(monkeypatch, capfd):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quatrain", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0), *capfd.readouterr()
+
+    return call
+
+
+def test_the_command_line_hands_over(quatrain, monkeypatch):
+    calls = []
+
+    def note(command, **options):
+        calls.append((list(command), options))
+        return 7
+
+    monkeypatch.setattr("quatrain.parallel.launch.launch", note)
+    arguments = ("--processes", "3", "--devices-per-process", "4", "--port", "70", "--")
+    command = ("train", "c.yaml", "--set", "seed=3", "--resume", "auto")
+    assert quatrain("launch", *arguments, *command)[0] == 7
+    assert calls == [(list(command), {"processes": 3, "devices_per_process": 4, "port": 70})]
+
+
+def test_the_command_line_without_a_command_is_an_error(quatrain):
+    status, _, err = quatrain("launch", "--processes", "2")
+    assert status == 2
+    assert err.startswith("error: what is launched is train, eval or sft, after two dashes; nothing came")
+
+
+def test_a_command_that_fails_at_once_is_reported_with_its_message(quatrain, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = quatrain("launch", "--", "train", "missing.yaml")
+    assert (status, out) == (2, "")
+    lines = err.splitlines()
+    assert "[0] error: missing.yaml: there is no such configuration file" in lines
+    assert lines[-1] in [f"error: process {i} exited with 2; the others were ended" for i in range(2)]
+    assert os.listdir(tmp_path) == []
