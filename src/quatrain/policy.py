@@ -15,6 +15,7 @@ from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
+from quatrain.parallel.hosts import num_processes
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
 
@@ -33,8 +34,15 @@ def load_policy(config: Config) -> LoadedPolicy:
     """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
 
     Raises ValueError where the tokenizer has more tokens than the model's vocabulary, the longest sequence
-    more than the model has positions, or where `model.attention` names a kernel that cannot run the model.
+    more than the model has positions, where `model.attention` names a kernel that cannot run the model, and
+    in one of several processes: the rollout has no mesh yet, so each would sample and train alone.
     """
+    if num_processes() > 1:
+        raise ValueError(
+            "training, evaluation and warm start run in one process, on one device, until the rollout runs "
+            f"on a mesh too; got {num_processes()} processes; start the command by itself, without `launch` and "
+            "--num-processes"
+        )
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
