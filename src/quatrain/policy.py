@@ -40,8 +40,8 @@ def load_policy(config: Config) -> LoadedPolicy:
     if num_processes() > 1:
         raise ValueError(
             "training, evaluation and warm start run in one process, on one device, until the rollout runs "
-            f"on a mesh too; got {num_processes()} processes; start the command by itself, without `launch` and "
-            "--num-processes"
+            f"on a mesh too; got {num_processes()} processes; start the command by itself, without `launch` "
+            "and --num-processes"
         )
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
