@@ -20,7 +20,7 @@ ATTEMPT_S = 5.0
 PAUSE_S = 0.2
 # What a process that has heard the end of the others needs to end itself.
 FAREWELL_S = 5.0
-LONGEST_MESSAGE = 4000
+LONGEST_MESSAGE = 500
 LONGEST_MESSAGE_BYTES = 2**16
 HEADER_BYTES = 4
 
