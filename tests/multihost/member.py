@@ -29,7 +29,11 @@ def differing():
 
 
 hosts.initialize(
-    given.coordinator, given.num_processes, given.process_id, start_timeout_s=60, heartbeat_timeout_s=3
+    given.coordinator,
+    given.num_processes,
+    given.process_id,
+    start_timeout_s=60,
+    heartbeat_timeout_s=3 if given.mode == "hangs" else 60,
 )
 last = given.process_id == given.num_processes - 1
 if given.mode == "killed at once":
