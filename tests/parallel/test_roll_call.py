@@ -1,5 +1,6 @@
 """The line between process 0 and the others, its processes being threads here."""
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,10 @@ class Process:
 
     def note(self, process, message):
         self.news.append((process, message))
+        for line in self.lines._lines.values():
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)  # as at the end of a process
         self.heard.set()
-        self.lines.close()
 
 
 @pytest.fixture

@@ -161,8 +161,12 @@ class Lines:
             _send_all(self._lines, {"done": True})
 
     def close(self) -> None:
-        """Ends the lines."""
+        """Ends the lines, and the thread that reads them."""
         self._over = True
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):  # the other end may have gone
+                line.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         for line in self._lines.values():
             line.close()
 
