@@ -111,11 +111,12 @@ def through_layers(
 
 def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax.Array:
     """Rows of a table, each of which is on one of the `tp` devices where they share the vocabulary."""
-    if len(table_VD) == arch.vocab_size:
+    axis = vocabulary_axis(arch)
+    if axis is None:
         return table_VD[input_ids]
-    own = input_ids - axis_index("tp") * len(table_VD)
+    own = input_ids - axis_index(axis) * len(table_VD)
     there = (own >= 0) & (own < len(table_VD))
-    return sum_over(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), "tp")
+    return sum_over(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), axis)
 
 
 def layer_windows(arch: Architecture) -> list[int | None]:
@@ -149,8 +150,7 @@ def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
 
 def vocabulary_axis(arch: Architecture) -> str | None:
     """The axis of the mesh here whose devices each have a part of the vocabulary; None where all have all."""
-    tp = axis_size("tp")
-    return "tp" if tp > 1 and arch.vocab_size % tp == 0 else None
+    return "tp" if "tp" in partition(arch, mesh_here())["embed"] else None
 
 
 def _layer(
