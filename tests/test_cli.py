@@ -110,7 +110,7 @@ def test_config_prints_json(quatrain, monkeypatch):
 
 EXAMPLE = (
     *("--set", "data.batch_size=60", "--set", "rollout.n=12", "--set", "update.micro_batch_size=8"),
-    *("--devices", "6", "--rollout-mesh", "-1,1,2"),
+    *("--devices", "6", "--set", "rollout.mesh=-1,1,2"),
 )
 
 
@@ -123,7 +123,7 @@ def test_plan_prints_a_table(quatrain):
 
 
 def test_plan_prints_json(quatrain):
-    layout = ("--mesh", "2,1,3", "--processes", "2", "--set", "data.batch_size=1")
+    layout = ("--set", "mesh=2,1,3", "--processes", "2", "--set", "data.batch_size=1")
     status, out, err = quatrain("plan", *EXAMPLE, *layout, "--set", "rollout.n=1", "--json")
     content = json.loads(out)
     assert status == 0
@@ -163,7 +163,7 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
             "error: --set needs KEY=VALUE, as --set rollout.n=16; got 'rollout.n'",
         ),
         (
-            ("plan", "--devices", "6", "--mesh", "1,-1,4"),
+            ("plan", "--devices", "6", "--set", "mesh=1,-1,4"),
             "error: mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 does not make 6; change a "
             "number, or change the number of devices",
         ),

@@ -219,7 +219,7 @@ def config(
 @app.command(
     epilog=_examples(
         "plan",
-        "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --mesh 1,-1,1 --rollout-mesh -1,1,2",
+        "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
     )
 )
@@ -228,12 +228,6 @@ def plan(
     set_: SetOption = None,
     devices: Annotated[int, typer.Option(min=1, help="Devices of all processes.")] = 1,
     processes: Annotated[int, typer.Option(min=1, help="Processes the devices belong to.")] = 1,
-    mesh: Annotated[
-        str, typer.Option(metavar="DP,FSDP,TP", help="Their arrangement in training; one number may be -1.")
-    ] = "auto",
-    rollout_mesh: Annotated[
-        str, typer.Option(metavar="DP,FSDP,TP", help="Their arrangement in the rollout.")
-    ] = "-1,1,1",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
     ] = False,
@@ -243,13 +237,7 @@ def plan(
     from quatrain.config.plan import plan as plan_batches
     from quatrain.config.plan import render
 
-    batch_plan = plan_batches(
-        resolved.config,
-        devices=devices,
-        processes=processes,
-        mesh=mesh,
-        rollout_mesh=rollout_mesh,
-    )
+    batch_plan = plan_batches(resolved.config, devices=devices, processes=processes)
     typer.echo(json.dumps(batch_plan.to_dict(), indent=2) if as_json else render(batch_plan))
 
 

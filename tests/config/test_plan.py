@@ -11,7 +11,7 @@ from quatrain.ops.packing import plan_packing
 
 PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
 FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}
-SIX = {"devices": 6, "rollout_mesh": "-1,1,2"}
+SIX = {"rollout.mesh": "-1,1,2"}
 KEYS = [
     "prompts_per_step",
     "samples_per_prompt",
@@ -45,7 +45,9 @@ def planned(values=None, **layout):
 
 
 def worked_example(**values):
-    return planned({**PROMPTS_60_SAMPLES_12, "rollout.max_new_tokens": 256, **FIXED_8, **values}, **SIX)
+    return planned(
+        {**PROMPTS_60_SAMPLES_12, "rollout.max_new_tokens": 256, **FIXED_8, **SIX, **values}, devices=6
+    )
 
 
 def test_the_worked_example():
@@ -88,7 +90,7 @@ def test_the_formulas_of_the_worked_example():
         "devices_per_process": "N / K = 6 / 1",
         "data_shards": "D: dp x fsdp = 1 x 6",
         "devices_per_shard": "tp: N / D = 6 / 6; tensor parallel",
-        "rollout_replicas": "dp x fsdp of the rollout mesh = 3 x 1",
+        "rollout_replicas": "dp x fsdp of rollout.mesh = 3 x 1",
         "sequences_per_replica": "P x G / replicas = 720 / 3; 20 prompts x 12",
         "mini_batch_prompts": "P / ceil(P / M) = 60 / ceil(60 / 60); M: update.mini_batch_size",
         "optimizer_steps_per_train_step": "update.epochs x ceil(P / M) = 1 x ceil(60 / 60)",
@@ -141,7 +143,7 @@ def test_every_epoch_goes_through_all_mini_batches():
 
 def test_the_token_budget():
     separate = {"rollout.max_new_tokens": 256, "update.share_prompts": False}
-    found = planned({**PROMPTS_60_SAMPLES_12, **separate}, **SIX)
+    found = planned({**PROMPTS_60_SAMPLES_12, **SIX, **separate}, devices=6)
     assert found["max_tokens_per_device"] == 16384
     # All sequences of 768 tokens: 21 in a bin, so ceil(720 / 126). All of 2 tokens: one micro-batch.
     assert found["micro_batches_per_optimizer_step"] == {"min": 1, "max": 6}
@@ -195,8 +197,8 @@ def test_sweeps_of_log_probabilities(update, sweeps):
 
 
 def test_the_layout_of_the_devices():
-    meshes = {"mesh": "2,-1,2", "rollout_mesh": "-1,1,4"}
-    found = planned({"data.batch_size": 5, "rollout.n": 3}, devices=8, processes=2, **meshes)
+    meshes = {"mesh": "2,-1,2", "rollout.mesh": "-1,1,4"}
+    found = planned({"data.batch_size": 5, "rollout.n": 3, **meshes}, devices=8, processes=2)
     assert (found["devices_per_process"], found["data_shards"], found["rollout_replicas"]) == (4, 4, 2)
     assert found["devices_per_shard"] == 2
     assert found["sequences_per_replica"] == {"min": 7, "max": 8}
@@ -206,17 +208,29 @@ def test_the_layout_of_the_devices():
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("values", "layout", "message"),
     [
-        ({"devices": 8, "processes": 3}, "got 8 devices and 3 processes; take a number of devices that the"),
-        ({"devices": 6, "mesh": "1,-1,4"}, "mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 "),
-        ({"rollout_mesh": "1,1,2"}, "the rollout mesh multiplies to the number of devices; dp 1, fsdp 1, tp"),
-        ({"devices": 0}, "got 0 devices and 1 processes"),
+        (
+            {},
+            {"devices": 8, "processes": 3},
+            "got 8 devices and 3 processes; take a number of devices",
+        ),
+        (
+            {"mesh": "1,-1,4"},
+            {"devices": 6},
+            "mesh multiplies to the number of devices; dp 1, fsdp -1",
+        ),
+        (
+            {"rollout.mesh": "1,1,2"},
+            {},
+            "rollout.mesh multiplies to the number of devices; dp 1",
+        ),
+        ({}, {"devices": 0}, "got 0 devices and 1 processes"),
     ],
 )
-def test_a_layout_that_does_not_come_out_even_is_refused(layout, message):
+def test_a_layout_that_does_not_come_out_even_is_refused(values, layout, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        planned(**layout)
+        planned(values, **layout)
 
 
 def test_more_shards_than_sequences():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MeshShape(NamedTuple):
@@ -50,14 +50,9 @@ def resolve_mesh(
         )
     if spec == "auto":
         return MeshShape(num_processes, num_devices // num_processes, 1)
-    sizes = _sizes(spec, name)
+    sizes = axis_sizes(spec, name)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
-    if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(
-            f"{name} has a number of devices of at least 1 for each axis, and -1 for one axis at most; "
-            f"got {_written(sizes)}"
-        )
     if num_devices % known or (not open_axes and known != num_devices):
         remedy = "change a number or set one axis to -1" if not open_axes else "change a number"
         raise ValueError(
@@ -67,7 +62,31 @@ def resolve_mesh(
     return MeshShape(**{axis: num_devices // known if size == -1 else size for axis, size in sizes.items()})
 
 
-def _sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
+def resolve_meshes(
+    mesh: str | Mapping[str, int],
+    rollout_mesh: str | Mapping[str, int] | None,
+    num_devices: int,
+    num_processes: int = 1,
+) -> tuple[MeshShape, MeshShape]:
+    """The meshes of training and of the rollout; the latter has copies of the weights where it is None."""
+    training = resolve_mesh(mesh, num_devices, num_processes)
+    if rollout_mesh is None:
+        return training, MeshShape(training.num_data_shards, 1, training.tp)
+    return training, resolve_mesh(rollout_mesh, num_devices, num_processes, name="rollout.mesh")
+
+
+def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:
+    """The numbers of a spec other than "auto"; raises ValueError or TypeError for another form."""
+    sizes = _given(spec, name)
+    if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(
+            f"{name} has a number of devices of at least 1 for each axis, and -1 for one axis at most; "
+            f"got {_written(sizes)}"
+        )
+    return sizes
+
+
+def _given(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
     if isinstance(spec, str):
         parts = spec.split(",")
         try:

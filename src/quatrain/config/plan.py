@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
-from quatrain.config.mesh import MeshShape, resolve_mesh
+from quatrain.config.mesh import MeshShape, resolve_meshes
 from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
@@ -85,24 +85,13 @@ class _Layout(NamedTuple):
         return self.rollout_mesh.num_data_shards
 
 
-def plan(
-    config: Config,
-    *,
-    devices: int = 1,
-    processes: int = 1,
-    mesh: str = "auto",
-    rollout_mesh: str = "-1,1,1",
-) -> BatchPlan:
+def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     """The plan of a final configuration (nothing left to derive).
 
-    `devices` and `processes` are those of the whole run, which both meshes arrange (`mesh.resolve_mesh`); by
-    default each device has a replica of the sampler. Raises ValueError where they do not come out even.
+    `devices` and `processes` are those of the whole run, which both meshes arrange
+    (`mesh.resolve_meshes`). Raises ValueError where they do not come out even.
     """
-    layout = _Layout(
-        processes,
-        resolve_mesh(mesh, devices, processes),
-        resolve_mesh(rollout_mesh, devices, processes, name="the rollout mesh"),
-    )
+    layout = _Layout(processes, *resolve_meshes(config.mesh, config.rollout.mesh, devices, processes))
     steps, prompts = _mini_batches(config)
     sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
     rows = chain(
@@ -158,7 +147,7 @@ def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         "rollout_replicas",
         replicas,
         "replicas",
-        f"dp x fsdp of the rollout mesh = {layout.rollout_mesh.dp} x {layout.rollout_mesh.fsdp}",
+        f"dp x fsdp of rollout.mesh = {layout.rollout_mesh.dp} x {layout.rollout_mesh.fsdp}",
     )
     total = whole * n
     remark = f"; {whole // replicas} prompts x {n}" if whole % replicas == 0 else ""

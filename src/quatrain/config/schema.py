@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from quatrain.config.mesh import axis_sizes
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -17,6 +19,23 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 # Random keys are made of 32 bits: a larger seed would silently equal a smaller one.
 LARGEST_SEED = 2**32 - 1
+
+
+def _has_mesh_form(spec: object) -> object:
+    """`spec` where it has the form of a mesh; before its type is looked at, for one error."""
+    try:
+        if spec != "auto":
+            axis_sizes(spec)
+    except (ValueError, TypeError):
+        raise PydanticCustomError(
+            "mesh",
+            "must be auto, three numbers dp,fsdp,tp as in 1,-1,1, or a mapping of those axes; each at least "
+            "1, one of them -1 for the devices that are left",
+        ) from None
+    return spec
+
+
+Mesh = Annotated[str | dict[str, int], BeforeValidator(_has_mesh_form)]
 ADVANTAGE_SCALES = {
     "grpo": ("group", "batch", "none"),
     "dr_grpo": ("none",),
@@ -138,6 +157,11 @@ class RolloutConfig(Section):
         None,
         description="Sequences that decode at once; derived from memory where null: all of a call, as long "
         "as their cache fits.",
+    )
+    mesh: Mesh | None = Field(
+        None,
+        description="The devices' arrangement in decoding, as `mesh`; derived: that of training with `dp` "
+        "x `fsdp` copies of the weights.",
     )
     logprob_diff_warning: float | None = Field(
         0.05,
@@ -325,6 +349,12 @@ class Config(Section):
         ge=0,
         le=LARGEST_SEED,
         description="Seed of everything random: data order, sampling, initialisation.",
+    )
+    mesh: Mesh = Field(
+        "auto",
+        description="The devices' arrangement in training: `dp,fsdp,tp` as in `1,-1,1`, one number -1 at "
+        "most, or a mapping of those; `auto`: parameters sharded over the devices of a process, copied to "
+        "each process.",
     )
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
