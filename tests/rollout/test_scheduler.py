@@ -7,17 +7,19 @@ from hypothesis import strategies as st
 from quatrain.rollout.scheduler import Scheduler
 
 STEPS = 8
+LARGEST_GROUP = 12
 
 
 class FakeModel:
     """Decodes samples of given lengths in a scheduler, STEPS tokens a round; a length of 1 needs no slot."""
 
-    def __init__(self, max_slots: int):
-        self.scheduler = Scheduler(max_slots)
+    def __init__(self, max_slots: int, num_replicas: int = 1):
+        self.scheduler = Scheduler(max_slots, num_replicas)
         self.lengths: dict[tuple[int, int], int] = {}
         self.tokens: dict[tuple[int, int], int] = {}
         self.slot_steps = self.useful_steps = 0
         self.sizes: set[tuple[int, int]] = set()
+        self.prefills: list[tuple[int, int]] = []
 
     def submit(self, lengths: list[int]) -> int:
         ticket = self.scheduler.submit(len(lengths))
@@ -28,34 +30,54 @@ class FakeModel:
         scheduler = self.scheduler
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
-        if (slots, rows) != (len(scheduler.slots), len(scheduler.rows)):
+        if (slots, rows) != (scheduler.num_slots, scheduler.num_rows):
             self._resize(slots, rows)
         while admitted := scheduler.admit():
+            assert all(scheduler.rows[row] == ticket for ticket, row in admitted)
             for ticket, row in admitted:
-                assert scheduler.rows[row] == ticket
-                samples = [sample for group, sample in self.lengths if group == ticket]
-                for sample in samples:
-                    assert self.tokens.setdefault((ticket, sample), 1) == 1
-                    if self.lengths[ticket, sample] == 1:
-                        scheduler.finish_waiting(ticket, sample)
+                self.prefills.append((ticket, row // scheduler.num_rows))
+                new = [key for key in self.lengths if key[0] == ticket and key not in self.tokens]
+                for key in new:
+                    self.tokens[key] = 1
+                    if self.lengths[key] == 1:
+                        scheduler.finish_waiting(*key)
         for slot, who in scheduler.fill():
             assert scheduler.slots[slot] == who
+            assert scheduler.rows[who.row] == who.ticket
+            assert who.row // scheduler.num_rows == slot // scheduler.num_slots
             assert self.tokens[who.ticket, who.sample] == 1
-        full = scheduler.num_live == min(scheduler.demand, scheduler.max_slots)
-        assert full or None not in scheduler.rows, "a slot stays empty"
-        assert len(scheduler.slots) <= scheduler.max_slots
+        self._check_that_slots_are_used()
         self._decode()
+
+    def _check_that_slots_are_used(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.num_slots <= scheduler.max_slots
+        capacity = scheduler.max_slots * scheduler.num_replicas
+        # A group stays on its replica, so those of another may wait, fewer than a group each.
+        elsewhere = 0 if scheduler.num_replicas == 1 else scheduler.num_replicas * LARGEST_GROUP
+        if scheduler.demand >= capacity + elsewhere:
+            assert scheduler.num_live == capacity or None not in scheduler.rows, "a slot stays empty"
+        elif scheduler.num_replicas == 1:
+            assert scheduler.num_live == scheduler.demand or None not in scheduler.rows, "a slot stays empty"
+
+    def live(self) -> list[int]:
+        """Slots in use on each replica."""
+        scheduler = self.scheduler
+        used = [who is not None for who in scheduler.slots]
+        size = scheduler.num_slots
+        return [sum(used[first : first + size]) for first in range(0, len(used), size or 1)]
 
     def _resize(self, slots: int, rows: int) -> None:
         scheduler = self.scheduler
         old_slots, old_rows = list(scheduler.slots), list(scheduler.rows)
+        before = scheduler.num_slots, scheduler.num_rows
         from_slots, from_rows = scheduler.resize(slots, rows)
         self.sizes.add((slots, rows))
-        for new, old in zip(scheduler.slots, from_slots, strict=True):
-            before = old_slots[old] if new else None
-            assert not new or (before and (before.ticket, before.sample) == (new.ticket, new.sample))
-        for ticket, old in zip(scheduler.rows, from_rows, strict=True):
-            assert ticket is None or old_rows[old] == ticket
+        for i, (new, old) in enumerate(zip(scheduler.slots, from_slots, strict=True)):
+            was = old_slots[i // slots * before[0] + old] if new else None
+            assert not new or (was and (was.ticket, was.sample) == (new.ticket, new.sample))
+        for i, (ticket, old) in enumerate(zip(scheduler.rows, from_rows, strict=True)):
+            assert ticket is None or old_rows[i // rows * before[1] + old] == ticket
         for who in filter(None, scheduler.slots):
             assert scheduler.rows[who.row] == who.ticket
 
@@ -82,12 +104,13 @@ LENGTHS = st.integers(1, 40)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    groups=st.lists(st.lists(LENGTHS, min_size=1, max_size=12), max_size=14),
+    groups=st.lists(st.lists(LENGTHS, min_size=1, max_size=LARGEST_GROUP), max_size=14),
     max_slots=st.integers(1, 20),
+    num_replicas=st.integers(1, 5),
     late=st.integers(0, 5),
 )
-def test_every_group_finishes_once_and_slots_are_refilled(groups, max_slots, late):
-    model = FakeModel(max_slots)
+def test_every_group_finishes_once_and_slots_are_refilled(groups, max_slots, num_replicas, late):
+    model = FakeModel(max_slots, num_replicas)
     first, rest = groups[: len(groups) - late], groups[len(groups) - late :]
     tickets = [model.submit(lengths) for lengths in first]
     bound = sum(math.ceil(length / STEPS) for lengths in groups for length in lengths) + len(groups) + 1
@@ -104,6 +127,42 @@ def test_every_group_finishes_once_and_slots_are_refilled(groups, max_slots, lat
     assert sorted(taken) == tickets == list(range(len(groups)))
     assert model.tokens == model.lengths
     assert model.scheduler.num_live == model.scheduler.num_finished == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=14),
+    num_replicas=st.integers(1, 8),
+    spare=st.integers(0, 4),
+)
+def test_replicas_get_equally_many_sequences_where_all_fit(sizes, num_replicas, spare):
+    model = FakeModel(-(-sum(sizes) // num_replicas) + spare, num_replicas)
+    for size in sizes:
+        model.submit([100] * size)
+    model.round()
+    assert sum(model.live()) == sum(sizes)
+    assert max(model.live()) == -(-sum(sizes) // num_replicas)
+    assert len(model.prefills) < len(sizes) + num_replicas * 2
+
+
+def test_groups_stay_whole_where_replicas_divide_them():
+    model = FakeModel(16, 4)
+    for _ in range(8):
+        model.submit([100] * 8)
+    model.round()
+    assert model.live() == [16] * 4
+    assert model.prefills == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 0), (5, 1), (6, 2), (7, 3)]
+
+
+def test_no_prompt_is_computed_twice_while_more_wait_than_there_is_room_for():
+    model = FakeModel(8, 4)
+    draw = random.Random(0)
+    for _ in range(40):
+        model.submit([draw.randint(2, 60) for _ in range(6)])
+    while model.scheduler.demand > 8 * 4:
+        model.round()
+    tickets = [ticket for ticket, _ in model.prefills]
+    assert len(set(tickets)) == len(tickets) > 30
 
 
 def test_finished_groups_come_in_the_order_of_submission():

@@ -3,6 +3,10 @@
 Plain Python, driven by `session.py`: groups wait in a queue; `admit` gives a row to as many as the free slots
 can take, `fill` puts their samples into slots, `finish` frees a slot, and `take` hands out finished groups. A
 group holds its row until its last sample is done, so it may have more samples than there are slots.
+
+Each replica of the sampler has slots and rows of its own, equally many, and a sample stays on the replica
+that its group was given to. While more sequences wait than there are slots, groups stay whole; when the rest
+of them has room at once, groups are split where that makes the replicas even.
 """
 
 from __future__ import annotations
@@ -10,19 +14,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from quatrain.ops.ladder import round_up
 
+_T = TypeVar("_T")
 FEWEST_SLOTS = 4
 """A decode step of one slot costs about what one of four does: a narrower batch is not worth compiling."""
 
 
 @dataclass
+class _Part:
+    """The samples of a group that one replica has: those that wait for a slot, and all that are not done."""
+
+    row: int
+    waiting: deque[int]
+    unfinished: int
+
+
+@dataclass
 class _Group:
+    """`waiting` samples have no replica yet; `parts` are by replica."""
+
     ticket: int
     waiting: deque[int]
     unfinished: int
-    row: int | None = None
+    parts: dict[int, _Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,13 +53,14 @@ class Occupant:
 
 @dataclass
 class Scheduler:
-    """At most `max_slots` sequences at once; sizes change by `resize` alone.
+    """At most `max_slots` sequences at once on each of `num_replicas`; sizes change by `resize` alone.
 
     Tickets count from 0 in the order of submission. `slots[i]` is who runs in slot i, `rows[i]` the ticket of
-    the prompt in row i.
+    the prompt in row i; those of replica 0 come first, then those of replica 1, and so on.
     """
 
     max_slots: int
+    num_replicas: int = 1
     slots: list[Occupant | None] = field(default_factory=list)
     rows: list[int | None] = field(default_factory=list)
 
@@ -58,42 +76,52 @@ class Scheduler:
         group = _Group(self._next_ticket, deque(range(num_samples)), num_samples)
         self._next_ticket += 1
         self._queue.append(group)
+        self._open[group.ticket] = group
         return group.ticket
 
     def admit(self) -> list[tuple[int, int]]:
-        """Groups from the head of the queue that get a row now: enough to fill the slots; (ticket, row)."""
+        """Groups from the head of the queue that get a row now: enough to fill the slots; (ticket, row).
+
+        A group that is split gets a row on each replica it goes to.
+        """
         admitted = []
-        wanted = self.slots.count(None) - sum(len(group.waiting) for group in self._open.values())
-        free_rows = deque(row for row, ticket in enumerate(self.rows) if ticket is None)
-        while wanted > 0 and self._queue and free_rows:
-            group = self._queue.popleft()
-            group.row = free_rows.popleft()
-            self.rows[group.row] = group.ticket
-            self._open[group.ticket] = group
-            admitted.append((group.ticket, group.row))
-            wanted -= len(group.waiting)
+        for group, replica, count in list(self._shares(self.num_slots)):
+            if replica not in group.parts:
+                rows = self._of(self.rows, replica)
+                if None not in rows:
+                    break
+                row = replica * self.num_rows + rows.index(None)
+                self.rows[row] = group.ticket
+                group.parts[replica] = _Part(row, deque(), 0)
+                admitted.append((group.ticket, row))
+            part = group.parts[replica]
+            part.waiting.extend(group.waiting.popleft() for _ in range(count))
+            part.unfinished += count
+            self._unqueue_where_placed(group)
         return admitted
 
     def finish_waiting(self, ticket: int, sample: int) -> None:
         """A sample ended before it needed a slot: its first token, which the prompt gives, was its last."""
         group = self._open[ticket]
+        for replica, part in group.parts.items():
+            if sample in part.waiting:
+                part.waiting.remove(sample)
+                return self._one_less(group, replica)
         group.waiting.remove(sample)
-        self._one_less(group)
+        self._unqueue_where_placed(group)
+        self._one_less(group, None)
 
     def fill(self) -> list[tuple[int, Occupant]]:
         """Waiting samples of admitted groups into free slots, oldest first: (slot, who)."""
-        waiting = self._waiting()
         filled = []
+        waiting = [self._waiting_on(replica) for replica in range(self.num_replicas)]
         for slot, occupant in enumerate(self.slots):
-            if occupant is not None:
-                continue
-            group = next(waiting, None)
-            if group is None:
-                break
-            assert group.row is not None
-            placed = Occupant(group.ticket, group.waiting.popleft(), group.row)
-            self.slots[slot] = placed
-            filled.append((slot, placed))
+            part = None if occupant else next(waiting[slot // self.num_slots], None)
+            if part is not None:
+                ticket, here = part
+                placed = Occupant(ticket, here.waiting.popleft(), here.row)
+                self.slots[slot] = placed
+                filled.append((slot, placed))
         return filled
 
     def finish(self, slot: int) -> None:
@@ -101,7 +129,7 @@ class Scheduler:
         occupant = self.slots[slot]
         assert occupant is not None
         self.slots[slot] = None
-        self._one_less(self._open[occupant.ticket])
+        self._one_less(self._open[occupant.ticket], slot // self.num_slots)
 
     def take(self, count: int) -> list[int]:
         """Up to `count` finished groups, those submitted first first."""
@@ -109,6 +137,16 @@ class Scheduler:
         for ticket in taken:
             del self._finished[ticket]
         return taken
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a replica."""
+        return len(self.slots) // self.num_replicas
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a replica."""
+        return len(self.rows) // self.num_replicas
 
     @property
     def num_finished(self) -> int:
@@ -123,70 +161,126 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Groups queued or with samples to go."""
-        return len(self._queue) + len(self._open)
+        return len(self._open)
 
     @property
     def demand(self) -> int:
         """Sequences that run or could run now."""
-        waiting = sum(len(group.waiting) for group in (*self._queue, *self._open.values()))
-        return self.num_live + waiting
+        return sum(self._loads()) + sum(len(group.waiting) for group in self._queue)
 
     def wanted_slots(self) -> int:
-        """The number of slots that suits the demand: few for the last stragglers, `max_slots` at most.
+        """The number of slots of a replica that suits the demand: few for the last stragglers.
 
         Changes only where that is worth a copy of the cache: up when more could run, down by powers of two.
         """
-        demand = min(self.demand, self.max_slots)
-        if demand > len(self.slots):
+        demand = min(max(self._fair_share(), *self._loads()), self.max_slots)
+        if demand > self.num_slots:
             return min(round_up(demand, minimum=1), self.max_slots)
-        return min(max(FEWEST_SLOTS, _power_of_two(demand)), len(self.slots))
+        return min(max(FEWEST_SLOTS, _power_of_two(demand)), self.num_slots)
 
     def wanted_rows(self, num_slots: int) -> int:
-        """Rows that let `num_slots` slots be filled: those there are or twice as many, at most one a slot.
+        """Rows that let `num_slots` slots of each replica be filled: those there are or twice as many.
 
-        More than there are slots only where the rows of more groups are in use.
+        At most one a slot; more than there are slots only where the rows of more groups are in use.
         """
-        in_use = sum(ticket is not None for ticket in self.rows)
-        free_slots = num_slots - self.num_live - sum(len(group.waiting) for group in self._open.values())
-        needed = in_use
-        for group in self._queue:
-            if free_slots <= 0:
-                break
-            needed += 1
-            free_slots -= len(group.waiting)
-        rows = max(_power_of_two(max(needed, 1)), len(self.rows))
-        return min(rows, max(num_slots, in_use))
+        in_use = [self._in_use(self.rows, replica) for replica in range(self.num_replicas)]
+        needed = list(in_use)
+        for group, replica, _ in self._shares(num_slots):
+            needed[replica] += replica not in group.parts
+        rows = max(_power_of_two(max(*needed, 1)), self.num_rows)
+        return min(rows, max(num_slots, *in_use))
 
     def resize(self, num_slots: int, num_rows: int) -> tuple[list[int], list[int]]:
-        """Go to other sizes, what is in use first; for each new slot and row, the old one (0: none)."""
-        slots = [i for i, occupant in enumerate(self.slots) if occupant is not None]
-        rows = [i for i, ticket in enumerate(self.rows) if ticket is not None]
-        assert len(slots) <= num_slots
-        assert len(rows) <= num_rows
-        moved = {old: new for new, old in enumerate(rows)}
+        """Go to other sizes, what is in use first.
+
+        For each new slot and row, the old one it comes from, counted on its replica (0: none).
+        """
+        rows_before = self.num_rows
+        from_slots, self.slots = self._moved(self.slots, num_slots)
+        from_rows, self.rows = self._moved(self.rows, num_rows)
+        moved = {}
+        for row, (ticket, old) in enumerate(zip(self.rows, from_rows, strict=True)):
+            if ticket is not None:
+                replica = row // num_rows
+                moved[replica * rows_before + old] = row
+                self._open[ticket].parts[replica].row = row
+        self.slots = [who and Occupant(who.ticket, who.sample, moved[who.row]) for who in self.slots]
+        return from_slots, from_rows
+
+    def _moved(self, items: list[_T | None], size: int) -> tuple[list[int], list[_T | None]]:
+        """The items of each replica that are not None, then None, `size` in all; and where each was."""
+        origins: list[int] = []
+        result: list[_T | None] = []
+        for replica in range(self.num_replicas):
+            here = self._of(items, replica)
+            used = [i for i, item in enumerate(here) if item is not None]
+            assert len(used) <= size
+            origins += used + [0] * (size - len(used))
+            result += [here[i] for i in used] + [None] * (size - len(used))
+        return origins, result
+
+    def _shares(self, num_slots: int) -> Iterator[tuple[_Group, int, int]]:
+        """Where queued samples go if each replica has `num_slots` slots: (group, replica, how many)."""
+        loads, fair = self._loads(), self._fair_share()
+        all_fit = fair <= num_slots
+        most = fair if all_fit else num_slots
+        room = [most - load for load in loads]
+        for group in self._queue:
+            left = len(group.waiting)
+            while left:
+                replica = max(range(self.num_replicas), key=room.__getitem__)
+                if room[replica] <= 0:
+                    return
+                count = min(left, room[replica]) if all_fit else left
+                yield group, replica, count
+                room[replica] -= count
+                left -= count
+
+    def _loads(self) -> list[int]:
+        """Sequences of each replica that run, or wait there for a slot."""
+        loads = [self._in_use(self.slots, replica) for replica in range(self.num_replicas)]
         for group in self._open.values():
-            assert group.row is not None
-            group.row = moved[group.row]
-        occupants = [self.slots[i] for i in slots]
-        self.slots = [Occupant(o.ticket, o.sample, moved[o.row]) for o in occupants if o is not None]
-        self.slots += [None] * (num_slots - len(slots))
-        self.rows = [self.rows[i] for i in rows] + [None] * (num_rows - len(rows))
-        return slots + [0] * (num_slots - len(slots)), rows + [0] * (num_rows - len(rows))
+            for replica, part in group.parts.items():
+                loads[replica] += len(part.waiting)
+        return loads
 
-    def _waiting(self) -> Iterator[_Group]:
-        """The group of each waiting sample, oldest first."""
+    def _fair_share(self) -> int:
+        """Sequences of a replica if all had equally many."""
+        return -(-self.demand // self.num_replicas)
+
+    def _of(self, items: list[_T], replica: int) -> list[_T]:
+        """The slots or rows of one replica."""
+        size = len(items) // self.num_replicas
+        return items[replica * size : (replica + 1) * size]
+
+    def _in_use(self, items: list[Any], replica: int) -> int:
+        here = self._of(items, replica)
+        return len(here) - here.count(None)
+
+    def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
+        """The ticket and part of each sample that waits on `replica`, oldest first."""
         for ticket in sorted(self._open):
-            for _ in range(len(self._open[ticket].waiting)):
-                yield self._open[ticket]
+            part = self._open[ticket].parts.get(replica)
+            for _ in range(len(part.waiting) if part else 0):
+                assert part is not None
+                yield ticket, part
 
-    def _one_less(self, group: _Group) -> None:
+    def _unqueue_where_placed(self, group: _Group) -> None:
+        if not group.waiting:
+            self._queue.remove(group)
+
+    def _one_less(self, group: _Group, replica: int | None) -> None:
+        """A sample of `group` is done, on `replica` where it was on one."""
+        if replica is not None:
+            part = group.parts[replica]
+            part.unfinished -= 1
+            if not part.unfinished:
+                self.rows[part.row] = None
+                del group.parts[replica]
         group.unfinished -= 1
-        if group.unfinished:
-            return
-        assert group.row is not None
-        self.rows[group.row] = None
-        del self._open[group.ticket]
-        self._finished[group.ticket] = None
+        if not group.unfinished:
+            del self._open[group.ticket]
+            self._finished[group.ticket] = None
 
 
 def _power_of_two(size: int) -> int:
