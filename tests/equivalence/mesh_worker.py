@@ -1,31 +1,54 @@
-"""Three training steps on the meshes it is given, in a process of its own with eight devices.
+"""Three stanzas on the meshes it is given, in a process of its own, or in one of several that it joins.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_worker.py RESULT.npz 1,1,1 2,2,2
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_worker.py RESULT.npz 1,1,1 "2,2,2 8,1,1"
 
-Writes, for each mesh, the weights, losses, gradient norms and log-probabilities, and what each device holds.
+A mesh is that of training, and after a space that of the rollout where it is not the default. Writes, for
+each mesh and mode, what was sampled, weights, losses and gradient norms, and what each device holds. With
+COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are those of all processes.
 """
 
 import dataclasses
+import os
 import sys
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
-from quatrain.config.mesh import resolve_mesh
-from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.config.mesh import resolve_meshes
+from quatrain.config.schema import (
+    AdvantageConfig,
+    LogprobConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
+from quatrain.parallel import hosts
 from quatrain.parallel.mesh import make_mesh
-from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update.gradient import Policy
 from quatrain.update.learner import Learner
 
 STEPS = 3
 VOCABULARY = 64
+STOP_IDS = (1, 7, 30)
+GROUPS, SAMPLES = 5, 3
+LONGEST = 9
 MODES = {
     "rows": ({"micro_batch_size": 2}, {"micro_batch_size": 3}),
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
+
+
+class Tokenizer:
+    """Words are numbers."""
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
 
 
 def architecture():
@@ -48,77 +71,95 @@ def architecture():
     )
 
 
-def advantaged(seed: int) -> AdvantagedBatch:
-    """15 ragged sequences of 5 groups: a number that no mesh of eight devices divides."""
-    rng = np.random.default_rng(seed)
-    groups, n = 5, 3
-    prompts = np.repeat(rng.integers(1, 7, groups), n)
-    completions = rng.integers(1, 10, groups * n)
-    columns = np.arange((prompts + completions).max())
-    attention = columns < (prompts + completions)[:, None]
-    mask = attention & (columns >= prompts[:, None])
-    tokens = rng.integers(0, VOCABULARY, attention.shape)
-    tokens = np.where(mask, tokens, np.repeat(tokens[::n], n, axis=0))
-    rollouts = RolloutBatch(
-        input_ids=np.where(attention, tokens, 0).astype(np.int32),
-        attention_mask=attention,
-        completion_mask=mask,
-        rollout_logprobs=np.where(mask, -3.0, 0).astype(np.float32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.full(groups * n, "stop"),
-        group_ids=np.repeat(np.arange(groups), n).astype(np.int64),
-        prompts=("",) * (groups * n),
-        completions=("",) * (groups * n),
-    )
-    rewards = rng.normal(size=groups * n).astype(np.float32)
-    advantages = np.where(mask, rewards[:, None], 0).astype(np.float32)
-    return AdvantagedBatch(RewardedBatch(rollouts, rewards, rewards[None], ("r",)), advantages)
+def prompts(step: int) -> list[Prompt]:
+    """5 prompts, so that no mesh of eight devices divides them, nor their 15 samples."""
+    rng = np.random.default_rng(step)
+    ids = [rng.integers(0, VOCABULARY, rng.integers(1, 7)).astype(np.int32) for _ in range(GROUPS)]
+    return [Prompt(step * GROUPS + i, tokens, f"prompt {i}", {}) for i, tokens in enumerate(ids)]
+
+
+def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
+    """The share of small numbers among a completion's tokens."""
+    small = (rollouts.input_ids < VOCABULARY // 2) & rollouts.completion_mask
+    rewards = (small.sum(axis=1) / rollouts.completion_lengths).astype(np.float32)
+    return RewardedBatch(rollouts, rewards, rewards[None], ("small",))
 
 
 def train(spec: str, mode: str) -> dict[str, np.ndarray]:
-    """Weights and metrics after STEPS steps of two mini-batches each, with a KL and an entropy term."""
-    shape = resolve_mesh(spec, int(np.prod([int(size) for size in spec.split(",")])))
-    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
+    training, _, decoding = spec.partition(" ")
+    devices = jax.devices()[: int(np.prod([int(size) for size in training.split(",")]))]
+    shapes = resolve_meshes(training, decoding or None, len(devices))
+    mesh, rollout_mesh = (make_mesh(shape, devices) for shape in shapes)
     arch = architecture()
     update, logprob = MODES[mode]
     learner = Learner(
-        Policy(arch, temperature=0.8, remat="dots", mesh=mesh),
+        Policy(arch, remat="dots", mesh=mesh),
         UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, **update),
         LogprobConfig(**logprob),
         OptimizerConfig(learning_rate=3e-3, eps=1e-4),
-        max_new_tokens=9,
+        max_new_tokens=LONGEST,
         total_steps=2 * STEPS,
         seed=3,
         reference=init_params(arch, jax.random.key(1), mesh=mesh),
     )
+    config = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
+    engine = RolloutEngine(arch, config, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=rollout_mesh)
+    greedy = dataclasses.replace(engine.sampling, temperature=0.0, n=1)
     params = init_params(arch, jax.random.key(0), mesh=mesh)
-    first = np.asarray(params["layers"][0]["qkv"])
+    first = whole(params["layers"][0]["qkv"])
     state = learner.init(params)
-    before = {id_: leaf.sharding for id_, leaf in enumerate(jax.tree.leaves((state.params, state.opt_state)))}
+    before = [leaf.sharding for leaf in jax.tree.leaves((state.params, state.opt_state))]
     result = {}
     for step in range(STEPS):
-        state = learner.step(state, advantaged(step))
+        with jax.transfer_guard_device_to_host("disallow"):
+            engine.sync_weights(state.params, state.step)
+        rollouts = engine.generate(prompts(step), step=step)
+        result |= sampled(f"{step}", rollouts) | sampled(
+            f"{step} greedy", engine.generate(prompts(step), sampling=greedy)
+        )
+        state = learner.step(state, AdvantageEstimator(AdvantageConfig()).estimate(rewarded(rollouts)))
         for name in ("loss", "update/grad_norm", "update/kl", "update/entropy", "update/ratio_max"):
             result[f"{name} {step}"] = np.float64(state.metrics[name].result())
-    for id_, leaf in enumerate(jax.tree.leaves((state.params, state.opt_state))):
-        assert leaf.sharding.is_equivalent_to(before[id_], leaf.ndim), (id_, leaf.sharding, before[id_])
+    for leaf, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), before, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
     result["steps"] = np.array(state.step)
-    result["moved"] = np.abs(np.asarray(state.params["layers"][0]["qkv"]) - first).max()
+    result["moved"] = np.abs(whole(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         name = jax.tree_util.keystr(path)
-        result[f"weights {name}"] = np.asarray(leaf)
+        result[f"weights {name}"] = whole(leaf)
         result[f"held {name}"] = np.array(leaf.addressable_shards[0].data.size)
     return result
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """All of it, from every process."""
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def sampled(name: str, rollouts: RolloutBatch) -> dict[str, np.ndarray]:
+    """Tokens and log-probabilities of completions, one behind the other, and their lengths."""
+    mask = rollouts.completion_mask
+    return {
+        f"tokens {name}": rollouts.input_ids[mask],
+        f"lengths {name}": mask.sum(axis=1),
+        f"logprobs {name}": rollouts.rollout_logprobs[mask],
+    }
 
 
 def main() -> None:
     """Results of every mesh and mode, under `mesh mode name`."""
     target, *specs = sys.argv[1:]
+    if "COORDINATOR" in os.environ:
+        number, own = (int(os.environ[name]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
+        hosts.initialize(os.environ["COORDINATOR"], number, own, start_timeout_s=60)
     results = {}
     for spec in specs:
         for mode in MODES:
             results |= {f"{spec} {mode} {name}": value for name, value in train(spec, mode).items()}
-    np.savez(target, **results)
+    if hosts.is_main_process():
+        np.savez(target, **results)
+    hosts.shutdown()
 
 
 if __name__ == "__main__":

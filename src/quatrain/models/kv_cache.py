@@ -10,9 +10,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture
+from quatrain.parallel.mesh import DATA_AXES
+
+ON_MESH = PartitionSpec(DATA_AXES, "tp")
+"""Rows over the replicas of the sampler, heads over the devices of each."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,9 +38,27 @@ class CachePart:
         return self.values[0].shape[2]
 
 
-def bytes_per_column(arch: Architecture, dtype: DTypeLike) -> int:
-    """Memory of one cached token in all layers."""
-    return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * jnp.dtype(dtype).itemsize
+def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
+    """`rows` on each replica of `mesh`."""
+    heads, size = cached_heads(arch, mesh.shape["tp"]), arch.head_dim
+    rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
+    place = NamedSharding(mesh, ON_MESH)
+    keys, values = (
+        tuple(jnp.zeros((rows, heads, *shape), dtype, device=place) for _ in range(arch.num_layers))
+        for shape in ((size, columns), (columns, size))
+    )
+    return CachePart(keys, values)
+
+
+def cached_heads(arch: Architecture, tp: int) -> int:
+    """Key/value heads that `tp` devices keep: one each where they are more than there are."""
+    return max(arch.num_kv_heads, tp)
+
+
+def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
+    """Memory of one cached token in all layers, on each of `tp` devices."""
+    heads = cached_heads(arch, tp) // tp
+    return 2 * arch.num_layers * heads * arch.head_dim * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:

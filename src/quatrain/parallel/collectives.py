@@ -1,22 +1,31 @@
 """What devices that compute together tell each other, in functions mapped over a mesh by `shard_map`.
 
-Called by the model and the gradient. Outside of such a function every axis has one device, and each of these
-gives back what it is given: there is one model code for one device and for many.
+Called by the model, the gradient and the sampler. Outside of such a function every axis has one device, and
+each of these gives back what it is given: there is one model code for one device and for many.
 
 The gradients are those of a loss that is the sum over the data shards of what each computes, and that the
-devices of a `tp` axis compute alike. `shard_map` has to be called with check_vma=False.
+devices of a `tp` axis compute alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
+from quatrain.parallel.mesh import DATA_AXES
+
+
+def mapped(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` of what each device of `mesh` has, as one of arrays that lie on it."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def axis_size(axis: str) -> int:
@@ -35,6 +44,21 @@ def axis_index(axis: str) -> jax.Array | int:
 def mesh_here() -> MeshShape:
     """The mesh that the function is mapped over."""
     return MeshShape(*(axis_size(axis) for axis in MeshShape._fields))
+
+
+def from_all_shards(tree: Any) -> Any:
+    """The arrays of all data shards, joined along their first dimension."""
+    return tree if num_data_shards() == 1 else lax.all_gather(tree, DATA_AXES, tiled=True)
+
+
+def on_any_shard(flag: jax.Array) -> jax.Array:
+    """Whether `flag` is true on a data shard."""
+    return flag if num_data_shards() == 1 else lax.pmax(flag.astype(jnp.int32), DATA_AXES) > 0
+
+
+def num_data_shards() -> int:
+    """Data shards of the mesh here."""
+    return mesh_here().num_data_shards
 
 
 def sum_over(x: jax.Array, axis: str) -> jax.Array:

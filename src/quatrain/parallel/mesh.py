@@ -5,7 +5,7 @@ Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> where parameters, batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -48,6 +48,30 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def moved(arrays: Any, places: Any) -> Any:
+    """The tree `arrays` laid out as the tree `places` of shardings says, from device to device.
+
+    Arrays that lie there already are given back as they are.
+    """
+    old, structure = jax.tree.flatten(arrays)
+    new = jax.tree.leaves(places)
+    away = [i for i, x in enumerate(old) if not x.sharding.is_equivalent_to(new[i], x.ndim)]
+    there = tuple(new[i] for i in away)
+    if all(old[i].sharding.device_set == new[i].device_set for i in away):
+        arrived = _exchange(there)([old[i] for i in away])
+    else:
+        arrived = jax.device_put([old[i] for i in away], list(there))
+    for i, x in zip(away, arrived, strict=True):
+        old[i] = x
+    return jax.tree.unflatten(structure, old)
+
+
+@cache
+def _exchange(places: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Devices exchange parts of arrays until each of `places` has its own."""
+    return jax.jit(lambda arrays: arrays, out_shardings=list(places))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -2,25 +2,34 @@
 
 Called by `session.py` alone. Shapes: B slots, R rows of the prompt cache, each of S columns, O columns of a
 slot's own, M slots that share a prompt at most; a prefill has N prompts of n samples in T packed tokens.
+
+These are the sizes of one replica of the sampler. On a mesh each data shard is one, and arrays hold those of
+all replicas one behind the other; places of slots and rows are counted within a replica. What comes out for
+the host is of all replicas, and on every device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
 from quatrain.models.decoder import logits
-from quatrain.models.kv_cache import CachePart
+from quatrain.models.kv_cache import ON_MESH, CachePart
+from quatrain.models.params import partition
 from quatrain.ops.sampling import sample, token_uniforms
+from quatrain.parallel.collectives import from_all_shards, mapped, on_any_shard
+from quatrain.parallel.mesh import DATA_AXES, mesh_shape
 
+EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
 TOKENS_PER_CALL = 8
 """Tokens each slot decodes before the host looks; a slot that ends waits half as many on average."""
 
@@ -104,30 +113,47 @@ class Packed(NamedTuple):
     steps: jax.Array  # [N] uint32
 
 
-@partial(jax.jit, static_argnames=("arch", "draw", "dtype", "attention"), donate_argnames=("prompts",))
+@dataclass(frozen=True)
+class Program:
+    """What the compiled functions are made for; static."""
+
+    arch: Architecture
+    draw: Draw
+    dtype: jnp.dtype
+    attention: str
+    mesh: Mesh
+
+    @property
+    def params(self) -> Any:
+        """Where parameters lie."""
+        return partition(self.arch, mesh_shape(self.mesh))
+
+
+@partial(jax.jit, static_argnames=("program",), donate_argnames=("prompts",))
 def prefill(
-    params: dict,
-    prompts: CachePart,
-    packed: Packed,
-    seed: jax.Array,
-    *,
-    arch: Architecture,
-    draw: Draw,
-    dtype: jnp.dtype,
-    attention: str,
+    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, *, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
     """`prompts` with the new ones in their rows, and the first token of each sample, with log-probability.
 
     A prompt is computed once; its n samples fan out from its last logits. Both are [N, n].
     """
+    in_specs = (program.params, ON_MESH, EACH_REPLICA, EVERYWHERE)
+    out_specs = (ON_MESH, EVERYWHERE, EVERYWHERE)
+    own = partial(_prefill, program=program)
+    return mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
+
+
+def _prefill(
+    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
     hidden_TD, new = decode_step.prefill(
         params,
-        arch,
+        program.arch,
         packed.input_ids,
         packed.positions,
         packed.segment_ids,
-        dtype=dtype,
-        attention=attention,
+        dtype=program.dtype,
+        attention=program.attention,
     )
     columns_NS = packed.starts[:, None] + jnp.arange(prompts.columns)
 
@@ -141,14 +167,14 @@ def prefill(
     )
     n = packed.sequence_ids.shape[1]
     last_ND = hidden_TD[packed.starts + packed.lengths - 1]
-    tokens, logprobs = draw(
-        jnp.repeat(logits(params, arch, last_ND), n, axis=0),
+    tokens, logprobs = program.draw(
+        jnp.repeat(logits(params, program.arch, last_ND), n, axis=0),
         seed,
         jnp.repeat(packed.steps, n),
         packed.sequence_ids.reshape(-1),
         jnp.zeros(packed.sequence_ids.size, jnp.uint32),
     )
-    return prompts, tokens.reshape(-1, n), logprobs.reshape(-1, n)
+    return prompts, *from_all_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
 
 class Slots(NamedTuple):
@@ -171,7 +197,11 @@ class Decoded(NamedTuple):
     num_steps: jax.Array
 
 
-@partial(jax.jit, static_argnames=("arch", "draw", "dtype"), donate_argnames=("own",))
+_Carry = tuple[CachePart, jax.Array, jax.Array, jax.Array, Decoded]
+"""Own cache, last tokens, which slots go on, whether one of any replica does, and what is decoded."""
+
+
+@partial(jax.jit, static_argnames=("program",), donate_argnames=("own",))
 def decode(
     params: dict,
     own: CachePart,
@@ -181,26 +211,38 @@ def decode(
     column: jax.Array | np.int32,
     seed: jax.Array,
     *,
-    arch: Architecture,
-    draw: Draw,
-    dtype: jnp.dtype,
+    program: Program,
 ) -> tuple[CachePart, Decoded]:
-    """Up to TOKENS_PER_CALL tokens of every live slot; ends early when all are done.
+    """Up to TOKENS_PER_CALL tokens of every live slot; ends early when all are done, on every replica.
 
     The first of them is written at `column` of the ring `own`, which must hold what a slot has and gets.
     """
+    in_specs = (program.params, ON_MESH, ON_MESH, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
+    run = mapped(partial(_decode, program=program), program.mesh, in_specs, (ON_MESH, EVERYWHERE))
+    return run(params, own, prompts, slots, sharing, column, seed)
+
+
+def _decode(
+    params: dict,
+    own: CachePart,
+    prompts: CachePart,
+    slots: Slots,
+    sharing: Sharing,
+    column: jax.Array,
+    seed: jax.Array,
+    program: Program,
+) -> tuple[CachePart, Decoded]:
+    arch, draw = program.arch, program.draw
     shape = (len(slots.tokens), TOKENS_PER_CALL)
     zeros = jnp.zeros(shape, jnp.int32)
     empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
 
-    def unfinished(carry: tuple[CachePart, jax.Array, jax.Array, Decoded]) -> jax.Array:
-        _, _, live, decoded = carry
-        return (decoded.num_steps < TOKENS_PER_CALL) & live.any()
+    def unfinished(carry: _Carry) -> jax.Array:
+        *_, any_live, decoded = carry
+        return (decoded.num_steps < TOKENS_PER_CALL) & any_live
 
-    def advance(
-        carry: tuple[CachePart, jax.Array, jax.Array, Decoded],
-    ) -> tuple[CachePart, jax.Array, jax.Array, Decoded]:
-        own, tokens, live, decoded = carry
+    def advance(carry: _Carry) -> _Carry:
+        own, tokens, live, _, decoded = carry
         now = decoded.num_steps
         lengths = slots.lengths + now
         hidden, own = decode_step.decode(
@@ -213,7 +255,7 @@ def decode(
             lengths,
             (column + now) % own.columns,
             sharing,
-            dtype=dtype,
+            dtype=program.dtype,
         )
         tokens, logprobs = draw(
             logits(params, arch, hidden), seed, slots.steps, slots.sequence_ids, lengths.astype(jnp.uint32)
@@ -224,20 +266,27 @@ def decode(
             decoded.counts + live,
             now + 1,
         )
-        return own, tokens, live & ~draw.ends(tokens, lengths + 1), decoded
+        live = live & ~draw.ends(tokens, lengths + 1)
+        return own, tokens, live, on_any_shard(live.any()), decoded
 
-    own, _, _, decoded = jax.lax.while_loop(unfinished, advance, (own, slots.tokens, slots.live, empty))
-    return own, decoded
+    begin = (own, slots.tokens, slots.live, on_any_shard(slots.live.any()), empty)
+    own, _, _, _, decoded = jax.lax.while_loop(unfinished, advance, begin)
+    tokens, logprobs, counts = from_all_shards((decoded.tokens, decoded.logprobs, decoded.counts))
+    return own, Decoded(tokens, logprobs, counts, decoded.num_steps)
 
 
-def rearrange(part: CachePart, rows: jax.Array, columns: jax.Array) -> CachePart:
+def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:
     """A cache of other rows and columns; arrays one by one, which share one small program."""
     keys, values = (
-        tuple(_pick(x, rows, columns, axis) for x in xs) for xs, axis in ((part.keys, 3), (part.values, 2))
+        tuple(_pick(x, rows, columns, axis, mesh) for x in xs)
+        for xs, axis in ((part.keys, 3), (part.values, 2))
     )
     return CachePart(keys, values)
 
 
-@partial(jax.jit, static_argnames="axis")
-def _pick(x: jax.Array, rows: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
+@partial(jax.jit, static_argnames=("axis", "mesh"))
+def _pick(x: jax.Array, rows: np.ndarray, columns: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
+    def own(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
+
+    return mapped(own, mesh, (ON_MESH, EACH_REPLICA, EVERYWHERE), ON_MESH)(x, rows, columns)

@@ -18,10 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.models.families import Architecture
+from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
+from quatrain.parallel.hosts import gather_objects
+from quatrain.parallel.mesh import mesh_shape, moved, one_device, shardings
 from quatrain.rollout.decode import Sampling
 from quatrain.rollout.session import Group, Sampler, Session, Tally
 from quatrain.types import Metric, Prompt, RolloutBatch, describe
@@ -53,9 +57,12 @@ class RolloutEngine:
     """Samples completions from the weights it was last handed.
 
     `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
-    run's. `cache_bytes` bounds the key/value cache; None takes a part of the memory there is. `attention` is
-    the implementation that prompts are computed with (`models.kernels`). `on_progress` is told after each
-    decode call how far `generate` or `wait` has come, in the thread that called it.
+    run's. `cache_bytes` bounds the key/value cache of a device; None takes a part of the memory there is.
+    `attention` is the implementation that prompts are computed with (`models.kernels`). `on_progress` is told
+    after each decode call how far `generate` or `wait` has come, in the thread that called it.
+
+    On `mesh`, by default one device, each data shard is a replica of the sampler. Of several processes each
+    calls the same verbs with the same arguments, and gets the same result.
 
     The other verbs may be called from another thread while `wait` runs; they take effect between two decode
     calls. `wait` and `generate` go on only after `resume` where `pause` came before.
@@ -71,6 +78,7 @@ class RolloutEngine:
         seed: int,
         dtype: str = "float32",
         attention: str = "xla",
+        mesh: Mesh | None = None,
         cache_bytes: int | None = None,
         on_progress: OnProgress | None = None,
     ):
@@ -87,6 +95,8 @@ class RolloutEngine:
             min_p=config.min_p,
             stop=config.stop,
         )
+        self.mesh = mesh or one_device()
+        self._places = shardings(self.mesh, partition(arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
@@ -101,11 +111,15 @@ class RolloutEngine:
         self._paused = self._closed = False
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from the next decode call on; every token they produce carries `version`."""
+        """Sample from `params` from the next decode call on; every token they produce carries `version`.
+
+        They come to this engine's mesh from theirs, from device to device.
+        """
         began = time.perf_counter()
         in_dtype = jax.tree.map(lambda x: x.astype(self.dtype) if x.ndim > 1 else x, params)
+        placed = jax.block_until_ready(moved(in_dtype, self._places))
         with self._interruption():
-            self._params, self._version = in_dtype, version
+            self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
 
     def generate(
@@ -193,6 +207,7 @@ class RolloutEngine:
             self._seed,
             self.dtype,
             self._attention,
+            self.mesh,
             self._cache_bytes,
         )
         return Session(sampler, sampling, self._max_concurrency)
@@ -256,11 +271,17 @@ class RolloutEngine:
 
 
 def _memory_for_cache() -> int:
-    """Bytes the cache may take on the device, or of the host's memory where it is the device."""
+    """Bytes the cache may take on a device, or of the host's memory where it is the device.
+
+    The least of all processes, which schedule alike.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
-        return int(CACHE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
-    return int(CACHE_SHARE / 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        own = CACHE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    else:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        own = CACHE_SHARE / 2 * host / jax.local_device_count()
+    return min(int(x) for x in gather_objects(own))
 
 
 def _length_metrics(fields: dict[str, Any]) -> dict[str, Metric]:

@@ -7,22 +7,27 @@ the group has run yet, and decodes TOKENS_PER_CALL tokens of every slot. Weights
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
-from quatrain.models.kv_cache import CachePart, bytes_per_column
+from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
 from quatrain.ops.ladder import round_up
+from quatrain.parallel.mesh import mesh_shape
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
     Draw,
     Packed,
+    Program,
     Sampling,
     Slots,
     decode,
@@ -40,7 +45,7 @@ FEWEST_COLUMNS = 32
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a session samples from beside the weights; `cache_bytes` bounds its cache."""
+    """What a session samples from beside the weights; `cache_bytes` bounds its cache on a device."""
 
     arch: Architecture
     tokenizer: Any
@@ -48,7 +53,17 @@ class Sampler:
     seed: int
     dtype: Any
     attention: str
+    mesh: Mesh
     cache_bytes: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that decode side by side."""
+        return mesh_shape(self.mesh).num_data_shards
+
+    def program(self, draw: Draw) -> Program:
+        """What the compiled functions are made for."""
+        return Program(self.arch, draw, self.dtype, self.attention, self.mesh)
 
 
 @dataclass
@@ -80,6 +95,17 @@ class Group:
     completions: list[Completion]
 
 
+class _Admitted(NamedTuple):
+    """A group whose prompt is to be computed, its ticket, and the row on its replica."""
+
+    group: Group
+    ticket: int
+    row: int
+
+
+_Pack = list[_Admitted]
+
+
 @dataclass(frozen=True)
 class Tally:
     """What the work so far came to; seconds, tokens and slot-steps (one slot, one decode step)."""
@@ -104,17 +130,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Cache:
-    """Both parts of the cache; `column` of the ring `own` is written next."""
+    """Both parts of the cache; `column` of the ring `own` is written next.
+
+    `shape`: slots, rows, columns of a prompt, columns of a slot; of one replica.
+    """
 
     prompts: CachePart
     own: CachePart
     column: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Slots, rows, columns of a prompt, columns of a slot."""
-        slots, rows = len(self.own.keys[0]), len(self.prompts.keys[0])
-        return slots, rows, self.prompts.columns, self.own.columns
+    shape: tuple[int, int, int, int]
 
 
 class Session:
@@ -126,8 +150,8 @@ class Session:
     def __init__(self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None):
         self.sampling, self.tally = sampling, Tally()
         self._sampler, self._limit = sampler, max_concurrency
-        self._draw = Draw.of(sampling, sampler.stop_ids)
-        self._scheduler = Scheduler(0)
+        self._program = sampler.program(Draw.of(sampling, sampler.stop_ids))
+        self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
@@ -169,8 +193,8 @@ class Session:
         self._resize()
         began = time.perf_counter()
         while admitted := self._scheduler.admit():
-            for pack in _packs([(self._groups[ticket], ticket, row) for ticket, row in admitted]):
-                self._prefill(pack, params, version)
+            for packs in self._packs(admitted):
+                self._prefill(packs, params, version)
         self._scheduler.fill()
         decoding = time.perf_counter()
         if self._scheduler.num_live:
@@ -182,19 +206,24 @@ class Session:
             self._scheduler.resize(0, 0)
 
     def _most_at_once(self, prompt_columns: int, demand: int) -> int:
-        """Sequences to decode at once; raises ValueError where that many of `demand` need too much memory."""
+        """Sequences that a replica decodes at once.
+
+        Raises ValueError where that many of `demand` need too much memory.
+        """
+        sampler, replicas = self._sampler, self._sampler.num_replicas
         columns = prompt_columns + _own_columns(self.sampling.max_new_tokens, self.sampling)
-        each = columns * bytes_per_column(self._sampler.arch, self._sampler.dtype)
-        fitting = self._sampler.cache_bytes // each
-        most = self._limit or max(fitting, 1)
-        together = min(most, demand)
+        each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
+        fitting = sampler.cache_bytes // each
+        most = max(self._limit // replicas, 1) if self._limit else max(fitting, 1)
+        together = min(most, -(-demand // replicas))
         if together > fitting:
+            each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
             raise ValueError(
-                f"the cache of the sequences that decode at once has to fit: {together} of up to {columns} "
-                f"tokens need {together * each / 2**20:.1f} MiB of "
-                f"{self._sampler.cache_bytes / 2**20:.1f} MiB, which is enough for {fitting}; "
+                f"the cache of the sequences that decode at once has to fit: {together}{each_of} of up to "
+                f"{columns} tokens need {together * each / 2**20:.1f} MiB of "
+                f"{sampler.cache_bytes / 2**20:.1f} MiB, which is enough for {fitting}; "
                 + (
-                    f"set rollout.max_concurrency to {fitting} or fewer"
+                    f"set rollout.max_concurrency to {fitting * replicas} or fewer"
                     if fitting
                     else "lower rollout.max_new_tokens or data.max_prompt_length"
                 )
@@ -203,7 +232,7 @@ class Session:
 
     def _resize(self) -> None:
         """Bring the number of slots, rows and columns to what the coming round wants."""
-        scheduler = self._scheduler
+        scheduler, sampler = self._scheduler, self._sampler
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
         lengths = [len(self._completion(slot).tokens) for slot in self._live_slots()]
@@ -217,39 +246,68 @@ class Session:
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
             scheduler.resize(slots, rows)
-            self._cache = _empty_cache(self._sampler, shape)
+            self._cache = self._empty(shape)
         elif self._cache.shape != shape:
             moved = list(range(slots)), list(range(rows))
+            moved = (list(range(slots)) * sampler.num_replicas, list(range(rows)) * sampler.num_replicas)
             if self._cache.shape[:2] != (slots, rows):
                 moved = scheduler.resize(slots, rows)
-            self._cache = _rearranged(self._cache, shape, *moved, used)
+            self._cache = self._rearranged(self._cache, shape, *moved, used)
 
-    def _prefill(self, pack: list[tuple[Group, int, int]], params: Any, version: int) -> None:
+    def _empty(self, shape: tuple[int, int, int, int]) -> _Cache:
+        slots, rows, prompt_columns, own_columns = shape
+        empty = partial(empty_cache, self._sampler.arch, dtype=self._sampler.dtype, mesh=self._sampler.mesh)
+        return _Cache(empty(rows, prompt_columns), empty(slots, own_columns), 0, shape)
+
+    def _rearranged(
+        self, cache: _Cache, shape: tuple[int, int, int, int], slots: list[int], rows: list[int], used: int
+    ) -> _Cache:
+        """`cache` in another shape: these slots and rows, the last `used` columns of the ring in order."""
+        old, (_, _, prompt_columns, own_columns) = cache.shape, shape
+        prompts, own, column = cache.prompts, cache.own, cache.column
+        mesh, replicas = self._sampler.mesh, self._sampler.num_replicas
+        if old[1:3] != shape[1:3] or rows != list(range(old[1])) * replicas:
+            prompts = rearrange(prompts, np.array(rows), np.arange(prompt_columns), mesh)
+        if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])) * replicas:
+            columns = (column - used + np.arange(own_columns)) % old[3]
+            own, column = rearrange(own, np.array(slots), columns, mesh), used % own_columns
+        return _Cache(prompts, own, column, shape)
+
+    def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[_Pack]]:
+        """What to prefill together, a pack for each replica: empty ones where others have more."""
+        replicas = range(self._sampler.num_replicas)
+        rows = self._scheduler.num_rows
+        given: list[list[_Admitted]] = [[] for _ in replicas]
+        for ticket, row in admitted:
+            given[row // rows].append(_Admitted(self._groups[ticket], ticket, row % rows))
+        for packs in zip_longest(*map(_packs, given)):
+            yield [pack or [] for pack in packs]
+
+    def _prefill(self, packs: list[_Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        sampler = self._sampler
-        packed = _pack(pack, self.sampling.n, self._cache.shape[1])
-        prompts, *first = prefill(
-            params,
-            self._cache.prompts,
-            packed,
-            self._seed,
-            arch=sampler.arch,
-            draw=self._draw,
-            dtype=sampler.dtype,
-            attention=sampler.attention,
-        )
+        packed = _packed(packs, self.sampling.n, self._cache.shape[1])
+        prompts, *first = prefill(params, self._cache.prompts, packed, self._seed, program=self._program)
         self._cache = replace(self._cache, prompts=prompts)
         tokens, logprobs = (x.tolist() for x in jax.device_get(first))
-        for i, (group, ticket, _) in enumerate(pack):
-            for sample, completion in enumerate(group.completions):
-                completion.extend([tokens[i][sample]], [logprobs[i][sample]], version)
-            for sample in self._ended(group.completions):
-                self._scheduler.finish_waiting(ticket, sample)
-            self.tally = self.tally.plus(decoded_tokens=self.sampling.n)
+        size = len(tokens) // len(packs)
+        for replica, pack in enumerate(packs):
+            for i, (group, ticket, _) in enumerate(pack, replica * size):
+                if not group.completions[0].tokens:
+                    self._begin(group, ticket, tokens[i], logprobs[i], version)
+
+    def _begin(
+        self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
+    ) -> None:
+        """The first token of each sample; where several replicas computed it, that of the first is it."""
+        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
+            completion.extend([token], [logprob], version)
+        for sample in self._ended(group.completions):
+            self._scheduler.finish_waiting(ticket, sample)
+        self.tally = self.tally.plus(decoded_tokens=self.sampling.n)
 
     def _decode(self, params: Any, version: int) -> None:
         assert self._cache is not None
-        sampler, cache = self._sampler, self._cache
+        cache = self._cache
         own, decoded = decode(
             params,
             cache.own,
@@ -258,13 +316,11 @@ class Session:
             self._sharing(),
             np.int32(cache.column),
             self._seed,
-            arch=sampler.arch,
-            draw=self._draw,
-            dtype=sampler.dtype,
+            program=self._program,
         )
         decoded = jax.device_get(decoded)
         steps = int(decoded.num_steps)
-        self._cache = _Cache(cache.prompts, own, (cache.column + steps) % cache.shape[3])
+        self._cache = replace(cache, own=own, column=(cache.column + steps) % cache.shape[3])
         live = self._live_slots()
         completions = [self._completion(slot) for slot in live]
         before = sum(len(completion.tokens) for completion in completions)
@@ -278,9 +334,9 @@ class Session:
         useful = sum(len(completion.tokens) for completion in completions) - before
         self.tally = self.tally.plus(
             decoded_tokens=useful,
-            slot_steps=steps * cache.shape[0],
+            slot_steps=steps * len(self._scheduler.slots),
             useful_slot_steps=useful,
-            widest_slot_steps=steps * self._most_slots,
+            widest_slot_steps=steps * self._most_slots * self._sampler.num_replicas,
         )
 
     def _ended(self, completions: list[Completion]) -> list[int]:
@@ -338,15 +394,15 @@ class Session:
         return Slots(*_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
 
     def _sharing(self) -> Sharing:
-        """Which slots attend to which row of the prompt cache."""
+        """Which slots attend to which row of the prompt cache, counted on their replica."""
         scheduler = self._scheduler
-        most = min(self.sampling.n, len(scheduler.slots))
+        most = min(self.sampling.n, scheduler.num_slots)
         members: list[list[int]] = [[] for _ in scheduler.rows]
         place = np.zeros(len(scheduler.slots), np.int32)
         for slot, who in enumerate(scheduler.slots):
             if who is not None:
-                place[slot] = who.row * most + len(members[who.row])
-                members[who.row].append(slot)
+                place[slot] = who.row % scheduler.num_rows * most + len(members[who.row])
+                members[who.row].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
         return Sharing(*_arguments(table, place, np.array(lengths, np.int32)))
@@ -360,41 +416,12 @@ def _own_columns(needed: int, sampling: Sampling) -> int:
     return min(columns, round_up(sampling.max_new_tokens))
 
 
-def _empty_cache(sampler: Sampler, shape: tuple[int, int, int, int]) -> _Cache:
-    slots, rows, prompt_columns, own_columns = shape
-    arch = sampler.arch
-
-    def part(rows: int, columns: int) -> CachePart:
-        heads, size = arch.num_kv_heads, arch.head_dim
-        keys, values = (
-            tuple(jnp.zeros((rows, heads, *shape), sampler.dtype) for _ in range(arch.num_layers))
-            for shape in ((size, columns), (columns, size))
-        )
-        return CachePart(keys, values)
-
-    return _Cache(part(rows, prompt_columns), part(slots, own_columns), 0)
-
-
-def _rearranged(
-    cache: _Cache, shape: tuple[int, int, int, int], slots: list[int], rows: list[int], used: int
-) -> _Cache:
-    """`cache` in another shape: these slots and rows, and the last `used` columns of the ring in order."""
-    old, (_, _, prompt_columns, own_columns) = cache.shape, shape
-    prompts, own, column = cache.prompts, cache.own, cache.column
-    if old[1:3] != shape[1:3] or rows != list(range(old[1])):
-        prompts = rearrange(prompts, *_arguments(np.array(rows), np.arange(prompt_columns)))
-    if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])):
-        columns = (column - used + np.arange(own_columns)) % old[3]
-        own, column = rearrange(own, *_arguments(np.array(slots), columns)), used % own_columns
-    return _Cache(prompts, own, column)
-
-
-def _packs(admitted: list[tuple[Group, int, int]]) -> list[list[tuple[Group, int, int]]]:
+def _packs(admitted: list[_Admitted]) -> list[_Pack]:
     """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible."""
-    packs: list[list[tuple[Group, int, int]]] = []
+    packs: list[_Pack] = []
     room = 0
     for item in admitted:
-        length = len(item[0].prompt.input_ids)
+        length = len(item.group.prompt.input_ids)
         if not packs or length > room:
             packs.append([])
             room = PREFILL_TOKENS
@@ -403,24 +430,30 @@ def _packs(admitted: list[tuple[Group, int, int]]) -> list[list[tuple[Group, int
     return packs
 
 
-def _pack(pack: list[tuple[Group, int, int]], n: int, num_rows: int) -> Packed:
-    """The prompts of `pack` one behind the other, in shapes from the ladders."""
-    prompts = [group.prompt.input_ids for group, _, _ in pack]
-    count = 1 << (len(pack) - 1).bit_length()
-    tokens = _prompt_columns(sum(map(len, prompts)))
+def _packed(packs: list[_Pack], n: int, num_rows: int) -> Packed:
+    """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest."""
+    count = 1 << (max(map(len, packs)) - 1).bit_length()
+    tokens = _prompt_columns(max(sum(len(x.group.prompt.input_ids) for x in pack) for pack in packs))
+    each = [_packed_row(pack, n, num_rows, count, tokens) for pack in packs]
+    return Packed(*_arguments(*map(np.concatenate, zip(*each, strict=True))))
+
+
+def _packed_row(pack: _Pack, n: int, num_rows: int, count: int, tokens: int) -> tuple[np.ndarray, ...]:
+    """The fields of `Packed` for one replica, `count` prompts and `tokens` with the padding."""
     input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
     sequence_ids, steps = np.zeros((count, n), np.uint32), np.zeros(count, np.uint32)
     first = 0
     for i, (group, _, row) in enumerate(pack):
-        size = len(prompts[i])
+        prompt = group.prompt.input_ids
+        size = len(prompt)
         span = slice(first, first + size)
-        input_ids[span], positions[span], segment_ids[span] = prompts[i], np.arange(size), i + 1
+        input_ids[span], positions[span], segment_ids[span] = prompt, np.arange(size), i + 1
         starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
         sequence_ids[i] = [_sequence_id(group.prompt, n, sample) for sample in range(n)]
         first += size
-    return Packed(*_arguments(input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps))
+    return input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps
 
 
 def _arguments(*arrays: np.ndarray) -> list[jax.Array]:

@@ -24,7 +24,7 @@ from quatrain.models.kernels import choose_attention
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_chunk, token_logprobs
 from quatrain.ops.packing import PackingCost
-from quatrain.parallel.collectives import shared_by
+from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape, one_device, shardings
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
@@ -106,12 +106,6 @@ class Policy:
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
         return logprobs, entropy
 
-    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` of what each device has, as one of arrays on the mesh."""
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-
 
 @partial(jax.jit, static_argnames=("policy",))
 def score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array, jax.Array]:
@@ -122,9 +116,10 @@ def score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array,
 
     def own(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         logprobs = jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
-        return jax.lax.all_gather((logprobs, batch.mask), DATA_AXES, tiled=True)
+        return from_all_shards((logprobs, batch.mask))
 
-    return policy.mapped(own, (policy.partition, PartitionSpec(DATA_AXES)), PartitionSpec())(params, batch)
+    in_specs = (policy.partition, PartitionSpec(DATA_AXES))
+    return mapped(own, policy.mesh, in_specs, PartitionSpec())(params, batch)
 
 
 def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
@@ -171,7 +166,7 @@ def _accumulate(
 
     totals = (_copies(policy.partition), PartitionSpec())
     in_specs = (policy.partition, totals, PartitionSpec(DATA_AXES))
-    return policy.mapped(own, in_specs, totals)(params, total, batch)
+    return mapped(own, policy.mesh, in_specs, totals)(params, total, batch)
 
 
 def _copies(specs: Any) -> Any:
