@@ -14,6 +14,7 @@ import numpy as np
 from quatrain.config.load import Resolved
 from quatrain.config.schema import EvalConfig
 from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.parallel.hosts import decided_by_main
 from quatrain.policy import build_engine, load_policy
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
@@ -77,8 +78,11 @@ def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
     answers = rollouts.columns.get(ANSWER_COLUMN)
     if answers is None:
         return None
-    pairs = zip(rollouts.completions, answers)
-    return np.array([np.nan if a is None else is_correct(c, str(a)) for c, a in pairs], np.float64)
+    pairs = list(zip(rollouts.completions, answers, strict=True))
+    judged = decided_by_main(
+        lambda: [math.nan if a is None else float(is_correct(c, str(a))) for c, a in pairs]
+    )
+    return np.array(judged, np.float64)
 
 
 def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, Metric]:

@@ -12,13 +12,15 @@ from quatrain.checkpoint import Checkpointer
 from quatrain.config.load import load_config
 from quatrain.models.families import Architecture
 from quatrain.models.hf import save_hf
+from quatrain.parallel.hosts import is_main_process
 from quatrain.policy import load_policy
 
 
 def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: Any) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `directory`."""
     save_hf(directory, arch, params)
-    tokenizer.save_pretrained(directory)
+    if is_main_process():
+        tokenizer.save_pretrained(directory)
 
 
 def export(run: Path, output: Path, *, step: int | None = None) -> int:

@@ -9,40 +9,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from quatrain.config.mesh import resolve_meshes
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
 from quatrain.parallel.hosts import num_processes
+from quatrain.parallel.mesh import make_mesh
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
 
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """Tokenizer, architecture and freshly loaded parameters; `stop_ids` end a completion."""
+    """Tokenizer, architecture and freshly loaded parameters; `stop_ids` end a completion.
+
+    The parameters lie on `mesh`, that of training; `rollout_mesh` arranges the same devices for sampling.
+    """
 
     tokenizer: Any
     arch: Architecture
     params: Any
     stop_ids: tuple[int, ...]
+    mesh: Mesh
+    rollout_mesh: Mesh
 
 
 def load_policy(config: Config) -> LoadedPolicy:
     """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
 
-    Raises ValueError where the tokenizer has more tokens than the model's vocabulary, the longest sequence
-    more than the model has positions, where `model.attention` names a kernel that cannot run the model, and
-    in one of several processes: the rollout has no mesh yet, so each would sample and train alone.
+    Parameters lie on the devices of all processes, as `mesh` arranges them. Raises ValueError where a mesh
+    does not multiply to the devices or cannot share the model, the tokenizer has more tokens than the model's
+    vocabulary, the longest sequence more than the model has positions, and where `model.attention` names a
+    kernel that cannot run the model.
     """
-    if num_processes() > 1:
-        raise ValueError(
-            "training, evaluation and warm start run in one process, on one device, until the rollout runs "
-            f"on a mesh too; got {num_processes()} processes; start the command by itself, without `launch` "
-            "and --num-processes"
-        )
+    mesh, rollout_mesh = _meshes(config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
@@ -51,6 +55,7 @@ def load_policy(config: Config) -> LoadedPolicy:
         seed=config.seed,
         vocab_size=len(tokenizer),
         eos_token_ids=own_eos,
+        mesh=mesh,
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
@@ -65,9 +70,15 @@ def load_policy(config: Config) -> LoadedPolicy:
         )
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
-    return LoadedPolicy(
-        tokenizer, model.arch, model.params, stop_token_ids(tokenizer, model.arch.eos_token_ids)
-    )
+    stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
+    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, mesh, rollout_mesh)
+
+
+def _meshes(config: Config) -> tuple[Mesh, Mesh]:
+    """All devices of all processes, arranged for training and for the rollout."""
+    shapes = resolve_meshes(config.mesh, config.rollout.mesh, jax.device_count(), num_processes())
+    mesh = make_mesh(shapes[0])
+    return mesh, make_mesh(shapes[1], list(mesh.devices.flat))
 
 
 def build_engine(
@@ -85,6 +96,7 @@ def build_engine(
         seed=config.seed,
         dtype=config.model.dtype,
         attention=_attention(config, loaded.arch, prompts=True),
+        mesh=loaded.rollout_mesh,
         on_progress=on_progress,
     )
 
@@ -105,4 +117,5 @@ def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) ->
         dtype=config.model.dtype,
         remat=config.model.remat,
         attention=config.model.attention,
+        mesh=loaded.mesh,
     )

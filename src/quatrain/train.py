@@ -25,7 +25,7 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
-from quatrain.parallel.hosts import num_processes
+from quatrain.parallel.hosts import decided_by_main, num_processes
 from quatrain.policy import build_engine, build_policy, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
@@ -183,7 +183,7 @@ class _Run:
 
     def _announce(self, plan: str) -> None:
         self.report.event(f"run {self.run.name}: {plan}")
-        batches = batch_plan(self.config, devices=num_processes(), processes=num_processes())
+        batches = batch_plan(self.config, devices=self.loaded.mesh.size, processes=num_processes())
         for line in render(batches).splitlines():
             self.report.event(line)
         data, sft = self.config.data, self.config.sft
@@ -335,7 +335,7 @@ class _Run:
         return numbers
 
     def _save(self, state: TrainState) -> None:
-        latest = self.checkpoints.latest_step()
+        latest = decided_by_main(self.checkpoints.latest_step)
         if latest is not None and state.train_step <= latest:
             return
         self.progress.stage("checkpoint")

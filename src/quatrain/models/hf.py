@@ -28,6 +28,8 @@ from quatrain.models.families import (
     token_ids,
 )
 from quatrain.models.params import Params, assemble, leaf_at
+from quatrain.parallel.hosts import is_main_process
+from quatrain.parallel.mesh import whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,18 +74,23 @@ def save_hf(
     """Writes config.json, generation_config.json and safetensors that transformers loads.
 
     The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an
-    index. Model weights that an earlier save left in `directory` are replaced.
+    index. Model weights that an earlier save left in `directory` are replaced. Of several processes, which
+    all call this, the main one writes; its host holds a file at a time, the others' a parameter.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
-        stale.unlink(missing_ok=True)
-    dtype = params["embed"].dtype.name
+    if is_main_process():
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
+            stale.unlink(missing_ok=True)
+        _write_config(directory, arch, params["embed"].dtype.name)
+    _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
+
+
+def _write_config(directory: Path, arch: Architecture, dtype: str) -> None:
     config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
     _write_json(directory / "config.json", config)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
-    _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
 
 
 def resolve_hub(model_id: str) -> Path:
@@ -239,9 +246,14 @@ def _write_tensors(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name.name: name.of(np.asarray(leaf_at(params, name.path))) for name in shard}
+        tensors: dict[str, np.ndarray] = {}
+        for name in shard:
+            parameter = whole(leaf_at(params, name.path))
+            if is_main_process():
+                tensors[name.name] = name.of(parameter)
         weight_map |= dict.fromkeys(tensors, file)
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-    if len(shards) > 1:
+        if is_main_process():
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1 and is_main_process():
         metadata = {"total_size": sum(sizes.values())}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -136,6 +136,14 @@ def gather_objects(value: Any) -> list[Any]:
     rows = multihost_utils.process_allgather(padded)
     # JSON ends where the padding begins; rows come in the order of devices, which need not be that of ids.
     return [value for _, value in sorted(json.loads(row.tobytes().rstrip(b"\0")) for row in rows)]
+
+
+def decided_by_main(decide: Callable[[], Any]) -> Any:
+    """What `decide` gives in the main process, in every process; it is called there alone.
+
+    For what need not come out the same in each: files, clocks, a user's code. What JSON can hold.
+    """
+    return gather_objects(decide() if is_main_process() else None)[0]
 
 
 def assert_same(what: str, values: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quatrain.config.mesh import MeshShape
@@ -72,6 +72,13 @@ def moved(arrays: Any, places: Any) -> Any:
 def _exchange(places: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Devices exchange parts of arrays until each of `places` has its own."""
     return jax.jit(lambda arrays: arrays, out_shardings=list(places))
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """`array` on the host, in every process that has a part of it; all of them have to ask."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

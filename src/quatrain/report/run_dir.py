@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.parallel.hosts import is_main_process
+from quatrain.parallel.hosts import decided_by_main, is_main_process
 from quatrain.report.metrics import MetricsFile
 
 AUTO = "auto"
@@ -35,20 +35,26 @@ class RunDir:
         """The folder of run `name` under `root`, or of the run to resume.
 
         `resume`: a run's name, a path to its folder, or `auto` for the run under `root` with the newest
-        checkpoint, which starts run `name` afresh where no run has one. Only the main process makes
+        checkpoint, which starts run `name` afresh where no run has one. The main process decides, makes
         and probes the folder. Raises ValueError where the name is taken, where there is nothing to
         resume, and where the folder cannot be written.
         """
-        root = Path(root)
+
+        def chosen() -> tuple[str, bool, str]:
+            run = cls._chosen(Path(root), name, resume)
+            run._make()
+            return str(run.path), run.resumed, run.note
+
+        path, resumed, note = decided_by_main(chosen)
+        return cls(Path(path), resumed, note)
+
+    @classmethod
+    def _chosen(cls, root: Path, name: str, resume: str | None) -> RunDir:
         path = _find_resumed(root, resume) if resume else None
         if path is not None:
-            run = cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
-        else:
-            note = f"no run in {root} has a checkpoint: starting {name} afresh" if resume else ""
-            run = cls(_fresh(root, name), note=note)
-        if is_main_process():
-            run._make()
-        return run
+            return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
+        note = f"no run in {root} has a checkpoint: starting {name} afresh" if resume else ""
+        return cls(_fresh(root, name), note=note)
 
     @property
     def name(self) -> str:
@@ -169,7 +175,7 @@ def _fresh(root: Path, name: str) -> Path:
     if not name or name in (AUTO, ".", "..") or name != Path(name).name or "\\" in name:
         raise ValueError(f"a run's name is one folder name, and not {AUTO!r}; got {name!r}; set `run.name`")
     path = root / name
-    if path.exists() and is_main_process():
+    if path.exists():
         raise ValueError(
             f"a run's name is used once: {path} exists; "
             f"give another with `--set run.name=…`, or go on with that run with `--resume {name}`"

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.config.schema import RewardConfig
+from quatrain.parallel.hosts import decided_by_main
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
 from quatrain.types import Metric, RewardedBatch, RolloutBatch, describe
 
@@ -50,6 +51,8 @@ class RewardScorer:
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
 
+        Of several processes the main one calls the functions, and tells the others.
+
         A function that abstains (None) leaves NaN and no term in the sum, counted in
         `reward/<name>/abstained`. A function that raises, or returns
         a value that is not finite, costs each sample at fault `ERROR_REWARD`, counted in
@@ -62,17 +65,22 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
-        samples = _Samples.of(rollouts)
-        raw = np.full((len(self._functions), len(rollouts)), np.nan, np.float32)
+        scores = decided_by_main(lambda: self._scores(rollouts))
+        raw = np.array([values for values, _ in scores], np.float32).reshape(len(scores), len(rollouts))
         metrics: dict[str, Metric] = {}
-        for row, function in zip(raw, self._functions, strict=True):
-            row[:], errors = _score_function(function, samples)
+        for row, (_, errors), function in zip(raw, scores, self._functions, strict=True):
             metrics |= describe(f"reward/{function.name}", row, _STATS)
             metrics[f"reward/{function.name}/errors"] = Metric(errors, reduction="sum")
             metrics[f"reward/{function.name}/abstained"] = Metric(int(np.isnan(row).sum()), reduction="sum")
         rewards = _weighted_sum(raw, [function.weight for function in self._functions])
         names = tuple(function.name for function in self._functions)
         return RewardedBatch(rollouts, rewards, raw, names, describe("reward", rewards, _STATS) | metrics)
+
+    def _scores(self, rollouts: RolloutBatch) -> list[tuple[list[float], int]]:
+        """Raw rewards, and how many errors there were, of each function."""
+        samples = _Samples.of(rollouts)
+        scores = (_score_function(function, samples) for function in self._functions)
+        return [(values.tolist(), errors) for values, errors in scores]
 
 
 def call_reward(function: RewardFunction, arguments: Mapping[str, list]) -> Sequence[float | None]:
