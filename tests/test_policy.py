@@ -1,10 +1,27 @@
 import pytest
 
-from quatrain import policy
 from quatrain.config.load import load_config
+from quatrain.policy import build_engine, load_policy
 
 
-def test_several_processes_are_refused_instead_of_each_training_alone(monkeypatch):
-    monkeypatch.setattr(policy, "num_processes", lambda: 2)
-    with pytest.raises(ValueError, match=r"run in one process.*got 2 processes; start the command by itself"):
-        policy.load_policy(load_config(None, environ={}).config)
+def _load(*overrides):
+    return load_policy(load_config(None, overrides, environ={}).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mesh=2,1,1", "mesh multiplies to the number of devices; dp 2, fsdp 1, tp 1 does not make 1"),
+        ("rollout.mesh=1,1,3", "rollout.mesh multiplies to the number of devices; dp 1, fsdp 1, tp 3 does"),
+    ],
+)
+def test_a_mesh_of_other_devices_than_there_are_is_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        _load(override)
+
+
+def test_the_engine_decodes_where_the_weights_are():
+    loaded = _load()
+    config = load_config(None, environ={}).config
+    assert loaded.mesh == loaded.rollout_mesh == build_engine(config, loaded).mesh
+    assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {loaded.mesh}

@@ -25,8 +25,8 @@ class Ended:
     err: str
 
 
-def run_together(*commands):
-    """The running processes of `commands`, at one address."""
+def run_together(*commands, folders=None):
+    """The running processes of `commands`, at one address, each in its one of `folders`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -42,6 +42,7 @@ def run_together(*commands):
                 *("--num-processes", str(len(commands)), "--process-id", str(process)),
             ],
             env=environ,
+            cwd=folders and folders[process],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -144,6 +145,24 @@ def test_processes_with_different_configurations_end_before_anything_starts(tmp_
         ) in process.err
         assert "Traceback" not in process.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_read_different_data_end_before_anything_is_trained(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder, gold in zip(folders, (4, 5), strict=True):
+        folder.mkdir()
+        rows = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "2 + 3 =", "answer": f"{gold}"}]
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = quatrain(
+        *(tmp_path / "runs", "--set", "data.train=sums.jsonl", "--set", "data.batch_size=2"),
+        *("--set", "sft.steps=0"),
+    )
+    both = ended(run_together(command, command, folders=folders))
+    assert {process.status for process in both} <= {2, 3}
+    for process in both:
+        assert 'all processes need the same data set: sums.jsonl is "2 rows, sha256 ' in process.err
+        assert "Traceback" not in process.err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_coordinator_that_is_not_reached_is_one_line(tmp_path):

@@ -6,6 +6,8 @@ the supervised warm start.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +18,7 @@ import numpy as np
 from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row, read_rows
 from quatrain.data.tokenizer import render
+from quatrain.parallel.hosts import assert_same, joined
 from quatrain.types import Prompt, PromptText
 
 if TYPE_CHECKING:
@@ -103,13 +106,15 @@ def load_prompts(
     Every other column, a question column included, goes to the reward functions.
 
     `required_columns` names the columns the rewards need, as a mapping to who needs each where known.
-    Raises ValueError for data that does not fit, naming the row.
+    Raises ValueError for data that does not fit, naming the row, and where other processes have read
+    something else.
     """
     rows = read_rows(spec)
     _check_columns(spec, rows[0], data)
     _check_required(spec, rows[0], required_columns)
     _check_answers(spec, rows)
     prompts = _tokenise(spec, rows, data, tokenizer)
+    _assert_same_everywhere(spec, prompts.rows)
     return PromptSource(prompts.rows, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated)
 
 
@@ -126,6 +131,7 @@ def load_demonstrations(
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     prompts = _tokenise(spec, rows, data, tokenizer)
+    _assert_same_everywhere(spec, prompts.rows)
     demonstrations = [_demonstration(spec, row, tokenizer) for row in prompts.rows]
     return DemonstrationSource(
         demonstrations, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated
@@ -147,6 +153,17 @@ class _TokenRows(NamedTuple):
     rows: list[_TokenRow]
     skipped: int
     truncated: int
+
+
+def _assert_same_everywhere(spec: str, rows: Sequence[_TokenRow]) -> None:
+    """Raises ValueError where processes that train together have read different rows."""
+    if not joined():
+        return
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(json.dumps(row.columns, default=repr).encode())
+        content.update(row.input_ids.tobytes())
+    assert_same("data set", {spec: f"{len(rows)} rows, sha256 {content.hexdigest()[:16]}"})
 
 
 def _check_columns(spec: str, row: Row, data: DataConfig) -> None:

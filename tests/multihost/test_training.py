@@ -1,0 +1,112 @@
+"""Training in two processes of four devices each is training on one device, and process 0 alone speaks."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from quatrain.config.load import load_config
+from quatrain.models.hf import save_hf
+from quatrain.report.metrics import read_metrics
+from quatrain.train import train
+
+# Of a test that fails; none waits that long.
+TIMEOUT_S = 400
+STEPS = 2
+SETTINGS = (
+    "data.batch_size=5",
+    "rollout.n=3",
+    "sft.steps=0",
+    "eval.num_prompts=4",
+    "eval.final_num_prompts=4",
+    "update.kl_coef=0",
+    "update.max_tokens_per_device=128",
+    "optimizer.eps=1e-3",
+    "model.tokenizer=builtin:tiny",
+)
+# What depends on how the devices are arranged, or on the time.
+OF_THE_MACHINE = ("time/", "throughput/", "rollout/", "batch/", "global_seqlen/", "update/compilations")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, small_arch, small_params):
+    model = tmp_path_factory.mktemp("model")
+    save_hf(model, small_arch, small_params)
+    return (*SETTINGS, f"model.path={model}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, settings):
+    """The run of one device, a step longer than the others."""
+    return _train(tmp_path_factory.mktemp("alone"), settings).run
+
+
+def _train(folder, settings, resume=None):
+    overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS + 1}")
+    return train(load_config(None, overrides, environ={}), resume=resume)
+
+
+def _launch(folder, settings, *more):
+    overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS}", *more)
+    arguments = [part for override in overrides for part in ("--set", override)]
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
+            *("--devices-per-process", "4", "--", "train", *arguments),
+        ],
+        env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"), [("1,-1,1", "1 x 8"), ("auto", "2 x 4")], ids=["documents", "auto"]
+)
+def test_two_processes_train_as_one_device_does(tmp_path, settings, alone, mesh, shape):
+    launched = _launch(tmp_path, settings, f"mesh={mesh}")
+    lines = (launched.stdout + launched.stderr).splitlines()
+    assert launched.returncode == 0, launched.stderr
+    assert any(f"D: dp x fsdp = {shape}" in line for line in lines)
+    assert [line for line in lines if not line.startswith("[0] ")] == []
+    _assert_same_run(tmp_path / "run", alone)
+    _assert_resumed_alone(tmp_path, settings, alone)
+
+
+def _assert_same_run(run, alone):
+    for step in range(1, STEPS + 1):
+        _assert_same_samples(run, alone, step)
+    ours, theirs = read_metrics(run / "metrics.jsonl"), read_metrics(alone / "metrics.jsonl")
+    assert [row["step"] for row in ours] == list(range(STEPS + 1))
+    for row, other in zip(ours[:STEPS], theirs, strict=False):
+        assert row.keys() == other.keys()
+        for key in row:
+            if not key.startswith(OF_THE_MACHINE):
+                assert row[key] == pytest.approx(other[key], rel=1e-4, abs=1e-7), key
+
+
+def _assert_same_samples(run, alone, step):
+    """Completions and rewards; advantages up to rounding."""
+    ours, theirs = (
+        [json.loads(line) for line in (folder / f"samples/step_{step:06d}.jsonl").read_text().splitlines()]
+        for folder in (run, alone)
+    )
+    assert [row["completion"] for row in ours] == [row["completion"] for row in theirs]
+    assert [row["rewards"] for row in ours] == [row["rewards"] for row in theirs]
+
+
+def _assert_resumed_alone(folder, settings, alone):
+    """What eight devices saved, one device goes on with: to the weights of the run that one device made."""
+    shutil.rmtree(folder / "run" / "final")
+    again = _train(folder, settings, resume="run").run
+    _assert_same_samples(again, alone, STEPS + 1)
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (again, alone))
+    assert ours.keys() == theirs.keys()
+    for name, weights in theirs.items():
+        np.testing.assert_allclose(ours[name], weights, rtol=1e-5, atol=1e-5 * np.abs(weights).max())
