@@ -139,6 +139,22 @@ def test_plan_prints_json(quatrain):
     assert "advantage" in err  # the configuration's own warnings stay on stderr
 
 
+def test_plan_of_parameters(quatrain):
+    layout = ("plan", "--params", "--devices", "8", "--set", "mesh=1,8,1")
+    status, out, err = quatrain(*layout, "--device-memory", "1MiB")
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "layers.o x 4 128,128 embed,heads fsdp,- 32.00 KiB" in lines
+    assert any(line.startswith("warning: the gradient needs ") for line in lines)
+    status, out, err = quatrain(*layout, "--json")
+    content = json.loads(out)
+    assert (status, content["warnings"]) == (0, [])
+    table = {entry["name"]: entry for entry in content["parameters"]}
+    assert table["layers.o"]["bytes_per_device"] == 4 * 128 * 128 * 4 // 8
+    assert table["layers.o"]["partition_spec"] == ["fsdp", None]
+    assert content["bytes_per_device"]["gradients"] == content["bytes_per_device"]["weights"]
+
+
 def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -166,6 +182,15 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
             ("plan", "--devices", "6", "--set", "mesh=1,-1,4"),
             "error: mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 does not make 6; change a "
             "number, or change the number of devices",
+        ),
+        (
+            ("plan", "--params", "--device-memory", "much"),
+            "error: a size of memory is a number with a unit, as 80GB, 24GiB or 16e9; got 'much'",
+        ),
+        (
+            ("plan", "--device-memory", "8GB"),
+            "error: --device-memory is what the bytes of --params are held against; got 8GB without "
+            "--params; add it",
         ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (

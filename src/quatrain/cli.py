@@ -221,6 +221,7 @@ def config(
         "plan",
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
+        "plan configs/gsm8k_smollm2_cpu.yaml --devices 8 --params --device-memory 16GiB",
     )
 )
 def plan(
@@ -228,12 +229,42 @@ def plan(
     set_: SetOption = None,
     devices: Annotated[int, typer.Option(min=1, help="Devices of all processes.")] = 1,
     processes: Annotated[int, typer.Option(min=1, help="Processes the devices belong to.")] = 1,
+    params: Annotated[
+        bool,
+        typer.Option(
+            "--params",
+            help="Show instead how parameters are split, and the bytes on each device. Activations are an "
+            "estimate. Not counted: what decoding works with, and the runtime itself.",
+        ),
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            show_default=False,
+            help="With --params: the memory of a device, as 80GB, 24GiB or 16e9; says what does not fit.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
     ] = False,
 ) -> None:
-    """Print every batch number of a training step, with its unit and formula."""
+    """Print every batch number of a training step, with its unit and formula; or what lies on a device."""
+    if device_memory is not None and not params:
+        raise ValueError(
+            f"--device-memory is what the bytes of --params are held against; got {device_memory} without "
+            "--params; add it"
+        )
     resolved = _resolve(config, set_)
+    if params:
+        from quatrain import placement
+
+        memory = None if device_memory is None else placement.parse_bytes(device_memory)
+        result = placement.placement(
+            resolved.config, devices=devices, processes=processes, device_memory=memory
+        )
+        typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else placement.render(result))
+        return
     from quatrain.config.plan import plan as plan_batches
     from quatrain.config.plan import render
 

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from quatrain.models.families import RopeScaling
-from quatrain.models.gguf import load_gguf
+from quatrain.models.gguf import gguf_architecture, load_gguf
 from quatrain.models.layers import rope_frequencies
 
 HIDDEN, MLP, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 12, 2, 4, 2, 64
@@ -169,6 +169,7 @@ def test_names_layout_and_architecture(family: str, tied: bool, tmp_path: Path) 
     tensors = small_tensors(family, tied=tied)
     path = write(tmp_path / "m.gguf", family, permuted(tensors) if family == "llama" else tensors)
     arch, params = load_gguf(path)
+    assert gguf_architecture(path) == arch
     weights = {name: weight for name, (weight, _) in tensors.items()}
 
     assert arch.family == family

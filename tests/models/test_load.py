@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 from quatrain.models.families import architecture_to_hf, builtin_architecture
 from quatrain.models.hf import save_hf
-from quatrain.models.load import load_model, model_directory
+from quatrain.models.load import load_architecture, load_model, model_directory
 
 
 def test_builtin_model():
@@ -27,6 +28,23 @@ def test_saved_model_loads_back(tmp_path):
     again = load_model(str(tmp_path / "saved"))
     assert again.arch == model.arch
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    arch = builtin_architecture("tiny", 20, (4,))
+    (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(arch)))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 7]}')
+    assert load_architecture(str(tmp_path)) == dataclasses.replace(arch, eos_token_ids=(4, 7))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(tmp_path / name))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    assert load_architecture("owner/name") == arch
+    assert load_architecture("builtin:tiny", vocab_size=20, eos_token_ids=(4,)) == arch
+    with pytest.raises(ValueError, match="pass vocab_size"):
+        load_architecture("builtin:tiny")
+    with pytest.raises(ValueError, match="no-such-model is not there"):
+        load_architecture("no-such-model")
 
 
 def test_missing_directory_is_not_looked_for_on_the_hub(tmp_path):

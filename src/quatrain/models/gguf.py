@@ -72,6 +72,16 @@ def load_gguf(
     return arch, assemble(arch, dtype, read, mesh)
 
 
+def gguf_architecture(path: str | Path) -> Architecture:
+    """The architecture in the header of the GGUF file at `path`, of which no weights are read.
+
+    Raises ValueError as `load_gguf` does for what is in the header.
+    """
+    header = read_header(path)
+    _check_architecture(header)
+    return _architecture(header, {tensor.name: tensor for tensor in header.tensors}, _gguf_package())
+
+
 def _gguf_package() -> ModuleType:
     try:
         return importlib.import_module("gguf")

@@ -51,13 +51,7 @@ def load_hf(
     that are missing, unknown, of another shape or damaged.
     """
     directory = local_path(directory)
-    config = _read_json(directory, "config.json")
-    if (directory / "generation_config.json").is_file():
-        ends = _read_json(directory, "generation_config.json").get("eos_token_id")
-        config["eos_token_id"] = list(
-            dict.fromkeys([*token_ids(config.get("eos_token_id")), *token_ids(ends)])
-        )
-    arch = architecture_from_hf(config)
+    arch = read_architecture(directory)
     files = _tensor_files(directory)
     names = tensor_names(arch)
     _check_names(directory, arch, names, files)
@@ -66,6 +60,21 @@ def load_hf(
         _read_tensor(files[name.name], name, parameter)
 
     return arch, assemble(arch, dtype, read, mesh)
+
+
+def read_architecture(directory: str | Path) -> Architecture:
+    """The architecture in a local Hugging Face directory, of which no weights are read.
+
+    Raises ValueError for a directory without a config.json that can be read, and for an unsupported model.
+    """
+    directory = local_path(directory)
+    config = _read_json(directory, "config.json")
+    if (directory / "generation_config.json").is_file():
+        ends = _read_json(directory, "generation_config.json").get("eos_token_id")
+        config["eos_token_id"] = list(
+            dict.fromkeys([*token_ids(config.get("eos_token_id")), *token_ids(ends)])
+        )
+    return architecture_from_hf(config)
 
 
 def save_hf(
@@ -99,17 +108,27 @@ def resolve_hub(model_id: str) -> Path:
     Its config.json comes first, so that no weights of an unsupported model are fetched. Raises ValueError in
     plain words where the hub cannot be reached or does not give the model, and for an unsupported one.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    hub_architecture(model_id)
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
+    except Exception as error:
+        raise _no_download(model_id, error) from error
+
+
+def hub_architecture(model_id: str) -> Architecture:
+    """The architecture of a hub model, by its config.json alone: downloaded, or from the cache.
+
+    Raises ValueError as `resolve_hub` does.
+    """
+    from huggingface_hub import hf_hub_download
 
     try:
         config = Path(hf_hub_download(model_id, "config.json"))
     except Exception as error:  # each layer below the hub's client raises a class of its own
         raise _no_download(model_id, error) from error
-    architecture_from_hf(_read_json(config.parent, config.name))
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:
-        raise _no_download(model_id, error) from error
+    return architecture_from_hf(_read_json(config.parent, config.name))
 
 
 def _no_download(model_id: str, error: Exception) -> ValueError:

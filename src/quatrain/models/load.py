@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.families import Architecture, builtin_architecture
-from quatrain.models.hf import load_hf, resolve_hub
+from quatrain.models.hf import hub_architecture, load_hf, read_architecture, resolve_hub
 from quatrain.models.params import Params, init_params
 
 BUILTIN = "builtin:"
@@ -45,15 +45,34 @@ def load_model(
     Raises ValueError where the model is missing, broken or of an unsupported kind.
     """
     if path.startswith(BUILTIN):
-        if vocab_size is None:
-            raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
-        arch = builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
+        arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
     if path.endswith(".gguf"):
         from quatrain.models.gguf import load_gguf
 
         return Model(*load_gguf(local_path(path), dtype, mesh))
     return Model(*load_hf(model_directory(path), dtype, mesh))
+
+
+def load_architecture(
+    path: str, *, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
+) -> Architecture:
+    """The architecture of the model at `path`, as `load_model` has it, without its weights.
+
+    It comes from config.json, which is all that is fetched of a hub model, or from the header of a `.gguf`
+    file. Raises ValueError as `load_model` does.
+    """
+    if path.startswith(BUILTIN):
+        if vocab_size is None:
+            raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
+        return builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
+    if path.endswith(".gguf"):
+        from quatrain.models.gguf import gguf_architecture
+
+        return gguf_architecture(local_path(path))
+    if not local_path(path).exists() and HUB_ID.fullmatch(path):
+        return hub_architecture(path)
+    return read_architecture(path)
 
 
 def model_directory(path: str) -> Path:

@@ -1,0 +1,141 @@
+"""Memory of one forward and backward pass beside parameters, optimizer and sums of gradients: an estimate.
+
+Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows the
+decoder and the chunked head; what it is held against is the compiler's own count (`tests/test_placement.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from quatrain.config.mesh import MeshShape
+from quatrain.models.architecture import Architecture
+from quatrain.models.params import is_spec, param_specs, partition
+
+FLOAT32 = 4
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one device, by what they are for.
+
+    `kept` is what one layer keeps until the backward pass, `layer` and `head` are the most that one layer and
+    the output head need while they work, and `gradients` those of parameters on their way to the sums.
+    """
+
+    num_layers: int
+    kept: int
+    layer: int
+    head: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return self.num_layers * self.kept + max(self.layer, self.head) + self.gradients
+
+
+def activations(
+    arch: Architecture,
+    *,
+    tokens: int,
+    chunk: int,
+    remat: str,
+    dtype: str,
+    param_dtype: str,
+    mesh: MeshShape,
+    platform: str,
+) -> Activations:
+    """Of a micro-batch with `tokens` tokens on each device, whose head works on `chunk` tokens at a time.
+
+    With b bytes of `dtype`, hidden size D, and of one `tp` device Q columns of queries, K of keys and values,
+    F of the MLP and a vocabulary of V, a token takes:
+
+    - kept of a layer whose input alone is (`remat` of `layer`): D b
+    - whose products are too (`dots`): (2 D + 2 Q + K + 2 F) b, and 4 bytes a head
+    - of which nothing is computed again (`none`): (6 D + 2 Q + K + 2 F) b, 4 bytes a head, 8 for norms
+    - while a layer works: (6 D + 3 Q + K + 6 F) b, without what `dots` has kept
+    - while the head works: 5 D b, and 12 V for each token of a chunk
+
+    Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
+    their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
+    `cpu` the compiler fuses less: with `none` it keeps 3 F b more, and it makes room at once for what the
+    loops of block attention fill in all layers, 2 Q b (Q b with `dots`) + 4 K.
+    """
+    b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
+    cpu, sharded, cast = platform == "cpu", mesh.fsdp > 1, dtype != param_dtype
+    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp
+    every = products + 4 * n.hidden + (3 * n.mlp if cpu else 0)
+    columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
+    statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
+    loops = (1 if remat == "dots" else 2) * n.queries * b + FLOAT32 * n.keys_values
+    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp - (0 if remat == "layer" else products)
+
+    weights = _layer_weights(arch, mesh)
+    in_dtype = weights * b if sharded or cast else 0
+    table = n.vocabulary * n.hidden
+    whole_head = table * (b * cast + own_b * sharded + FLOAT32)
+    of_a_chunk = 3 * FLOAT32 * n.vocabulary * math.ceil(tokens / math.ceil(tokens / chunk))
+    layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
+    own_embedding = table * FLOAT32 * (cpu and not arch.tie_embeddings)
+    head = tokens * 5 * n.hidden * b + of_a_chunk + whole_head + own_embedding
+    gradients = _elements(param_specs(arch), partition(arch, mesh), mesh) * own_b
+    return Activations(
+        num_layers=arch.num_layers,
+        kept=tokens * (columns * b + statistics + loops * cpu) + in_dtype * (remat == "none"),
+        layer=layer,
+        head=head,
+        gradients=0 if cpu else gradients,
+    )
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Columns of a token's activations on one of the `tp` devices; `keys_values` of both together."""
+
+    hidden: int
+    queries: int
+    keys_values: int
+    mlp: int
+    heads: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
+        shared = "tp" in partition(arch, mesh)["embed"]
+        return cls(
+            hidden=arch.hidden_size,
+            queries=arch.num_heads * arch.head_dim // mesh.tp,
+            keys_values=2 * max(arch.num_kv_heads // mesh.tp, 1) * arch.head_dim,
+            mlp=arch.intermediate_size // mesh.tp,
+            heads=arch.num_heads // mesh.tp,
+            vocabulary=arch.vocab_size // mesh.tp if shared else arch.vocab_size,
+        )
+
+
+def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> int:
+    """Elements that one device of `mesh` has of an array of `shape` that lies there as `spec`."""
+    axes = [axis for axis in spec if axis is not None]
+    return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
+
+
+def _layer_weights(arch: Architecture, mesh: MeshShape) -> int:
+    """Weights of a layer on one of the `tp` devices, gathered over `fsdp`."""
+    gathered = mesh._replace(fsdp=1)
+    return _elements(param_specs(arch)["layers"][0], partition(arch, gathered)["layers"][0], gathered)
+
+
+def _elements(params: Any, specs: Any, mesh: MeshShape) -> int:
+    """Of a tree of parameters, on one device."""
+    own = jax.tree.map(
+        lambda p, spec: elements_on_device(p.shape, spec, mesh), params, specs, is_leaf=is_spec
+    )
+    return sum(jax.tree.leaves(own))

@@ -1,0 +1,264 @@
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from quatrain.config.load import load_config
+from quatrain.config.mesh import MeshShape, resolve_mesh
+from quatrain.config.schema import UpdateConfig
+from quatrain.models.activations import activations, elements_on_device
+from quatrain.models.families import architecture_from_hf
+from quatrain.models.kv_cache import empty_cache
+from quatrain.models.params import abstract_params, init_params, param_specs, partition
+from quatrain.ops.logprobs import default_chunk
+from quatrain.parallel.mesh import one_device
+from quatrain.placement import parse_bytes, placement, render
+from quatrain.rollout.session import _prompt_columns
+from quatrain.update.batcher import MicroBatch
+from quatrain.update.gradient import Policy, _nothing_yet, gradient_program, init_optimizer
+from quatrain.update.learner import PolicyObjective
+from quatrain.update.optimizer import build_optimizer
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": 512,
+}
+MIDDLE = {
+    **SMALL,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 8192,
+}
+TOLERANCE = 0.1
+
+
+@pytest.fixture
+def final(tmp_path):
+    """final(shape, "key=value", ...): the final configuration of a model of that shape."""
+
+    def make(shape, *overrides):
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        return load_config(None, (f"model.path={tmp_path}", *overrides), {}).config
+
+    return make
+
+
+def parts(config, **layout):
+    return {part.key: part.num_bytes for part in placement(config, **layout).parts}
+
+
+def test_sizes_of_memory():
+    assert parse_bytes("80GB") == 80_000_000_000
+    assert parse_bytes("24GiB") == 24 * 2**30
+    assert parse_bytes(" 1.5 gib ") == 3 * 2**29
+    assert parse_bytes("16e9") == 16_000_000_000
+    assert parse_bytes("512M") == 512_000_000
+    for text in ("", "lots", "80 XB", "-1GB", "0", "1e999", "GB"):
+        with pytest.raises(ValueError, match="as 80GB, 24GiB or 16e9; got"):
+            parse_bytes(text)
+
+
+def test_bytes_are_those_of_the_arrays(final):
+    config = final(SMALL, "update.kl_coef=0.1", "model.dtype=bfloat16")
+    arch = architecture_from_hf(SMALL)
+    params = init_params(arch, jax.random.key(0))
+    copies = [x.astype(jnp.bfloat16) for x in jax.tree.leaves(params) if x.ndim > 1]
+    state = init_optimizer(build_optimizer(config.optimizer, 1), params)
+    found = parts(config)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert found["weights"] == found["reference"] == found["gradients"] == weights
+    assert found["rollout_weights"] == sum(x.nbytes for x in copies)
+    assert found["optimizer_state"] == sum(x.nbytes for x in jax.tree.leaves(state))
+    assert found["gradient_sum"] == 0
+
+
+def test_the_rollout_takes_over_weights_that_lie_as_it_wants_them(final):
+    assert parts(final(SMALL))["rollout_weights"] == 0
+    alike = final(SMALL, "mesh=8,1,1")
+    assert parts(alike, devices=8)["rollout_weights"] == 0
+    shared_out = final(SMALL, "mesh=1,8,1")
+    found = parts(shared_out, devices=8)
+    assert found["rollout_weights"] == parts(final(SMALL))["weights"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_state_lies_as_the_parameters(final, optimizer):
+    config = final(SMALL, f"optimizer.name={optimizer}")
+    moments = 2 if optimizer == "adamw" else 1
+    found = parts(config, devices=8)
+    counters = found["optimizer_state"] - moments * found["weights"]
+    assert 0 <= counters <= 16
+    assert found["weights"] < parts(config)["weights"] / 7
+
+
+@pytest.mark.parametrize("mesh", ["2,2,2", "1,2,4", "1,8,1"])
+def test_a_devices_part_is_that_of_its_sharding(mesh):
+    shape, arch = resolve_mesh(mesh, 8), architecture_from_hf(SMALL)
+    devices = AbstractMesh(tuple(shape), MeshShape._fields)
+
+    def check(spec, place):
+        own = NamedSharding(devices, place).shard_shape(spec.shape)
+        assert elements_on_device(spec.shape, place, shape) == np.prod(own)
+
+    jax.tree.map(check, param_specs(arch), partition(arch, shape), is_leaf=lambda x: hasattr(x, "axes"))
+
+
+def test_cache_is_that_of_the_session(final):
+    sizes = ("data.batch_size=6", "rollout.n=5", "data.max_prompt_length=40", "rollout.max_new_tokens=50")
+    config = final(SMALL, *sizes, "model.dtype=bfloat16")
+    assert _prompt_columns(40) == 48
+    slots, rows, prompt, own = 32, 8, 48, 56
+    cache = [
+        empty_cache(architecture_from_hf(SMALL), *size, jnp.bfloat16, one_device())
+        for size in ((slots, own), (rows, prompt))
+    ]
+    assert parts(config)["kv_cache"] == sum(x.nbytes for x in jax.tree.leaves(cache))
+    fewer = final(SMALL, *sizes, "rollout.max_concurrency=10", "model.dtype=bfloat16")
+    assert parts(fewer)["kv_cache"] == (10 * own + 2 * prompt) * 2 * 2 * 2 * 16 * 2
+    halves = parts(final(SMALL, *sizes, "mesh=1,2,2", "model.dtype=bfloat16"), devices=4)
+    assert halves["kv_cache"] == (16 * own + 4 * prompt) * 2 * 2 * 1 * 16 * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 48, 49, 64, 65, 97, 500, 512, 513])
+def test_columns_are_those_of_the_session(final, tokens):
+    config = final(
+        SMALL,
+        f"data.max_prompt_length={tokens}",
+        "data.batch_size=1",
+        "rollout.n=1",
+        "rollout.max_new_tokens=16",
+        "advantage.estimator=reinforce",
+    )
+    column = 2 * 2 * 2 * 16 * 4
+    assert parts(config)["kv_cache"] == (16 + _prompt_columns(tokens)) * column
+
+
+def compiled_bytes(arch, tokens, remat):
+    """What the compiler's own memory analysis says that the gradient needs beside arguments and results."""
+    policy, objective = Policy(arch, remat=remat), PolicyObjective(UpdateConfig(), True)
+    integers, floats, bools = (
+        jax.ShapeDtypeStruct((1, tokens), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
+    )
+    batch = MicroBatch(*(integers,) * 6, bools, *(floats,) * 5, packed=True, shared=True)
+    params = abstract_params(arch)
+    total = jax.eval_shape(partial(_nothing_yet, policy=policy, objective=objective), params, batch)
+    program = gradient_program().lower(params, total, batch, policy=policy, objective=objective)
+    return program.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("remat", ["layer", "dots", "none"])
+@pytest.mark.parametrize(("shape", "tokens"), [(SMALL, 512), (MIDDLE, 1024)], ids=["small", "middle"])
+def test_activations_are_near_the_compilers_count(shape, tokens, remat):
+    arch = architecture_from_hf(shape)
+    estimate = activations(
+        arch,
+        tokens=tokens,
+        chunk=default_chunk(arch.vocab_size, "cpu"),
+        remat=remat,
+        dtype="float32",
+        param_dtype="float32",
+        mesh=MeshShape(1, 1, 1),
+        platform="cpu",
+    )
+    assert estimate.total == pytest.approx(compiled_bytes(arch, tokens, remat), rel=TOLERANCE)
+
+
+def test_seven_billion_parameters_and_no_array(final):
+    before = len(jax.live_arrays())
+    config = final(QWEN_7B, "mesh=1,4,2", "model.dtype=bfloat16", "update.max_tokens_per_device=16384")
+    found = placement(config, devices=8, device_memory=80 * 10**9)
+    assert len(jax.live_arrays()) == before
+    norms = 57 * 3584
+    whole = 7_615_616_512
+    assert found.parts[0].num_bytes == 4 * ((whole - norms) // 8 + norms)
+    assert sum(kind.num_bytes for kind in found.parameters) == found.parts[0].num_bytes
+    qkv = next(kind for kind in found.parameters if kind.name == "layers.qkv")
+    assert (qkv.count, qkv.shape, qkv.spec) == (28, (4, 9, 128, 3584), ("tp", None, None, "fsdp"))
+    assert qkv.axes == ("kv_heads", "group", "head", "embed")
+    assert qkv.num_bytes == 28 * 4 * 9 * 128 * 3584 * 4 // 8
+    assert found.warnings == ()
+
+
+def test_phases_are_added_up(final):
+    found = placement(final(SMALL, "mesh=2,1,1"), devices=2)
+    each = {part.key: part.num_bytes for part in found.parts}
+    held = each["weights"] + each["rollout_weights"] + each["optimizer_state"]
+    held += each.get("reference", 0)
+    assert found.total("rollout") == held + each["kv_cache"]
+    assert found.total("gradient") == held + each["gradients"] + each["activations"]
+    assert found.total("optimizer_step") == held + 2 * each["gradients"]
+    assert found.peak == max(map(found.total, ("rollout", "gradient", "optimizer_step")))
+
+
+def test_what_has_no_room_is_named(final):
+    long = ("update.max_tokens_per_device=65536", "data.batch_size=512", "model.remat=none")
+    (sentence,) = placement(final(SMALL, *long), device_memory=2**28).warnings
+    assert sentence.startswith("the gradient needs ")
+    assert "which has 256.00 MiB: no room for activations; raise fsdp or tp of mesh, or lower " in sentence
+    assert sentence.endswith("update.max_tokens_per_device, or set model.remat to layer")
+    everything = placement(final(QWEN_7B), device_memory=2**30).warnings
+    assert [sentence.split(" needs ")[0] for sentence in everything] == [
+        "the rollout",
+        "the gradient",
+        "the optimizer step",
+    ]
+    assert "no room for weights, optimizer_state, " in everything[0]
+
+
+def test_the_cache_is_as_large_as_the_memory_lets_it(final):
+    many = ("data.batch_size=4096", "update.mini_batch_size=4", "update.max_tokens_per_device=1024")
+    free = placement(final(SMALL, *many), device_memory=2**27)
+    assert free.warnings == ()
+    assert 0 < free.parts[-1].num_bytes < 2**26
+    fixed = final(SMALL, *many, "rollout.max_concurrency=32768")
+    (sentence,) = placement(fixed, device_memory=2**27).warnings
+    assert sentence.startswith("the rollout needs ")
+    assert "no room for kv_cache; " in sentence
+    assert "lower rollout.max_concurrency" in sentence
+
+
+def test_a_cache_that_the_engine_would_refuse(final):
+    sizes = ("data.max_prompt_length=32", "rollout.max_new_tokens=32", "update.max_tokens_per_device=64")
+    many = ("data.batch_size=4096", "update.mini_batch_size=4", "rollout.max_concurrency=2000")
+    config = final(SMALL, *sizes, *many)
+    memory = 80 * 2**20
+    found = placement(config, device_memory=memory)
+    held = sum(part.num_bytes for part in found.parts if len(part.phases) == 3)
+    fitting = (memory - held) // 2 // (64 * 2 * 2 * 2 * 16 * 4)
+    (sentence,) = found.warnings
+    assert f"enough for {fitting} sequences on each replica" in sentence
+    assert sentence.endswith(f"2000 are to decode at once; set rollout.max_concurrency to {fitting} or fewer")
+
+
+def test_a_table(final):
+    config = final(SMALL, "mesh=1,2,2")
+    lines = [" ".join(line.split()) for line in render(placement(config, devices=4)).splitlines()]
+    assert "layers.o x 2 64,64 embed,heads fsdp,tp 8.00 KiB" in lines
+    assert "final_norm 64 norm - 256 B" in lines
+    assert lines[0] == "parameters on mesh 1,2,2"
+    assert any(line.startswith("kv_cache ") for line in lines)
+
+
+def test_tp_that_does_not_divide_the_heads(final):
+    with pytest.raises(ValueError, match=r"divides the 4 query heads.*got tp 3; choose one of 1, 2, 4"):
+        placement(final(SMALL, "mesh=1,1,3"), devices=3)
