@@ -257,13 +257,12 @@ def plan(
         )
     resolved = _resolve(config, set_)
     if params:
-        from quatrain import placement
+        from quatrain.placement import placement
+        from quatrain.report import device_memory as report
 
-        memory = None if device_memory is None else placement.parse_bytes(device_memory)
-        result = placement.placement(
-            resolved.config, devices=devices, processes=processes, device_memory=memory
-        )
-        typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else placement.render(result))
+        memory = None if device_memory is None else report.parse_bytes(device_memory)
+        placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
+        typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
         return
     from quatrain.config.plan import plan as plan_batches
     from quatrain.config.plan import render

@@ -1,17 +1,13 @@
-"""What lies on each device of a run, in bytes: parameters and how they are split, and all that stands beside.
+"""What lies on each device of a run: parameters and how they are split, and all that stands beside them.
 
-Data flow: `Config` and the number of devices -> `placement` -> `render` (tables) or `Placement.to_dict`
-(JSON), for `quatrain plan --params`. Everything is abstract: no weights are read and no array is made.
+Data flow: `Config` and the number of devices -> `placement` -> `report.device_memory`, for `quatrain plan
+--params`. Everything is abstract: no weights are read and no array is made.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +16,7 @@ from jax.sharding import PartitionSpec
 
 from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
-from quatrain.config.plan import GAP, WIDTH
-from quatrain.config.roles import resolve_roles
+from quatrain.config.roles import Roles, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.activations import Activations, activations, elements_on_device
@@ -31,94 +26,24 @@ from quatrain.models.load import BUILTIN, load_architecture
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
 from quatrain.ops.logprobs import default_chunk
+from quatrain.report.device_memory import (
+    GRADIENT,
+    PHASES,
+    REFERENCE,
+    ROLLOUT,
+    STEP,
+    ParameterKind,
+    Part,
+    Placement,
+    in_units,
+    written,
+)
 from quatrain.rollout.engine import CACHE_SHARE
 from quatrain.update.optimizer import build_optimizer
 
-UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 PLATFORM = "accelerator"
 """Devices are planned for that have memory of their own, wherever the plan is made."""
-PHASES = ROLLOUT, GRADIENT, STEP = "rollout", "gradient", "optimizer_step"
-
-
-@dataclass(frozen=True)
-class ParameterKind:
-    """Parameters that are alike in all `count` layers; `num_bytes` of all of them on one device."""
-
-    name: str
-    count: int
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    spec: tuple[str | None, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """Something that takes memory on each device; `phases` are the stages that it is there in."""
-
-    key: str
-    num_bytes: int
-    why: str
-    phases: tuple[str, ...] = PHASES
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Parameters, parts and what they come to; bytes are those of one device, where all hold as much."""
-
-    mesh: MeshShape
-    rollout_mesh: MeshShape
-    parameters: tuple[ParameterKind, ...]
-    parts: tuple[Part, ...]
-    device_memory: int | None = None
-    warnings: tuple[str, ...] = ()
-
-    def total(self, phase: str) -> int:
-        """Bytes on a device in `phase`."""
-        return sum(part.num_bytes for part in self.parts if phase in part.phases)
-
-    @property
-    def peak(self) -> int:
-        """Bytes on a device in the phase that needs most."""
-        return max(map(self.total, PHASES))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Bytes by part, totals by phase, a list of the parameters, formulas and warnings."""
-        return {
-            "mesh": self.mesh._asdict(),
-            "rollout_mesh": self.rollout_mesh._asdict(),
-            "parameters": [
-                {
-                    "name": kind.name,
-                    "count": kind.count,
-                    "shape": list(kind.shape),
-                    "axes": list(kind.axes),
-                    "partition_spec": list(kind.spec),
-                    "bytes_per_device": kind.num_bytes,
-                }
-                for kind in self.parameters
-            ],
-            "bytes_per_device": {
-                **{part.key: part.num_bytes for part in self.parts},
-                **{f"total_in_{phase}": self.total(phase) for phase in PHASES},
-                "peak": self.peak,
-            },
-            "device_memory_bytes": self.device_memory,
-            "why": {part.key: part.why for part in self.parts},
-            "warnings": list(self.warnings),
-        }
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from text such as `80GB` (powers of 1000), `24GiB` (powers of 1024) or `16e9`.
-
-    Raises ValueError for other text, and for less than a byte.
-    """
-    found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)\s*([kmgt]i?)?b?", text.strip(), re.IGNORECASE)
-    number = float(found[1]) * UNITS[(found[2] or "").capitalize()] if found else 0
-    if not 1 <= number < math.inf:
-        raise ValueError(f"a size of memory is a number with a unit, as 80GB, 24GiB or 16e9; got {text!r}")
-    return int(number)
+OFFLOADED = "; in the host's memory while it is not used"
 
 
 def placement(
@@ -130,14 +55,15 @@ def placement(
     `rollout.mesh` ask (`params.partition`).
     """
     roles = resolve_roles(config, devices, processes)
-    meshes = roles.train.mesh, roles.rollout.mesh
-    plan = _Plan(config, _architecture(config), *meshes)
-    held = tuple(plan.held())
+    plan = _Plan(config, _architecture(config), roles)
+    parts = (*plan.held(), *plan.working())
+    result = Placement(roles, tuple(plan.kinds()), parts, device_memory)
     fitting = None
     if device_memory is not None:
-        fitting = plan.fitting(device_memory - sum(part.num_bytes for part in held))
-    parts = (*held, *plan.working(), plan.cache(plan.concurrency(fitting)))
-    result = Placement(*meshes, tuple(plan.kinds()), parts, device_memory)
+        (beside,) = (together for together in result.hosts if ROLLOUT in together)
+        held = sum(part.num_bytes for part in result.there(ROLLOUT, beside))
+        fitting = plan.fitting(device_memory - held)
+    result = replace(result, parts=(*parts, plan.cache(plan.concurrency(fitting))))
     warnings = () if fitting is None else tuple(plan.warnings(result, fitting))
     return replace(result, warnings=warnings)
 
@@ -153,8 +79,17 @@ def _architecture(config: Config) -> Architecture:
 class _Plan:
     config: Config
     arch: Architecture
-    mesh: MeshShape
-    rollout_mesh: MeshShape
+    roles: Roles
+
+    @property
+    def mesh(self) -> MeshShape:
+        """That of training."""
+        return self.roles.train.mesh
+
+    @property
+    def rollout_mesh(self) -> MeshShape:
+        """That of the rollout."""
+        return self.roles.rollout.mesh
 
     def kinds(self) -> Iterator[ParameterKind]:
         """The parameters on the mesh of training, those of one name in all layers as one kind."""
@@ -174,11 +109,13 @@ class _Plan:
         """What is there from the first step to the last."""
         model, update = self.config.model, self.config.update
         weights = self._weights(self.mesh, model.param_dtype)
-        yield Part("weights", weights, f"model.param_dtype {model.param_dtype} on mesh {_written(self.mesh)}")
+        yield Part("weights", weights, f"model.param_dtype {model.param_dtype} on mesh {written(self.mesh)}")
         yield self._rollout_weights()
-        yield Part("optimizer_state", self._optimizer_state(), f"{self.config.optimizer.name}, in float32")
+        host = self.config.offload.optimizer
+        why = f"{self.config.optimizer.name}, in float32{OFFLOADED if host else ''}"
+        yield Part("optimizer_state", self._optimizer_state(), why, (STEP,) if host else PHASES)
         if update.kl_coef > 0:
-            yield Part("reference", weights, f"as the weights; update.kl_coef is {update.kl_coef:g}")
+            yield self._reference()
 
     def working(self) -> Iterator[Part]:
         """What the update adds."""
@@ -186,13 +123,13 @@ class _Plan:
         each = "sums over micro-batches, in float32, of each dp copy"
         yield Part("gradients", sums, each, (GRADIENT, STEP))
         size, tokens = self._activations()
-        layers = f"{size.num_layers} x {_text(size.kept)} kept (model.remat {self.config.model.remat})"
-        working = f"the larger of a layer {_text(size.layer)} and the head {_text(size.head)}"
-        rest = f"gradients on their way {_text(size.gradients)}"
+        layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {self.config.model.remat})"
+        working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
+        rest = f"gradients on their way {in_units(size.gradients)}"
         why = f"estimate for {tokens}: {layers} + {working} + {rest}"
         yield Part("activations", size.total, why, (GRADIENT,))
-        copies = f"the gradients of {self.mesh.dp} dp copies added up"
-        yield Part("gradient_sum", sums if self.mesh.dp > 1 else 0, copies, (STEP,))
+        if self.mesh.dp > 1:
+            yield Part("gradient_sum", sums, f"gradients of {self.mesh.dp} dp copies added up", (STEP,))
 
     def cache(self, sequences: int) -> Part:
         """The cache of a replica that decodes up to `sequences` at once, in the shapes that it comes in."""
@@ -201,10 +138,10 @@ class _Plan:
         prompt, own = self._columns()
         why = (
             f"{slots} sequences at once x {own} tokens + {rows} prompts x {prompt}, each token "
-            f"{_text(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
+            f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size = (slots * own + rows * prompt) * self._column_bytes()
-        return Part("kv_cache", size, why, (ROLLOUT,))
+        return Part("kv_cache", size, why, (ROLLOUT,), ROLLOUT)
 
     def concurrency(self, fitting: int | None) -> int:
         """Sequences that a replica decodes at once at most, where the cache of `fitting` has room."""
@@ -238,23 +175,31 @@ class _Plan:
         )
         return sum(jax.tree.leaves(elements)) * jnp.dtype(dtype).itemsize
 
+    def _reference(self) -> Part:
+        """Parameters as those of training, on the devices of its own role."""
+        model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
+        why = f"update.kl_coef is {self.config.update.kl_coef:g}; on mesh {written(mesh)}"
+        size = self._weights(mesh, model.param_dtype)
+        phases = () if host else PHASES
+        return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
+
     def _rollout_weights(self) -> Part:
         """A copy in the dtype of activations, norms excepted; none of what is there already."""
         model, key = self.config.model, "rollout_weights"
-        same_mesh = self.mesh == self.rollout_mesh
-        if same_mesh and model.dtype == model.param_dtype:
-            return Part(key, 0, "those of training, which lie alike")
+        alike = self.roles.rollout == self.roles.train
+        if alike and model.dtype == model.param_dtype:
+            return Part(key, 0, "those of training, which lie alike", role=ROLLOUT)
 
         def own(spec: ParamSpec, place: PartitionSpec) -> int:
             dtype = model.dtype if len(spec.shape) > 1 else model.param_dtype
-            there = same_mesh and dtype == model.param_dtype
+            there = alike and dtype == model.param_dtype
             elements = elements_on_device(spec.shape, place, self.rollout_mesh)
             return 0 if there else elements * jnp.dtype(dtype).itemsize
 
         places = partition(self.arch, self.rollout_mesh)
         copied = jax.tree.map(own, param_specs(self.arch), places, is_leaf=is_spec)
-        why = f"model.dtype {model.dtype} on rollout.mesh {_written(self.rollout_mesh)}"
-        return Part(key, sum(jax.tree.leaves(copied)), why)
+        why = f"model.dtype {model.dtype} on rollout.mesh {written(self.rollout_mesh)}"
+        return Part(key, sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
 
     def _optimizer_state(self) -> int:
         """Moments lie as their parameters, all else on every device."""
@@ -298,17 +243,20 @@ class _Plan:
         """A sentence for each phase that has no room on a device, and for a cache that is refused."""
         memory = result.device_memory
         assert memory is not None
-        for phase in PHASES:
-            total = result.total(phase)
+        totals = result.totals()
+        for phase, roles, total in totals.values():
             if total > memory:
-                parts = [part for part in result.parts if phase in part.phases]
+                left = ", ".join(_left_out(result.there(phase, roles), memory))
+                where = "each device" if len(result.hosts) == 1 else f"each device of {' and '.join(roles)}"
                 yield (
-                    f"the {phase.replace('_', ' ')} needs {_text(total)} on each device, which has "
-                    f"{_text(memory)}: no room for {', '.join(_left_out(parts, memory))}; "
-                    f"{self._remedy(phase)}"
+                    f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
+                    f"{in_units(memory)}: no room for {left}; {self._remedy(phase)}"
                 )
+        sampling = max(
+            size for phase, roles, size in totals.values() if phase == ROLLOUT and ROLLOUT in roles
+        )
         together = min(self.concurrency(fitting), self._share())
-        if together > fitting and result.total(ROLLOUT) <= memory:
+        if together > fitting and sampling <= memory:
             most = fitting * self.rollout_mesh.num_data_shards
             remedy = f"set rollout.max_concurrency to {most} or fewer" if most else self._remedy(ROLLOUT)
             yield (
@@ -340,61 +288,3 @@ def _prompt_columns(tokens: int) -> int:
     """Columns of the cache for the longest prompt: 2 or 3 times a power of two, from 32."""
     power = max(32, 1 << (tokens - 1).bit_length())
     return power * 3 // 4 if tokens <= power * 3 // 4 and power > 32 else power
-
-
-def render(result: Placement) -> str:
-    """Two tables, of the parameters and of a device's bytes, and the warnings."""
-    return "\n".join((*_parameter_table(result), "", *_part_table(result), *_warning_lines(result)))
-
-
-def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {_written(result.mesh)}"
-    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
-    rows = [
-        (
-            kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
-            ",".join(map(str, kind.shape)),
-            ",".join(kind.axes),
-            ",".join(axis or "-" for axis in kind.spec),
-            _text(kind.num_bytes),
-        )
-        for kind in result.parameters
-    ]
-    widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
-    for *cells, size in (head, *rows):
-        yield GAP.join((*map(str.ljust, cells, widths), size.rjust(widths[-1])))
-
-
-def _part_table(result: Placement) -> Iterator[str]:
-    totals = [Part(f"total_in_{phase}", result.total(phase), _names(result, phase)) for phase in PHASES]
-    known = result.device_memory
-    share = "" if known is None else f"{result.peak / known:.0%} of {_text(known)}"
-    rows = [*result.parts, *totals, Part("peak", result.peak, share)]
-    name, size = (max(map(len, column)) for column in zip(*((r.key, _text(r.num_bytes)) for r in rows)))
-    yield "bytes on each device"
-    for row in rows:
-        first, *more = textwrap.wrap(row.why, WIDTH - name - size - 2 * len(GAP)) or [""]
-        yield GAP.join((row.key.ljust(name), _text(row.num_bytes).rjust(size), first)).rstrip()
-        yield from (" " * (name + size + 2 * len(GAP)) + line for line in more)
-
-
-def _names(result: Placement, phase: str) -> str:
-    return " + ".join(part.key for part in result.parts if phase in part.phases and part.num_bytes)
-
-
-def _warning_lines(result: Placement) -> Iterator[str]:
-    for warning in result.warnings:
-        yield from textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
-
-
-def _written(mesh: MeshShape) -> str:
-    return ",".join(map(str, mesh))
-
-
-def _text(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
