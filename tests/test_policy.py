@@ -23,5 +23,6 @@ def test_a_mesh_of_other_devices_than_there_are_is_refused(override, message):
 def test_the_engine_decodes_where_the_weights_are():
     loaded = _load()
     config = load_config(None, environ={}).config
-    assert loaded.mesh == loaded.rollout_mesh == build_engine(config, loaded).mesh
-    assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {loaded.mesh}
+    meshes = loaded.meshes
+    assert meshes.train == meshes.rollout == meshes.reference == build_engine(config, loaded).mesh
+    assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {meshes.train}

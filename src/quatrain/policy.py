@@ -11,31 +11,39 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quatrain.config.mesh import resolve_meshes
+from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
 from quatrain.parallel.hosts import num_processes
-from quatrain.parallel.mesh import make_mesh
+from quatrain.parallel.mesh import make_mesh, role_mesh
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The devices of each role. Those that share their devices have them in one order."""
+
+    train: Mesh
+    rollout: Mesh
+    reference: Mesh
 
 
 @dataclass(frozen=True)
 class LoadedPolicy:
     """Tokenizer, architecture and freshly loaded parameters; `stop_ids` end a completion.
 
-    The parameters lie on `mesh`, that of training; `rollout_mesh` arranges the same devices for sampling.
+    The parameters lie on the mesh of training.
     """
 
     tokenizer: Any
     arch: Architecture
     params: Any
     stop_ids: tuple[int, ...]
-    mesh: Mesh
-    rollout_mesh: Mesh
+    meshes: Meshes
 
 
 def load_policy(config: Config) -> LoadedPolicy:
@@ -46,7 +54,7 @@ def load_policy(config: Config) -> LoadedPolicy:
     vocabulary, the longest sequence more than the model has positions, and where `model.attention` names a
     kernel that cannot run the model.
     """
-    mesh, rollout_mesh = _meshes(config)
+    meshes = role_meshes(config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
@@ -55,7 +63,7 @@ def load_policy(config: Config) -> LoadedPolicy:
         seed=config.seed,
         vocab_size=len(tokenizer),
         eos_token_ids=own_eos,
-        mesh=mesh,
+        mesh=meshes.train,
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
@@ -71,14 +79,23 @@ def load_policy(config: Config) -> LoadedPolicy:
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
-    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, mesh, rollout_mesh)
+    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, meshes)
 
 
-def _meshes(config: Config) -> tuple[Mesh, Mesh]:
-    """All devices of all processes, arranged for training and for the rollout."""
-    shapes = resolve_meshes(config.mesh, config.rollout.mesh, jax.device_count(), num_processes())
-    mesh = make_mesh(shapes[0])
-    return mesh, make_mesh(shapes[1], list(mesh.devices.flat))
+def role_meshes(config: Config) -> Meshes:
+    """The devices of all processes, arranged for each role.
+
+    Raises ValueError where they do not come out even (`config.roles`).
+    """
+    roles = resolve_roles(config, jax.device_count(), num_processes())
+    train = role_mesh(roles.train)
+
+    def of(role: Role) -> Mesh:
+        if role.devices == roles.train.devices:
+            return make_mesh(role.mesh, list(train.devices.flat))
+        return role_mesh(role)
+
+    return Meshes(train, of(roles.rollout), of(roles.reference))
 
 
 def build_engine(
@@ -96,7 +113,7 @@ def build_engine(
         seed=config.seed,
         dtype=config.model.dtype,
         attention=_attention(config, loaded.arch, prompts=True),
-        mesh=loaded.rollout_mesh,
+        mesh=loaded.meshes.rollout,
         on_progress=on_progress,
     )
 
@@ -117,5 +134,5 @@ def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) ->
         dtype=config.model.dtype,
         remat=config.model.remat,
         attention=config.model.attention,
-        mesh=loaded.mesh,
+        mesh=loaded.meshes.train,
     )

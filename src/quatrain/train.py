@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.checkpoint import Checkpointer
 from quatrain.config.dump import dump_yaml, plain
@@ -25,7 +27,9 @@ from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
+from quatrain.models.params import abstract_params
 from quatrain.parallel.hosts import decided_by_main, num_processes
+from quatrain.parallel.mesh import in_memory
 from quatrain.policy import build_engine, build_policy, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
@@ -183,7 +187,7 @@ class _Run:
 
     def _announce(self, plan: str) -> None:
         self.report.event(f"run {self.run.name}: {plan}")
-        batches = batch_plan(self.config, devices=self.loaded.mesh.size, processes=num_processes())
+        batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
         for line in render(batches).splitlines():
             self.report.event(line)
         data, sft = self.config.data, self.config.sft
@@ -230,12 +234,17 @@ class _Run:
             return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
 
     def _reference(self, params: Any) -> Any:
-        """A frozen copy of the policy training started from, kept beside the checkpoints for resuming."""
+        """A frozen copy of the policy training started from, kept beside the checkpoints for resuming.
+
+        On the devices of its role, in their memory or their host's.
+        """
+        mesh = self.loaded.meshes.reference
+        like = abstract_params(self.loaded.arch, self.config.model.param_dtype, mesh)
         with closing(self.reference) as store:
             if not self.run.resumed:
                 store.save(0, {"params": params}, {})
-            _, arrays, _ = store.restore({"params": params})
-        return arrays["params"]
+            _, arrays, _ = store.restore({"params": like})
+        return in_memory("host" if self.config.offload.reference else "device", arrays["params"])
 
     def _learner(self, reference: Any) -> Learner:
         config = self.config
@@ -250,6 +259,7 @@ class _Run:
             total_steps=self.steps * config.update.epochs * mini_batches,
             seed=config.seed,
             reference=reference,
+            optimizer_memory="host" if config.offload.optimizer else "device",
         )
 
     def _train(self, state: TrainState, stages: _Stages) -> TrainState:

@@ -1,10 +1,11 @@
 """Three stanzas on the meshes it is given, in a process of its own, or in one of several that it joins.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_worker.py RESULT.npz 1,1,1 "2,2,2 8,1,1"
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_worker.py RESULT.npz \
+        placement.train=0 "mesh=2,2,2 rollout.mesh=8,1,1"
 
-A mesh is that of training, and after a space that of the rollout where it is not the default. Writes, for
-each mesh and mode, what was sampled, weights, losses and gradient norms, and what each device holds. With
-COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are those of all processes.
+A layout is what the configuration has of it. Writes, for each layout and mode, what was sampled, weights,
+losses and gradient norms, and what each device holds. With COORDINATOR, NUM_PROCESSES and PROCESS_ID in the
+environment, the devices are those of all processes.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.config.mesh import resolve_meshes
+from quatrain.config.load import load_config
 from quatrain.config.schema import (
     AdvantageConfig,
     LogprobConfig,
@@ -26,7 +27,8 @@ from quatrain.config.schema import (
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.parallel import hosts
-from quatrain.parallel.mesh import make_mesh, whole
+from quatrain.parallel.mesh import in_memory, whole
+from quatrain.policy import role_meshes
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update.gradient import Policy
@@ -84,35 +86,36 @@ def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
     return RewardedBatch(rollouts, rewards, rewards[None], ("small",))
 
 
-def train(spec: str, mode: str) -> dict[str, np.ndarray]:
+def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
-    training, _, decoding = spec.partition(" ")
-    devices = jax.devices()[: int(np.prod([int(size) for size in training.split(",")]))]
-    shapes = resolve_meshes(training, decoding or None, len(devices))
-    mesh, rollout_mesh = (make_mesh(shape, devices) for shape in shapes)
+    config = load_config(None, layout.split(), environ={}).config
+    meshes, offload = role_meshes(config), config.offload
     arch = architecture()
     update, logprob = MODES[mode]
     learner = Learner(
-        Policy(arch, remat="dots", mesh=mesh),
+        Policy(arch, remat="dots", mesh=meshes.train),
         UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, **update),
         LogprobConfig(**logprob),
         OptimizerConfig(learning_rate=3e-3, eps=1e-3),
         max_new_tokens=LONGEST,
         total_steps=2 * STEPS,
         seed=3,
-        reference=init_params(arch, jax.random.key(1), mesh=mesh),
+        reference=in_memory(
+            "host" if offload.reference else "device",
+            init_params(arch, jax.random.key(1), mesh=meshes.reference),
+        ),
+        optimizer_memory="host" if offload.optimizer else "device",
     )
-    config = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
-    engine = RolloutEngine(arch, config, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=rollout_mesh)
+    sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
+    engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
     greedy = dataclasses.replace(engine.sampling, temperature=0.0, n=1)
-    params = init_params(arch, jax.random.key(0), mesh=mesh)
+    params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = whole(params["layers"][0]["qkv"])
     state = learner.init(params)
     before = [leaf.sharding for leaf in jax.tree.leaves((state.params, state.opt_state))]
     result = {}
     for step in range(STEPS):
-        with jax.transfer_guard_device_to_host("disallow"):
-            engine.sync_weights(state.params, state.step)
+        engine.sync_weights(state.params, state.step)
         rollouts = engine.generate(prompts(step), step=step)
         result |= sampled(f"{step}", rollouts) | sampled(
             f"{step} greedy", engine.generate(prompts(step), sampling=greedy)
@@ -123,6 +126,8 @@ def train(spec: str, mode: str) -> dict[str, np.ndarray]:
     for leaf, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), before, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
     result["steps"] = np.array(state.step)
+    result["kept optimizer"] = np.array(leaf.sharding.memory_kind)
+    result["kept reference"] = np.array(jax.tree.leaves(learner.reference)[0].sharding.memory_kind)
     result["moved"] = np.abs(whole(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         name = jax.tree_util.keystr(path)
@@ -142,15 +147,15 @@ def sampled(name: str, rollouts: RolloutBatch) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Results of every mesh and mode, under `mesh mode name`."""
-    target, *specs = sys.argv[1:]
+    """Results of every layout and mode, under `layout mode name`."""
+    target, *layouts = sys.argv[1:]
     if "COORDINATOR" in os.environ:
         number, own = (int(os.environ[name]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
         hosts.initialize(os.environ["COORDINATOR"], number, own, start_timeout_s=60)
     results = {}
-    for spec in specs:
+    for layout in layouts:
         for mode in MODES:
-            results |= {f"{spec} {mode} {name}": value for name, value in train(spec, mode).items()}
+            results |= {f"{layout} {mode} {name}": value for name, value in train(layout, mode).items()}
     if hosts.is_main_process():
         np.savez(target, **results)
     hosts.shutdown()

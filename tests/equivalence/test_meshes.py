@@ -10,19 +10,35 @@ import numpy as np
 import pytest
 
 WORKER = Path(__file__).parent / "mesh_worker.py"
-ONE = "1,1,1"
-QUICK = ("2,2,2", "1,2,4 4,2,1")
-MESHES = ("8,1,1", "1,8,1", "1,2,4", "2,2,2", "2,1,4 1,4,2", "1,4,2 1,1,8")
-IN_TWO_PROCESSES = ("1,8,1", "2,4,1", "2,2,2 1,2,4")
+ONE = "placement.train=0"
+APART = "mesh=2,2,1 placement.train=0-3 placement.rollout=4-5 rollout.mesh=1,1,2 placement.reference=6,7"
+OFFLOADED = "offload.reference=true offload.optimizer=true"
+QUICK = ("mesh=2,2,2", f"{APART} {OFFLOADED}")
+LAYOUTS = (
+    "mesh=8,1,1",
+    "mesh=1,8,1",
+    "mesh=1,2,4",
+    "mesh=2,2,2",
+    "mesh=2,1,4 rollout.mesh=1,4,2",
+    "mesh=1,4,2 rollout.mesh=1,1,8",
+    f"mesh=1,8,1 {OFFLOADED}",
+    APART,
+)
+IN_TWO_PROCESSES = (
+    "mesh=1,8,1",
+    "mesh=auto",
+    "mesh=2,2,2 rollout.mesh=1,2,4",
+    "mesh=1,-1,2 placement.train=0,1 placement.rollout=2,3 placement.reference=2,3",
+)
 MODES = ("rows", "tokens")
 
 
-def _start(target: Path, specs: tuple[str, ...], devices: int, **environment: str) -> subprocess.Popen:
+def _start(target: Path, layouts: tuple[str, ...], devices: int, **environment: str) -> subprocess.Popen:
     environment |= {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    return subprocess.Popen([sys.executable, WORKER, target, *specs], env=os.environ | environment)
+    return subprocess.Popen([sys.executable, WORKER, target, *layouts], env=os.environ | environment)
 
 
 def _results(target: Path, *processes: subprocess.Popen) -> dict[str, np.ndarray]:
@@ -39,9 +55,9 @@ def quick(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory):
-    """All meshes of one process, and beside them those of two processes, `2 x 4` before the mesh."""
+    """All layouts of one process, and beside them those of two processes, which begin with `2 x 4`."""
     folder = tmp_path_factory.mktemp("meshes")
-    results = _results(folder / "one.npz", _start(folder / "one.npz", (ONE, *MESHES), devices=8))
+    results = _results(folder / "one.npz", _start(folder / "one.npz", (ONE, *LAYOUTS), devices=8))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "NUM_PROCESSES": "2"}
@@ -51,35 +67,35 @@ def every(tmp_path_factory):
     return results | {f"2 x 4: {name}": value for name, value in _results(folder / "two.npz", *two).items()}
 
 
-def _of(results, mesh, mode):
-    start = f"{mesh} {mode} "
+def _of(results, layout, mode):
+    start = f"{layout} {mode} "
     return {name.removeprefix(start): results[name] for name in results if name.startswith(start)}
 
 
-def _assert_same(results, mesh, mode):
-    expected, got = (_of(results, m, mode) for m in (ONE, mesh))
+def _assert_same(results, layout, mode):
+    expected, got = (_of(results, of, mode) for of in (ONE, layout))
     assert expected["steps"] == 6
     assert expected["moved"] > 3e-3
     for name, value in expected.items():
         kind = name.split()[0]
         if kind in ("tokens", "lengths"):
             np.testing.assert_array_equal(got[name], value, err_msg=name)
-        elif kind != "held":
+        elif kind not in ("held", "kept"):
             largest = np.abs(value).max()
             np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", QUICK)
-def test_eight_devices_train_as_one_does(quick, mesh, mode):
-    _assert_same(quick, mesh, mode)
+@pytest.mark.parametrize("layout", QUICK)
+def test_eight_devices_train_as_one_does(quick, layout, mode):
+    _assert_same(quick, layout, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", [*MESHES, *(f"2 x 4: {mesh}" for mesh in IN_TWO_PROCESSES)])
-def test_every_mesh_of_eight_devices_trains_as_one_device_does(every, mesh, mode):
-    _assert_same(every, mesh, mode)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(f"2 x 4: {layout}" for layout in IN_TWO_PROCESSES)])
+def test_every_layout_of_eight_devices_trains_as_one_device_does(every, layout, mode):
+    _assert_same(every, layout, mode)
 
 
 def test_what_is_sampled_differs_by_step_and_has_ragged_lengths(quick):
@@ -91,14 +107,14 @@ def test_what_is_sampled_differs_by_step_and_has_ragged_lengths(quick):
     assert found["tokens 0 greedy"].tobytes() != found["tokens 2 greedy"].tobytes()
 
 
+def test_what_is_offloaded_waits_in_the_memory_of_the_host(quick):
+    for layout, memory in ((ONE, "device"), (QUICK[1], "pinned_host")):
+        assert {quick[f"{layout} rows kept {name}"].item() for name in ("optimizer", "reference")} == {memory}
+
+
 def test_no_device_holds_what_is_anothers(quick):
-    """On two times four devices; two key/value heads cannot be split in four, so `qkv` is in two parts."""
-    for mesh, parts in (
-        ("2,2,2", {"qkv": 4, "gate_up": 4, "o": 4}),
-        ("1,2,4 4,2,1", {"qkv": 2, "o": 8, "down": 8}),
-    ):
-        for name, count in parts.items():
-            held = quick[f"{mesh} tokens held ['layers'][0]['{name}']"]
-            whole = quick[f"{mesh} tokens weights ['layers'][0]['{name}']"].size
-            assert held * count == whole, (mesh, name)
-        assert quick[f"{mesh} tokens held ['embed']"] * (4 if mesh == "2,2,2" else 8) == 64 * 32
+    """Two key/value heads, and all else, in two parts by `tp` and in two by `fsdp`; then by `fsdp` alone."""
+    for layout, parts in ((QUICK[0], 4), (QUICK[1], 2)):
+        for name in ("['embed']", "['layers'][0]['qkv']", "['layers'][0]['gate_up']", "['layers'][0]['o']"):
+            held = quick[f"{layout} tokens held {name}"]
+            assert held * parts == quick[f"{layout} tokens weights {name}"].size, (layout, name)

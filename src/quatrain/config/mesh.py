@@ -62,17 +62,15 @@ def resolve_mesh(
     return MeshShape(**{axis: num_devices // known if size == -1 else size for axis, size in sizes.items()})
 
 
-def resolve_meshes(
-    mesh: str | Mapping[str, int],
-    rollout_mesh: str | Mapping[str, int] | None,
-    num_devices: int,
-    num_processes: int = 1,
-) -> tuple[MeshShape, MeshShape]:
-    """The meshes of training and of the rollout; the latter has copies of the weights where it is None."""
-    training = resolve_mesh(mesh, num_devices, num_processes)
-    if rollout_mesh is None:
-        return training, MeshShape(training.num_data_shards, 1, training.tp)
-    return training, resolve_mesh(rollout_mesh, num_devices, num_processes, name="rollout.mesh")
+def device_numbers(spec: int | str) -> tuple[int, ...]:
+    """The numbers that 3, "0-3" or "0,2,5" names, in order; raises ValueError for another form."""
+    numbers: list[int] = []
+    for part in str(spec).split(","):
+        first, dash, last = part.partition("-")
+        numbers += range(int(first), int(last if dash else first) + 1)
+    if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
+        raise ValueError(f"devices are named once each, by their numbers from 0; got {spec!r}")
+    return tuple(sorted(numbers))
 
 
 def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:

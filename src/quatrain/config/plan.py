@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
-from quatrain.config.mesh import MeshShape, resolve_meshes
+from quatrain.config.mesh import MeshShape
+from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
@@ -72,6 +73,7 @@ class _Span:
 class _Layout(NamedTuple):
     """How the devices are arranged in training and in sampling."""
 
+    devices: int
     processes: int
     mesh: MeshShape
     rollout_mesh: MeshShape
@@ -88,10 +90,11 @@ class _Layout(NamedTuple):
 def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     """The plan of a final configuration (nothing left to derive).
 
-    `devices` and `processes` are those of the whole run, which both meshes arrange
-    (`mesh.resolve_meshes`). Raises ValueError where they do not come out even.
+    `devices` and `processes` are those of the whole run, which its roles arrange (`roles.resolve_roles`).
+    Raises ValueError where they do not come out even.
     """
-    layout = _Layout(processes, *resolve_meshes(config.mesh, config.rollout.mesh, devices, processes))
+    roles = resolve_roles(config, devices, processes)
+    layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh)
     steps, prompts = _mini_batches(config)
     sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
     rows = chain(
@@ -126,7 +129,7 @@ def _step_rows(config: Config) -> Iterator[Row]:
 
 
 def _device_rows(layout: _Layout) -> Iterator[Row]:
-    n, k = layout.mesh.num_devices, layout.processes
+    n, k = layout.devices, layout.processes
     yield Row("devices", n, "devices", "N: of all processes")
     yield Row("processes", k, "processes", "K: the devices are shared out evenly")
     yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
@@ -136,9 +139,7 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
         "shards",
         f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
     )
-    yield Row(
-        "devices_per_shard", layout.mesh.tp, "devices", f"tp: N / D = {n} / {layout.shards}; tensor parallel"
-    )
+    yield Row("devices_per_shard", layout.mesh.tp, "devices", "tp: tensor parallel")
 
 
 def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:

@@ -8,10 +8,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from quatrain.config.mesh import axis_sizes
+from quatrain.config.mesh import axis_sizes, device_numbers
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -35,6 +42,19 @@ def _has_mesh_form(spec: object) -> object:
     return spec
 
 
+def _names_devices(spec: object) -> object:
+    try:
+        if not isinstance(spec, int | str):
+            raise ValueError
+        device_numbers(spec)
+    except ValueError:
+        raise PydanticCustomError(
+            "devices", "must name devices by their numbers in a process, as 3, 0-3 or 0,2,5"
+        ) from None
+    return spec
+
+
+Devices = Annotated[int | str, BeforeValidator(_names_devices)]
 Mesh = Annotated[str | dict[str, int], BeforeValidator(_has_mesh_form)]
 ADVANTAGE_SCALES = {
     "grpo": ("group", "batch", "none"),
@@ -169,6 +189,26 @@ class RolloutConfig(Section):
         description="Mean difference of a token's log-probability between sampler and trainer above which a "
         "step is warned about, in nats; null: never.",
     )
+
+
+class PlacementConfig(Section):
+    """Which devices each role has: their numbers in a process, the same in every process.
+
+    Roles have the same devices, or none in common.
+    """
+
+    train: Devices | None = Field(None, description="Devices of training, as `0-3` or `0,2`; null: all.")
+    rollout: Devices | None = Field(None, description="Devices of the rollout; null: those of training.")
+    reference: Devices | None = Field(
+        None, description="Devices of the reference policy; null: those of training."
+    )
+
+
+class OffloadConfig(Section):
+    """What waits in the host's (pinned) memory while it is not in use."""
+
+    reference: bool = Field(False, description="The reference policy, between log-probabilities.")
+    optimizer: bool = Field(False, description="The optimizer's state, between optimizer steps.")
 
 
 class RewardConfig(Section):
@@ -369,6 +409,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    placement: PlacementConfig = PlacementConfig()
+    offload: OffloadConfig = OffloadConfig()
     distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")

@@ -204,9 +204,15 @@ def leaf_at(params: Any, path: tuple[str | int, ...]) -> Any:
     return params
 
 
-def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32) -> Params:
-    """The tree as shapes and dtypes, without any memory."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), param_specs(arch), is_leaf=is_spec)
+def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Params:
+    """The tree as shapes, dtypes and places on `mesh`, by default one device; without any memory."""
+    mesh = mesh or one_device()
+    return jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, dtype, sharding=place),
+        param_specs(arch),
+        shardings(mesh, partition(arch, mesh_shape(mesh))),
+        is_leaf=is_spec,
+    )
 
 
 def num_params(arch: Architecture) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quatrain.config.mesh import MeshShape
+from quatrain.config.roles import Role
 
 DATA_AXES = ("dp", "fsdp")
 """A batch is spread over both: each data shard is one place on them."""
@@ -25,6 +26,16 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     if devices is None:
         return Mesh(mesh_utils.create_device_mesh(shape, allow_split_physical_axes=True), MeshShape._fields)
     return Mesh(np.array(devices).reshape(shape), MeshShape._fields)
+
+
+def role_mesh(role: Role) -> Mesh:
+    """The mesh of the devices that `role` has in every process."""
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        by_process.setdefault(device.process_index, []).append(device)
+    if all(len(role.devices) == len(own) for own in by_process.values()):
+        return make_mesh(role.mesh)
+    return make_mesh(role.mesh, [by_process[i][k] for i in sorted(by_process) for k in role.devices])
 
 
 @cache
@@ -53,17 +64,19 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 def moved(arrays: Any, places: Any) -> Any:
     """The tree `arrays` laid out as the tree `places` of shardings says, from device to device.
 
-    Arrays that lie there already are given back as they are.
+    Places may be on other devices, or in another memory of the same. Arrays that lie there already are given
+    back as they are.
     """
     old, structure = jax.tree.flatten(arrays)
     new = jax.tree.leaves(places)
     away = [i for i, x in enumerate(old) if not x.sharding.is_equivalent_to(new[i], x.ndim)]
-    there = tuple(new[i] for i in away)
-    if all(old[i].sharding.device_set == new[i].device_set for i in away):
-        arrived = _exchange(there)([old[i] for i in away])
-    else:
-        arrived = jax.device_put([old[i] for i in away], list(there))
-    for i, x in zip(away, arrived, strict=True):
+    apart = [i for i in away if old[i].sharding.device_set != new[i].device_set]
+    stored = [i for i in away if old[i].sharding.memory_kind != new[i].memory_kind and i not in apart]
+    near = [i for i in away if i not in apart and i not in stored]
+    arrived = _exchange(tuple(new[i] for i in near))([old[i] for i in near]) if near else []
+    arrived += jax.device_put([old[i] for i in stored], [new[i] for i in stored])
+    arrived += [_sent(old[i], new[i]) for i in apart]
+    for i, x in zip([*near, *stored, *apart], arrived, strict=True):
         old[i] = x
     return jax.tree.unflatten(structure, old)
 
@@ -72,6 +85,34 @@ def moved(arrays: Any, places: Any) -> Any:
 def _exchange(places: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Devices exchange parts of arrays until each of `places` has its own."""
     return jax.jit(lambda arrays: arrays, out_shardings=list(places))
+
+
+def _sent(array: jax.Array, place: NamedSharding) -> jax.Array:
+    """`array` on other devices: brought together on its own, and from there to those of the same process."""
+    assert isinstance(array.sharding, NamedSharding)
+    (together,) = _exchange((NamedSharding(array.sharding.mesh, PartitionSpec()),))([array])
+    here = together.addressable_data(0)
+    parts = [
+        jax.device_put(here[index], device)
+        for device, index in place.addressable_devices_indices_map(array.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, place, parts)
+
+
+def in_memory(where: Literal["device", "host"], arrays: Any) -> Any:
+    """The tree `arrays` in the memory of its devices, or in pinned memory of their host.
+
+    Raises ValueError where the backend has none.
+    """
+    device = jax.local_devices()[0]
+    kind = device.default_memory().kind if where == "device" else "pinned_host"
+    there = [memory.kind for memory in device.addressable_memories()]
+    if kind not in there:
+        raise ValueError(
+            f"what is offloaded waits in pinned host memory; devices of this kind ({device.device_kind}) "
+            f"know {', '.join(there)}; set offload.reference and offload.optimizer to false"
+        )
+    return moved(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
 def whole(array: jax.Array) -> np.ndarray:

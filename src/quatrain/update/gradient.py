@@ -25,7 +25,7 @@ from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_chunk, token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
-from quatrain.parallel.mesh import DATA_AXES, mesh_shape, one_device, shardings
+from quatrain.parallel.mesh import DATA_AXES, in_memory, mesh_shape, moved, one_device, shardings
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 
@@ -269,12 +269,15 @@ def optimizer_step(
 ) -> tuple[Any, Any, bool, dict[str, Metric]]:
     """One optimizer step: (params, optimizer state, applied, metrics). Donates params and state.
 
-    A step whose loss or gradient is not finite is not applied: both come back as they were.
+    A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
+    in the host's memory is brought to the devices for the step, and back.
     """
     grads, stats = sum_gradients(params, batches, policy=policy, objective=objective)
+    places = jax.tree.map(lambda x: x.sharding, opt_state)
     params, opt_state, norm, finite = _apply(
-        params, opt_state, grads, stats["sum"]["loss"], optimizer=optimizer
+        params, in_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
     )
+    opt_state = moved(opt_state, places)
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
     tokens = float(sums.pop("tokens"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.parallel.compilations import num_compilations
+from quatrain.parallel.mesh import in_memory
 from quatrain.types import AdvantagedBatch, Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, describe_cuts, mini_batches
 from quatrain.update.gradient import (
@@ -107,8 +108,10 @@ class Learner:
     """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
 
     `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
-    spans. `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0.
-    Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
+    spans. Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
+    `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0; they are used on
+    the devices that they lie on, and may wait in their host's memory (`parallel.mesh.in_memory`). The
+    optimizer's state is kept in `optimizer_memory` between its steps.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Learner:
         total_steps: int,
         seed: int,
         reference: Any = None,
+        optimizer_memory: Literal["device", "host"] = "device",
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
@@ -141,12 +145,13 @@ class Learner:
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.reference = reference
+        self.optimizer_memory = optimizer_memory
         self.optimizer = build_optimizer(optimizer, total_steps)
         self.learning_rate = learning_rate(optimizer, total_steps)
 
     def init(self, params: Any) -> TrainState:
         """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
-        return TrainState(params, init_optimizer(self.optimizer, params))
+        return TrainState(params, in_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
 
     def step(self, state: TrainState, batch: AdvantagedBatch) -> TrainState:
         """All optimizer steps of one rollout batch: epochs x mini-batches. Donates `state`'s arrays.
@@ -209,8 +214,14 @@ class Learner:
         elif not on_policy:
             table = table.with_columns(old_logprobs=logprobs(params, table))
         if self.config.kl_coef:
-            table = table.with_columns(ref_logprobs=logprobs(self.reference, table))
+            table = table.with_columns(ref_logprobs=self._reference_logprobs(table))
         return table
+
+    def _reference_logprobs(self, table: TokenTable) -> np.ndarray:
+        mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
+        policy = replace(self.policy, mesh=mesh)
+        cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
+        return table_logprobs(in_memory("device", self.reference), table, policy=policy, cutting=cutting)
 
     def _optimizer_step(
         self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals

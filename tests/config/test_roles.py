@@ -1,0 +1,66 @@
+import pytest
+
+from quatrain.config.load import load_config
+from quatrain.config.roles import resolve_roles
+
+
+def _roles(*overrides, devices=8, processes=1):
+    return resolve_roles(load_config(None, overrides, environ={}).config, devices, processes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "train", "rollout", "reference"),
+    [
+        ((), (1, 8, 1), (8, 1, 1), (1, 8, 1)),
+        (("mesh=2,2,2",), (2, 2, 2), (4, 1, 2), (2, 2, 2)),
+        (("mesh=1,4,2", "rollout.mesh=1,1,8"), (1, 4, 2), (1, 1, 8), (1, 4, 2)),
+        (("placement.train=0-3", "mesh=1,-1,1"), (1, 4, 1), (4, 1, 1), (1, 4, 1)),
+        (("placement.train=0-3", "placement.rollout=4,5"), (1, 4, 1), (2, 1, 1), (1, 4, 1)),
+        (
+            ("placement.train=0-3", "placement.rollout=4-7", "placement.reference=4-7", "mesh=1,2,2"),
+            (1, 2, 2),
+            (2, 1, 2),
+            (1, 4, 1),
+        ),
+    ],
+)
+def test_the_meshes_of_the_roles(overrides, train, rollout, reference):
+    roles = _roles(*overrides)
+    assert (roles.train.mesh, roles.rollout.mesh, roles.reference.mesh) == (train, rollout, reference)
+
+
+def test_devices_are_numbered_in_each_process():
+    roles = _roles("placement.train=0,1", "placement.rollout=3", processes=2)
+    assert (roles.train.devices, roles.train.mesh) == ((0, 1), (2, 2, 1))
+    assert (roles.rollout.devices, roles.rollout.mesh) == ((3,), (2, 1, 1))
+    assert roles.reference == roles.train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("placement.train=0-3", "placement.rollout=3-7"),
+            "train has 0,1,2,3, rollout 3,4,5,6,7, and both have 3; change placement.train or placement.rollo",
+        ),
+        (
+            ("placement.train=0", "placement.rollout=1,2", "placement.reference=2"),
+            "rollout has 1,2, reference 2, and both have 2; change placement.rollout or placement.reference",
+        ),
+        (("placement.rollout=6-8",), "placement.rollout names devices of a process, which has 8; got 6-8, an"),
+        (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 does not make 6"),
+        (("placement.train=0-5", "rollout.mesh=8,1,1"), "rollout.mesh multiplies to the number of devices"),
+        (
+            ("placement.train=0-3", "placement.rollout=4", "mesh=1,2,2"),
+            "rollout.mesh multiplies to the number of devices; dp -1, fsdp 1, tp 2 does not make 1",
+        ),
+    ],
+)
+def test_roles_that_do_not_come_out_even_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        _roles(*overrides)
+
+
+def test_devices_that_processes_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="got 8 devices and 3 processes"):
+        _roles(processes=3)
