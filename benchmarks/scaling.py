@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import numpy as np
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 
     from quatrain.models.architecture import Architecture
 
+NUM_LAYERS = 28
 QWEN2_5_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
     "intermediate_size": 18944,
-    "num_hidden_layers": 28,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "vocab_size": 152064,
@@ -56,8 +57,19 @@ QWEN2_5_7B = {
     "hidden_act": "silu",
     "eos_token_id": 151645,
 }
-CASES = ("8:1,8,1", "8:1,4,2", "8:1,8,1:1,8,1", "64:1,64,1", "64:1,16,4", "64:8,8,1", "256:4,64,1", "256:1,64,4")
+CASES = (
+    "8:1,8,1",
+    "8:1,8,1:1,8,1",
+    "8:1,8,1:2,1,4",
+    "8:1,4,2",
+    "64:1,64,1",
+    "64:1,16,4",
+    "64:8,8,1",
+    "256:4,64,1",
+    "256:1,64,4",
+)
 PARTS = ("gradient", "apply", "decode", "sync")
+SHOWN_BYTES = 1e6
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 ELEMENT_BYTES = {"pred": 1, "s64": 8, "u64": 8, "f64": 8, "s32": 4, "u32": 4, "f32": 4, "bf16": 2, "f16": 2}
 ELEMENT_BYTES |= {"s16": 2, "u16": 2, "s8": 1, "u8": 1}
@@ -189,7 +201,7 @@ def _group(line: str, kind: str, everyone: int) -> tuple[int, int]:
 
 
 def _first_group(line: str, everyone: int) -> np.ndarray:
-    """Devices of the first of `replica_groups`, in any of the forms that HLO has; none stands for one of all."""
+    """Devices of the first of `replica_groups`, in any form that HLO has; none stands for one of all."""
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[^ ]*\](?:T\([\d,]+\))?)", line):
         return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))[0]
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\))\))? ?\{([^}]*)\}", line):
@@ -480,7 +492,7 @@ class Programs:
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
             for name, dtype in (dtypes | {"mask": jnp.bool_}).items()
         }
-        return MicroBatch(**arrays, packed=True)
+        return MicroBatch(**arrays, packed=True)  # type: ignore[arg-type]
 
     def _total(self) -> Any:
         import jax
@@ -507,7 +519,7 @@ class Programs:
         """Of one micro-batch."""
         from quatrain.update.gradient import gradient_program
 
-        return gradient_program().lower(
+        return cast(Any, gradient_program()).lower(
             self.params, self._total(), self._batch(), policy=self.policy, objective=self.objective
         )
 
@@ -546,9 +558,7 @@ class Programs:
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards
-        program = Program(
-            self.arch, Draw(1.0, 1.0, 0, 0.0, 1024, (0,)), dtype, "xla", self.rollout_mesh
-        )
+        program = Program(self.arch, Draw(1.0, 1.0, 0, 0.0, 1024, (0,)), dtype, "xla", self.rollout_mesh)
 
         def array(spec: Any, dtype: Any, *sizes: int) -> Any:
             place = NamedSharding(self.rollout_mesh, spec)
@@ -600,7 +610,8 @@ class Programs:
         from quatrain.parallel.mesh import _exchange
 
         pairs = self._exchanged()
-        return _exchange(tuple(place for _, place in pairs)).lower([x for x, _ in pairs]) if pairs else None
+        program = cast(Any, _exchange(tuple(place for _, place in pairs)))
+        return program.lower([x for x, _ in pairs]) if pairs else None
 
     def missing(self) -> float:
         """Bytes of the rollout's weights that a device does not have from training, on average."""
@@ -678,10 +689,12 @@ def at_layers(layers: int, reports: dict[int, dict[str, float]]) -> dict[str, fl
 
 
 def summary(reports: dict[int, Any], layers: int) -> dict[str, Any]:
-    """Of each part, for `layers`: bytes sent and expected, memory, and the seconds of the largest compiled."""
+    """Of each part, for `layers`: bytes sent and expected, memory, and seconds to compile those there are."""
     largest = reports[max(reports)]
     parts: dict[str, Any] = {}
     for part in PARTS:
+        if part not in largest:
+            continue
         failed = [report[part]["error"] for report in reports.values() if "error" in report.get(part, {})]
         if failed or not largest.get(part):
             parts[part] = {"error": failed[0]} if failed else {}
@@ -716,15 +729,95 @@ def table(case: str, parts: dict[str, Any], layers: int) -> str:
             of = of | {"sent": {kinds: sum(of["sent"].values())}, "expected": {kinds: of["expected"]["all"]}}
         for name in sorted(of["sent"] | of["expected"]):
             got, want = of["sent"].get(name, 0.0), of["expected"].get(name, 0.0)
-            if max(got, want) > 1e5:
+            if max(got, want) > SHOWN_BYTES:
                 ratio = f"{got / want:.4f}" if want else ""
                 lines.append(f"| {part}: {name} | {got / 1e9:.4f} GB | {want / 1e9:.4f} GB | {ratio} |")
     for part, of in parts.items():
         if "sent" in of:
             memory = {name: f"{value / 1e9:.2f} GB" for name, value in of["memory"].items()}
             seconds = ", ".join(f"{s:.0f} s for {n} layers" for n, s in of["compile_s"].items())
-            lines.append(f"{part}: arguments {memory['arguments']}, peak {memory['peak']}; compiled in {seconds}")
+            lines.append(
+                f"{part}: arguments {memory['arguments']}, peak {memory['peak']}; compiled in {seconds}"
+            )
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Published figures of a device, and what it can send over the links of each axis; per second."""
+
+    mesh: MeshShape
+    rollout: MeshShape
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    links: dict[str, float]
+
+    def seconds(self, sent: Sent) -> float:
+        """That the links are busy, one axis after another."""
+        return sum(value / self.links[axis] for (_, axis), value in sent.items() if axis in self.links)
+
+
+V5E = {"flops": 197e12, "memory": 16e9, "memory_bandwidth": 810e9}
+V4 = {"flops": 275e12, "memory": 32e9, "memory_bandwidth": 1.2e12}
+H100 = {"flops": 989e12, "memory": 80e9, "memory_bandwidth": 3.35e12}
+ICI_LINK, NVLINK, NETWORK_CARD = 45e9, 450e9, 50e9
+"""Bytes per second in one direction. TPUs: "How to Scale Your Model" (Google DeepMind, 2025), its table of
+TPU specifications. H100 SXM: NVIDIA's data sheet (NVLink 900 GB/s both ways, operations without sparsity).
+Network: DGX H100, one 400 Gbit/s card for each GPU."""
+MACHINES = {
+    "v5e-16": Machine(
+        MeshShape(1, 16, 1), MeshShape(4, 1, 4), **V5E, links={"fsdp": 2 * ICI_LINK, "tp": ICI_LINK}
+    ),
+    "v5e-16, tp 4": Machine(
+        MeshShape(1, 4, 4), MeshShape(4, 1, 4), **V5E, links={"fsdp": ICI_LINK, "tp": ICI_LINK}
+    ),
+    "v4-16": Machine(MeshShape(1, 8, 1), MeshShape(8, 1, 1), **V4, links={"fsdp": 3 * ICI_LINK}),
+    "8xH100": Machine(MeshShape(1, 8, 1), MeshShape(8, 1, 1), **H100, links={"fsdp": NVLINK}),
+    "64xH100": Machine(
+        MeshShape(8, 8, 1), MeshShape(64, 1, 1), **H100, links={"fsdp": NVLINK, "dp": NETWORK_CARD}
+    ),
+    "64xH100, fsdp 64": Machine(
+        MeshShape(1, 64, 1), MeshShape(64, 1, 1), **H100, links={"fsdp": 8 * NETWORK_CARD}
+    ),
+}
+"""Neither a 4x4 slice of v5e nor a 2x2x2 of v4 (16 cores, 8 chips) is a closed torus: what comes to a corner
+comes over two or three links. A ring through 8 nodes has the 8 cards of each."""
+
+
+def predict(utilisation: float, tokens: int) -> str:
+    """Markdown: what the formula and published figures come to; nothing of it is measured."""
+    from quatrain.models.flops import forward_flops
+    from quatrain.models.params import num_params
+
+    lines = [
+        f"| | mesh | GB sent, {tokens} tokens | s, links | s, operations | operations take longer from tokens"
+        " | optimizer step: ms, links | state, GB | of GB | decode step: ms, weights | ms, links |",
+        "|---" * 11 + "|",
+    ]
+    for name, machine in MACHINES.items():
+        case = Case(machine.mesh, machine.rollout, NUM_LAYERS, QWEN2_5_7B, tokens=tokens, topology="any")
+        arch, rate = case.arch, machine.flops * utilisation
+        sent = expected(case, "gradient", 0)
+        links = machine.seconds(sent)
+        for_tokens = machine.seconds({key: value for key, value in sent.items() if key[1] == "tp"})
+        operations = 4 * forward_flops(arch, tokens=tokens, keys=512, scored=tokens) / machine.mesh.tp / rate
+        enough = tokens * (links - for_tokens) / max(operations - for_tokens, 1e-9)
+        own = Sizes.of(arch, machine.mesh).own
+        figures = [
+            sum(sent.values()) / 1e9,
+            links,
+            operations,
+            enough,
+            1e3 * machine.seconds(expected(case, "apply", 0)),
+            own * (2 + 4 + 8) / 1e9,
+            machine.memory / 1e9,
+            1e3 * 2 * num_params(arch) / machine.rollout.tp / machine.memory_bandwidth,
+            1e3 * machine.seconds(expected(case, "decode", 0)),
+        ]
+        mesh = ",".join(map(str, machine.mesh))
+        lines.append(f"| {name} | {mesh} | " + " | ".join(f"{figure:,.4g}" for figure in figures) + " |")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -738,7 +831,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timeout-s", type=float, default=3600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--predict", action="store_true", help="for machines nobody has run on")
+    parser.add_argument("--utilisation", type=float, default=0.4, help="of the peak, for --predict")
     args = parser.parse_args(argv)
+    if args.predict:
+        print(predict(args.utilisation, args.tokens))
+        return
     if args.child:
         child(json.loads(args.child))
         return
@@ -761,7 +859,7 @@ def main(argv: list[str] | None = None) -> None:
         if failed:
             print(f"### {text}\n\n{failed[0]}\n", flush=True)
         else:
-            layers = QWEN2_5_7B["num_hidden_layers"] if len(reports) > 1 else args.layers[0]
+            layers = NUM_LAYERS if len(reports) > 1 else args.layers[0]
             results[text]["summary"] = summary(reports, layers)
             print(table(text, results[text]["summary"], layers), flush=True)
         if args.json:

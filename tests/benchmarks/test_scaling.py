@@ -21,7 +21,7 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f3
 
 %all-reduce-scatter.1 (p: bf16[64,8]) -> bf16[8,8] {
   %p = bf16[64,8]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-reduce.9 = bf16[64,8]{1,0:T(8,128)(2,1)} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %all-reduce.9 = bf16[64,8]{1,0:T(8,128)(2,1)} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}
   ROOT %slice = bf16[8,8]{1,0} dynamic-slice(%all-reduce.9, %i, %j), dynamic_slice_sizes={8,8}
 }
 
@@ -39,19 +39,20 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f3
 }
 
 %body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %psum.3 = (f32[4]{0}, f32[2,2]{1,0}, /*index=2*/f32[]) all-reduce(%a, %b, %c), replica_groups={}, to_apply=%add
+  %psum.3 = (f32[4]{0}, f32[2,2]{1,0}, /*index=2*/f32[]) all-reduce(%a, %b), replica_groups={}, to_apply=%add
 }
 
 ENTRY %main.1_spmd (param: f32[4]) -> f32[4] {
   %param = f32[4]{0} parameter(0)
-  %all-gather.1 = f16[24,8]{0,1} all-gather(%h), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}
-  %all-gather-start.2 = ((bf16[2,8], f32[3]{0}), (bf16[8,8]{1,0:T(8,128)}, f32[12]{0})) all-gather-start(%c, %d), \
-replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %all-gather.1 = f16[24,8]{0,1} all-gather(%h), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}
+  %all-gather-start.2 = ((bf16[2,8], f32[3]{0}), (bf16[8,8]{1,0:T(8,128)}, f32[12]{0})) \
+all-gather-start(%c, %d), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
   %all-gather-done.2 = (bf16[8,8], f32[12]) all-gather-done(%all-gather-start.2)
   %reduce-scatter.1 = f32[5]{0} reduce-scatter(%k), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
-  %all-reduce-start.1 = bf16[100]{0} all-reduce-start(%e), replica_groups=mesh['a'=4,'b'=2] {'a'}, to_apply=%add
+  %all-reduce-start.1 = bf16[100]{0} all-reduce-start(%e), replica_groups=mesh['a'=4,'b'=2] {'a'}
   %all-reduce-done.1 = bf16[100]{0} all-reduce-done(%all-reduce-start.1)
-  %all-reduce.7 = s32[2]{0} all-reduce(%f), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, to_apply=%add
+  %all-reduce.7 = s32[2]{0} all-reduce(%f), \
+replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
   %collective-permute-start.1 = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%g), \
 source_target_pairs={{0,1},{1,0}}
   %collective-permute-done.1 = f32[6]{0} collective-permute-done(%collective-permute-start.1)
@@ -85,7 +86,8 @@ def scaling():
 
 def test_each_kind_is_read_with_its_bytes_and_groups(scaling):
     read = [
-        (one.kind, one.dtype, one.payload, one.size, one.stride, one.loops) for one in scaling.collectives(HLO)
+        (one.kind, one.dtype, one.payload, one.size, one.stride, one.loops)
+        for one in scaling.collectives(HLO)
     ]
     assert read == [
         ("all-gather", "f16", 24 * 8 * 2, 4, 1, 0),
