@@ -41,13 +41,16 @@ def test_devices_are_numbered_in_each_process():
     [
         (
             ("placement.train=0-3", "placement.rollout=3-7"),
-            "train has 0,1,2,3, rollout 3,4,5,6,7, and both have 3; change placement.train or placement.rollo",
+            "train has 0,1,2,3, rollout 3,4,5,6,7, and both have 3; change placement.train or",
         ),
         (
             ("placement.train=0", "placement.rollout=1,2", "placement.reference=2"),
             "rollout has 1,2, reference 2, and both have 2; change placement.rollout or placement.reference",
         ),
-        (("placement.rollout=6-8",), "placement.rollout names devices of a process, which has 8; got 6-8, an"),
+        (
+            ("placement.rollout=6-8",),
+            "placement.rollout names devices of a process, which has 8; got 6-8",
+        ),
         (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 does not make 6"),
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "rollout.mesh multiplies to the number of devices"),
         (

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from quatrain.config.load import load_config
+from quatrain.data.builtin import builtin_rows
 from quatrain.models.hf import save_hf
 from quatrain.report.metrics import read_metrics
 from quatrain.train import train
@@ -35,9 +36,14 @@ OF_THE_MACHINE = ("time/", "throughput/", "rollout/", "batch/", "global_seqlen/"
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, small_arch, small_params):
-    model = tmp_path_factory.mktemp("model")
-    save_hf(model, small_arch, small_params)
-    return (*SETTINGS, f"model.path={model}")
+    """A small model, and prompts in three files, of which each of two processes reads its share."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_hf(folder / "model", small_arch, small_params)
+    rows = [json.dumps(row) for row in builtin_rows("arithmetic")[:31]]
+    for i in range(3):
+        (folder / f"part-{i}.jsonl").write_text("\n".join(rows[i::3]))
+    data = (f"data.train={folder}/part-*.jsonl", "data.eval=builtin:arithmetic-heldout")
+    return (*SETTINGS, f"model.path={folder / 'model'}", *data)
 
 
 @pytest.fixture(scope="module")

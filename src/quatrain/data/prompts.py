@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
 
 from quatrain.config.schema import DataConfig
-from quatrain.data.rows import Row, read_rows
+from quatrain.data.rows import Row, data_files, read_rows
+from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
-from quatrain.parallel.hosts import assert_same, joined
+from quatrain.parallel.hosts import assert_same, gather_objects, joined, num_processes, process_index
 from quatrain.types import Prompt, PromptText
 
 if TYPE_CHECKING:
@@ -53,41 +55,45 @@ class PromptSource:
     A batch depends on (seed, index, size) alone, so that resuming a run takes one number.
     """
 
-    def __init__(self, rows: Sequence[_TokenRow], *, seed: int, skipped: int, truncated: int):
-        self._rows = rows
-        self._stream = _Stream(len(rows), seed)
-        self.skipped = skipped
+    def __init__(self, table: Table, *, seed: int):
+        self._table = table
+        self._stream = _Stream(table.size, seed)
+        self.skipped = table.skipped
         """Rows left out because their prompt is longer than `data.max_prompt_length`."""
-        self.truncated = truncated
+        self.truncated = table.truncated
         """Rows whose prompt lost its first tokens for that reason."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._table.size
 
     def batch(self, index: int, size: int) -> list[Prompt]:
         """Draws from index * size, `size` of them; a prompt's `group_id` is its position in the stream."""
-        return [self._rows[row].prompt(position) for position, row in self._stream.draws(index, size)]
+        positions, numbers = zip(*self._stream.draws(index, size), strict=True)
+        return [row.prompt(at) for at, row in zip(positions, self._table.take(numbers), strict=True)]
 
     def head(self, count: int | None = None) -> list[Prompt]:
         """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
-        return [row.prompt(number) for number, row in enumerate(self._rows[:count])]
+        numbers = range(self._table.size)[:count]
+        return [row.prompt(number) for number, row in enumerate(self._table.take(numbers))]
 
 
 class DemonstrationSource:
     """Tokenised demonstrations, addressed by index as in `PromptSource`."""
 
-    def __init__(self, rows: Sequence[Demonstration], *, seed: int, skipped: int, truncated: int):
-        self._rows = rows
-        self._stream = _Stream(len(rows), seed)
-        self.skipped = skipped
-        self.truncated = truncated
+    def __init__(self, table: Table, tokenizer: PreTrainedTokenizerFast, *, seed: int):
+        self._table = table
+        self._tokenizer = tokenizer
+        self._stream = _Stream(table.size, seed)
+        self.skipped = table.skipped
+        self.truncated = table.truncated
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._table.size
 
     def batch(self, index: int, size: int) -> list[Demonstration]:
         """Draws from index * size, `size` of them."""
-        return [self._rows[row] for _, row in self._stream.draws(index, size)]
+        numbers = [number for _, number in self._stream.draws(index, size)]
+        return [_demonstration(row, self._tokenizer) for row in self._table.take(numbers)]
 
 
 def load_prompts(
@@ -109,13 +115,12 @@ def load_prompts(
     Raises ValueError for data that does not fit, naming the row, and where other processes have read
     something else.
     """
-    rows = read_rows(spec)
-    _check_columns(spec, rows[0], data)
-    _check_required(spec, rows[0], required_columns)
-    _check_answers(spec, rows)
-    prompts = _tokenise(spec, rows, data, tokenizer)
-    _assert_same_everywhere(spec, prompts.rows)
-    return PromptSource(prompts.rows, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated)
+
+    def check_columns(row: Row) -> None:
+        _check_columns(spec, row, data)
+        _check_required(spec, row, required_columns)
+
+    return PromptSource(_load(spec, data, tokenizer, check_columns, _check_answers), seed=seed)
 
 
 def load_demonstrations(
@@ -125,40 +130,92 @@ def load_demonstrations(
 
     Completion ids end with the tokenizer's end token. Raises ValueError as `load_prompts` does.
     """
-    rows = read_rows(spec)
-    _check_columns(spec, rows[0], data)
-    _check_required(spec, rows[0], {"completion": "the supervised warm start"})
+
+    def check_columns(row: Row) -> None:
+        _check_columns(spec, row, data)
+        _check_required(spec, row, {"completion": "the supervised warm start"})
+
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
-    prompts = _tokenise(spec, rows, data, tokenizer)
-    _assert_same_everywhere(spec, prompts.rows)
-    demonstrations = [_demonstration(spec, row, tokenizer) for row in prompts.rows]
-    return DemonstrationSource(
-        demonstrations, seed=seed, skipped=prompts.skipped, truncated=prompts.truncated
-    )
-
-
-@dataclass(frozen=True)
-class _TokenRow:
-    number: int  # in the data set, counting from 1
-    text: PromptText
-    input_ids: np.ndarray
-    columns: Mapping[str, Any]
-
-    def prompt(self, group_id: int) -> Prompt:
-        return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
+    table = _load(spec, data, tokenizer, check_columns, _check_completions)
+    return DemonstrationSource(table, tokenizer, seed=seed)
 
 
 class _TokenRows(NamedTuple):
-    rows: list[_TokenRow]
+    rows: list[TokenRow]
     skipped: int
     truncated: int
 
 
-def _assert_same_everywhere(spec: str, rows: Sequence[_TokenRow]) -> None:
+def _load(
+    spec: str,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    check_columns: Callable[[Row], None],
+    check_rows: Callable[[str, Sequence[Row]], None],
+) -> Table:
+    """The rows of `spec`, tokenised; of several files, each process reads its share.
+
+    `check_columns` sees a row with every column, `check_rows` where rows are from, and them.
+    """
+    files = data_files(spec) if joined() else []
+    if len(files) > 1:
+        return _load_share(spec, files, data, tokenizer, check_columns, check_rows)
+    rows = read_rows(spec)
+    check_columns(rows[0])
+    check_rows(spec, rows)
+    found = _tokenise(spec, rows, data, tokenizer)
+    if joined():
+        _assert_same_everywhere(spec, found.rows)
+    return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated)
+
+
+def _load_share(
+    spec: str,
+    files: Sequence[Path],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    check_columns: Callable[[Row], None],
+    check_rows: Callable[[str, Sequence[Row]], None],
+) -> Table:
+    """Every so many-th file is read here; rows are numbered through all files in order."""
+    assert_same("data set", {spec: [file.name for file in files]})
+    own = {i: read_rows(str(files[i])) for i in range(process_index(), len(files), num_processes())}
+    columns = _of_all({i: list(rows[0]) for i, rows in own.items()})
+    empty: Row = dict.fromkeys(name for i in range(len(files)) for name in columns[i])
+    check_columns(empty)
+    tokenised = {}
+    for i, rows in own.items():
+        whole = [empty | row for row in rows]
+        check_rows(str(files[i]), whole)
+        tokenised[i] = _tokenise(str(files[i]), whole, data, tokenizer)
+        _check_exchangeable(str(files[i]), tokenised[i].rows)
+    counts = _of_all({i: [len(found.rows), found.skipped, found.truncated] for i, found in tokenised.items()})
+    starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
+    rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
+    _, skipped, truncated = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
+    return Table(rows_here, starts[-1], skipped, truncated, spread=True)
+
+
+def _of_all(own: Mapping[int, list]) -> dict[int, list]:
+    """What every process has by file number, in all of them."""
+    return {int(i): value for part in gather_objects(dict(own)) for i, value in part.items()}
+
+
+def _check_exchangeable(spec: str, rows: Sequence[TokenRow]) -> None:
+    for row in rows:
+        try:
+            row.packed()
+        except TypeError as error:
+            raise ValueError(
+                f"{spec}, row {row.number}: processes tell each other the rows of a data set in several "
+                f"files, as JSON, which cannot hold a column here ({error}); give text and numbers, or one "
+                "file"
+            ) from None
+
+
+def _assert_same_everywhere(spec: str, rows: Sequence[TokenRow]) -> None:
     """Raises ValueError where processes that train together have read different rows."""
-    if not joined():
-        return
     content = hashlib.sha256()
     for row in rows:
         content.update(json.dumps(row.columns, default=repr).encode())
@@ -230,13 +287,13 @@ def _tokenise(spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTraine
     return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0)
 
 
-def _truncated(row: _TokenRow, limit: int) -> _TokenRow:
-    return _TokenRow(row.number, row.text, row.input_ids[-limit:], row.columns)
+def _truncated(row: TokenRow, limit: int) -> TokenRow:
+    return TokenRow(row.number, row.text, row.input_ids[-limit:], row.columns)
 
 
 def _token_row(
     spec: str, number: int, row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerFast
-) -> _TokenRow:
+) -> TokenRow:
     try:
         text = _prompt_text(row, data)
         ids = np.asarray(render(tokenizer, text), dtype=np.int32)
@@ -244,7 +301,7 @@ def _token_row(
         raise ValueError(f"{spec}, row {number}: {error}") from error
     ids.setflags(write=False)
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return _TokenRow(number, text, ids, columns)
+    return TokenRow(number, text, ids, columns)
 
 
 def _prompt_text(row: Row, data: DataConfig) -> PromptText:
@@ -289,12 +346,16 @@ def _shown(value: object) -> str:
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-def _demonstration(spec: str, row: _TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    completion = row.columns["completion"]
-    if not isinstance(completion, str) or not completion:
-        raise ValueError(
-            f"{spec}, row {row.number}: the column `completion` must be a string with text; it is "
-            f"{_shown(completion)}"
-        )
-    ids = tokenizer.encode(completion, add_special_tokens=False)
+def _check_completions(spec: str, rows: Sequence[Row]) -> None:
+    for number, row in enumerate(rows, start=1):
+        completion = row["completion"]
+        if not isinstance(completion, str) or not completion:
+            raise ValueError(
+                f"{spec}, row {number}: the column `completion` must be a string with text; it is "
+                f"{_shown(completion)}"
+            )
+
+
+def _demonstration(row: TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    ids = tokenizer.encode(row.columns["completion"], add_special_tokens=False)
     return Demonstration(row.input_ids, np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int32))

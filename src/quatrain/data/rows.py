@@ -22,7 +22,8 @@ Row = dict[str, Any]
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
-    "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, or a hub id `owner/name:config[:split]`"
+    "`builtin:arithmetic`, a .jsonl, .json, .parquet or .csv file, a pattern of some (`part-*.jsonl`), or a "
+    "hub id `owner/name:config[:split]`"
 )
 
 
@@ -30,12 +31,16 @@ def read_rows(spec: str) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None where a row has none).
 
     `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
-    whose values have the types pyarrow infers), or `owner/name:config[:split]` on the hub (extra `hub`; the
+    whose values have the types pyarrow infers), a pattern of files (`data/part-*.jsonl`, in the order of
+    their names), or `owner/name:config[:split]` on the hub (extra `hub`; the
     split is `train` unless given). A struct column `reward_model` with a `ground_truth`, as in verl's layout,
     becomes the column `answer` as well, unless there is one. Raises ValueError when the data is missing,
     empty or malformed.
     """
     path = local_path(spec)
+    files = data_files(spec)
+    if files:
+        return _aligned([row for file in files for row in read_rows(str(file))])
     if spec.startswith("builtin:"):
         rows = builtin_rows(spec.removeprefix("builtin:"))
     elif path.suffix in _READERS:
@@ -51,6 +56,20 @@ def read_rows(spec: str) -> list[Row]:
     if not rows:
         raise ValueError(f"data set {spec!r} is empty: at least one row is needed")
     return _with_answer(_aligned(rows))
+
+
+def data_files(spec: str) -> list[Path]:
+    """The files that a pattern (`*` in the name) matches, by name; none where `spec` is no pattern.
+
+    Raises ValueError where it matches none.
+    """
+    path = local_path(spec)
+    if "*" not in path.name or spec.startswith("builtin:"):
+        return []
+    files = sorted(path.parent.glob(path.name))
+    if not files:
+        raise ValueError(f"data set {spec!r} matches no file (looked in {path.parent.absolute()})")
+    return files
 
 
 def _aligned(rows: list[Row]) -> list[Row]:

@@ -125,10 +125,10 @@ def layer_windows(arch: Architecture) -> list[int | None]:
     return [windows[arch.layer_type(i)] for i in range(arch.num_layers)]
 
 
-def output_head(params: Params, arch: Architecture) -> jax.Array:
-    """[V, D]: what `project` multiplies hidden states with; of a shared vocabulary, this device's part."""
+def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
+    """[V, D]: what `project` multiplies hidden states of `dtype` with; of a shared vocabulary, our part."""
     name = "embed" if arch.tie_embeddings else "lm_head"
-    return gather(params[name], partition(arch, mesh_here())[name])
+    return gather(params[name], partition(arch, mesh_here())[name], dtype)
 
 
 def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Ar
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
     """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
-    scores = project(output_head(params, arch), arch, hidden)
+    scores = project(output_head(params, arch, hidden.dtype), arch, hidden)
     axis = vocabulary_axis(arch)
     return scores if axis is None else gathered(scores, axis, scores.ndim - 1)
 

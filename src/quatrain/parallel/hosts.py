@@ -52,6 +52,11 @@ def num_processes() -> int:
     return jax.process_count()
 
 
+def process_index() -> int:
+    """Which of them this one is, from 0."""
+    return jax.process_index()
+
+
 def joined() -> bool:
     """Whether this process trains together with others; asking initialises no device."""
     return jax.distributed.is_initialized()

@@ -92,7 +92,7 @@ class Policy:
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
         lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
         scored = (lines + batch.predictors).reshape(-1)[order]
-        head = output_head(params, self.arch)
+        head = output_head(params, self.arch, hidden.dtype)
         results = token_logprobs(
             lambda h: project(head, self.arch, h),
             shared_by(hidden, "tp").reshape(-1, hidden.shape[-1])[scored],
