@@ -129,7 +129,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
     loaded = load_policy(config)
-    scorer = RewardScorer(config.reward)
+    scorer = RewardScorer(config.reward, decide=decided_by_main)
     source = load_prompts(
         config.data.eval,
         config.data,

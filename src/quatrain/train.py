@@ -133,7 +133,7 @@ class _Run:
             self._check_resumable()
         self.timer = StageTimer()
         self.loaded = load_policy(config)
-        self.scorer = RewardScorer(config.reward)
+        self.scorer = RewardScorer(config.reward, decide=decided_by_main)
         self.prompts = self._load_prompts(config.data.train)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(config, self.loaded, on_progress=self._show_decoding)

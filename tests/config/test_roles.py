@@ -51,6 +51,7 @@ def test_devices_are_numbered_in_each_process():
             ("placement.rollout=6-8",),
             "placement.rollout names devices of a process, which has 8; got 6-8",
         ),
+        (("rollout.max_concurrency=7",), "got rollout.max_concurrency 7 and 8 replicas"),
         (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 does not make 6"),
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "rollout.mesh multiplies to the number of devices"),
         (

@@ -88,13 +88,14 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch
 
 
 def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
+    decided = (str(tmp_path / "first"), False, "a note")
     monkeypatch.setattr(module, "is_main_process", lambda: False)
+    monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
     run = RunDir.create(tmp_path, "first")
     run.write_config("seed: 1\n")
     assert run.rewind(3) == 0
     assert not run.path.exists()
-    run.path.mkdir()
-    assert RunDir.create(tmp_path, "first") == run
+    assert run == RunDir(tmp_path / "first", False, "a note")
 
 
 def test_an_earlier_configuration_is_kept(tmp_path, caplog):

@@ -130,6 +130,7 @@ def _step_rows(config: Config) -> Iterator[Row]:
 
 def _device_rows(layout: _Layout) -> Iterator[Row]:
     n, k = layout.devices, layout.processes
+    own = "N" if layout.mesh.num_devices == n else "devices of training"
     yield Row("devices", n, "devices", "N: of all processes")
     yield Row("processes", k, "processes", "K: the devices are shared out evenly")
     yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
@@ -139,7 +140,12 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
         "shards",
         f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
     )
-    yield Row("devices_per_shard", layout.mesh.tp, "devices", "tp: tensor parallel")
+    yield Row(
+        "devices_per_shard",
+        layout.mesh.tp,
+        "devices",
+        f"tp: {own} / D = {layout.mesh.num_devices} / {layout.shards}; tensor parallel",
+    )
 
 
 def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:

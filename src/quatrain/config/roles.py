@@ -32,7 +32,7 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     """The roles of a run on `num_devices` devices of `num_processes` processes.
 
     Raises ValueError where a mesh does not multiply to its devices, a role names a device that is not there,
-    and where two have some devices in common, but not all.
+    two have some devices in common, but not all, and where there is not a sequence for each replica.
     """
     if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
         raise ValueError(
@@ -46,6 +46,13 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
         same = devices["rollout"] == devices["train"]
         spec = f"{train.num_data_shards if same else -1},1,{train.tp}"
     rollout = resolve_mesh(spec, len(devices["rollout"]) * num_processes, num_processes, name="rollout.mesh")
+    concurrency = config.rollout.max_concurrency
+    if concurrency is not None and concurrency < rollout.num_data_shards:
+        raise ValueError(
+            f"each replica of the sampler decodes a sequence at least; got rollout.max_concurrency "
+            f"{concurrency} and {rollout.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise the "
+            "former, or tp of rollout.mesh"
+        )
     reference = train
     if devices["reference"] != devices["train"]:
         reference = resolve_mesh("auto", len(devices["reference"]) * num_processes, num_processes)

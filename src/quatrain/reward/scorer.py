@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from quatrain.config.schema import RewardConfig
-from quatrain.parallel.hosts import decided_by_main
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
 from quatrain.types import Metric, RewardedBatch, RolloutBatch, describe
 
@@ -36,10 +35,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class RewardScorer:
     """The reward functions of `config`, each with its weight.
 
+    `decide` calls what it is given and returns its result; of several processes in one alone, which tells the
+    others (`parallel.hosts.decided_by_main`), as a user's functions need not come out the same in each.
     Raises ValueError when a function cannot be imported or called.
     """
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, *, decide: Callable[[Callable[[], Any]], Any] = lambda f: f()):
+        self._decide = decide
         names = _short_names(list(config.functions))
         self._functions = [_load(spec, names[spec], weight) for spec, weight in config.functions.items()]
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
@@ -50,8 +52,6 @@ class RewardScorer:
 
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
-
-        Of several processes the main one calls the functions, and tells the others.
 
         A function that abstains (None) leaves NaN and no term in the sum, counted in
         `reward/<name>/abstained`. A function that raises, or returns
@@ -65,7 +65,7 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
-        scores = decided_by_main(lambda: self._scores(rollouts))
+        scores = self._decide(lambda: self._scores(rollouts))
         raw = np.array([values for values, _ in scores], np.float32).reshape(len(scores), len(rollouts))
         metrics: dict[str, Metric] = {}
         for row, (_, errors), function in zip(raw, scores, self._functions, strict=True):

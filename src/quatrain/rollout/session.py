@@ -214,7 +214,7 @@ class Session:
         columns = prompt_columns + _own_columns(self.sampling.max_new_tokens, self.sampling)
         each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
         fitting = sampler.cache_bytes // each
-        most = max(self._limit // replicas, 1) if self._limit else max(fitting, 1)
+        most = self._limit // replicas if self._limit else max(fitting, 1)
         together = min(most, -(-demand // replicas))
         if together > fitting:
             each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
@@ -248,7 +248,6 @@ class Session:
             scheduler.resize(slots, rows)
             self._cache = self._empty(shape)
         elif self._cache.shape != shape:
-            moved = list(range(slots)), list(range(rows))
             moved = (list(range(slots)) * sampler.num_replicas, list(range(rows)) * sampler.num_replicas)
             if self._cache.shape[:2] != (slots, rows):
                 moved = scheduler.resize(slots, rows)
