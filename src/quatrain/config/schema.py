@@ -175,8 +175,8 @@ class RolloutConfig(Section):
     )
     max_concurrency: Count | None = Field(
         None,
-        description="Sequences that decode at once, on all replicas together; derived from memory where null: "
-        "all of a call, as long as their cache fits.",
+        description="Sequences that decode at once, on all replicas together; derived from memory where "
+        "null: all of a call, as long as their cache fits.",
     )
     mesh: Mesh | None = Field(
         None,
