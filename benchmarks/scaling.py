@@ -336,7 +336,7 @@ def _expected_gradient(case: Case) -> Sent:
     arch, compute, stored = case.arch, item_bytes(case.dtype), item_bytes(case.param_dtype)
     sizes, layers = Sizes.of(arch, case.mesh), arch.num_layers
     sent = {
-        ("all-gather", "fsdp"): compute * (2 * layers * sizes.layer + sizes.table) + stored * sizes.table,
+        ("all-gather", "fsdp"): 2 * compute * (layers * sizes.layer + sizes.table),
         ("reduce-scatter", "fsdp"): 4 * (layers * sizes.layer + 2 * sizes.table),
         ("all-reduce", "fsdp"): stored * (layers * sizes.layer_copied + arch.hidden_size),
         ("all-reduce", "tp"): compute * case.tokens * arch.hidden_size * (5 * layers + 2)
