@@ -132,7 +132,7 @@ def test_other_layers_follow_from_two(scaling):
 
 
 def test_a_tiny_model_sends_what_the_formula_says(scaling):
-    """On eight devices; where every device samples from a copy, weights are gathered on the way there."""
+    """On eight devices; copies for the rollout cost what each device lacks of them."""
     case = scaling.Case(
         MeshShape(2, 2, 2),
         MeshShape(2, 2, 2),
@@ -155,6 +155,6 @@ def test_a_tiny_model_sends_what_the_formula_says(scaling):
         assert {kind: sent[kind] for kind in kinds} == pytest.approx({k: formula[k] for k in kinds}, rel=0.01)
     assert report["sync"] == {}
     assert report["expected"]["sync"] == {"all": 0}
-    moving = replace(case, mesh=MeshShape(1, 4, 2), rollout=MeshShape(4, 1, 2), parts=("sync",))
+    moving = replace(case, layers=1, mesh=MeshShape(1, 4, 2), rollout=MeshShape(4, 1, 2), parts=("sync",))
     report = scaling.in_child(moving, 100)
     assert sum(scaling.sent_by_kind(report, "sync").values()) == report["expected"]["sync"]["all"] > 0
