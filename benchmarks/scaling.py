@@ -649,7 +649,8 @@ def child(case: dict[str, Any]) -> None:
 
 def in_child(case: Case, timeout_s: float) -> dict[str, Any]:
     """`measure`, in a process with as many simulated devices as `case` has."""
-    flags = f"--xla_force_host_platform_device_count={case.mesh.num_devices}"
+    devices = f"--xla_force_host_platform_device_count={case.mesh.num_devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     done = subprocess.run(
         [sys.executable, __file__, "--child", json.dumps(asdict(case))],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
