@@ -606,11 +606,14 @@ class Programs:
         ]
 
     def sync(self) -> Any:
-        """The weights from the mesh of training to that of the rollout; None where they lie there already."""
-        from quatrain.parallel.mesh import _exchange
+        """The weights from the mesh of training to that of the rollout; None where they lie there already.
+
+        One program of all, which the engine runs for one parameter after the other.
+        """
+        import jax
 
         pairs = self._exchanged()
-        program = cast(Any, _exchange(tuple(place for _, place in pairs)))
+        program = jax.jit(lambda arrays: arrays, out_shardings=[place for _, place in pairs])
         return program.lower([x for x, _ in pairs]) if pairs else None
 
     def missing(self) -> float:

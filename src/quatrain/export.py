@@ -15,6 +15,14 @@ from quatrain.models.hf import save_hf
 from quatrain.parallel.hosts import is_main_process
 from quatrain.policy import load_policy
 
+ANY_DEVICES = (
+    "mesh=auto",
+    "rollout.mesh=null",
+    "rollout.max_concurrency=null",
+    *(f"placement.{role}=null" for role in ("train", "rollout", "reference")),
+)
+"""A run is exported on other devices than it was trained on."""
+
 
 def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: Any) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `directory`."""
@@ -34,7 +42,7 @@ def export(run: Path, output: Path, *, step: int | None = None) -> int:
         raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
-    loaded = load_policy(load_config(config_file, environ={}).config)
+    loaded = load_policy(load_config(config_file, ANY_DEVICES, environ={}).config)
     checkpointer = Checkpointer(run / "checkpoints")
     found, arrays, _ = checkpointer.restore({"params": loaded.params}, step, partial=True)
     checkpointer.close()

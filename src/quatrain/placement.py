@@ -39,6 +39,7 @@ from quatrain.report.device_memory import (
     written,
 )
 from quatrain.rollout.engine import CACHE_SHARE
+from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
 
 PLATFORM = "accelerator"
@@ -147,7 +148,7 @@ class _Plan:
         """Sequences that a replica decodes at once at most, where the cache of `fitting` has room."""
         limit, replicas = self.config.rollout.max_concurrency, self.rollout_mesh.num_data_shards
         if limit is not None:
-            return max(limit // replicas, 1)
+            return limit // replicas
         return round_up(self._share(), minimum=1) if fitting is None else max(fitting, 1)
 
     def fitting(self, free: int) -> int:
@@ -161,7 +162,7 @@ class _Plan:
     def _columns(self) -> tuple[int, int]:
         """Columns of the cache for a prompt and for a completion."""
         longest = self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
-        return _prompt_columns(longest[0]), round_up(longest[1])
+        return prompt_columns(longest[0]), round_up(longest[1])
 
     def _column_bytes(self) -> int:
         return bytes_per_column(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
@@ -282,9 +283,3 @@ def _left_out(parts: list[Part], memory: int) -> Iterator[str]:
         memory -= part.num_bytes
         if memory < 0 and part.num_bytes:
             yield part.key
-
-
-def _prompt_columns(tokens: int) -> int:
-    """Columns of the cache for the longest prompt: 2 or 3 times a power of two, from 32."""
-    power = max(32, 1 << (tokens - 1).bit_length())
-    return power * 3 // 4 if tokens <= power * 3 // 4 and power > 32 else power

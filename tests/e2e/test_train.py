@@ -188,6 +188,17 @@ def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
         export(run, tmp_path / "third", step=3)
 
 
+def test_a_run_of_other_devices_is_exported_on_these(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0].run, run)
+    config = (run / "config.yaml").read_text()
+    assert "\nmesh: auto" in config
+    (run / "config.yaml").write_text(config.replace("\nmesh: auto", '\nmesh: "2,2,2"'))
+    assert export(run, tmp_path / "exported") == 4
+    exported, final = (folder / "model.safetensors" for folder in (tmp_path / "exported", run / "final"))
+    assert exported.read_bytes() == final.read_bytes()
+
+
 def test_the_final_model_evaluates_to_the_same_numbers(finished, tmp_path):
     whole = finished[0]
     resolved = _resolved(tmp_path, "unused", "eval.n=2", f"model.path={whole.run / 'final'}")

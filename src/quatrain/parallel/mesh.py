@@ -70,27 +70,27 @@ def moved(arrays: Any, places: Any) -> Any:
     old, structure = jax.tree.flatten(arrays)
     new = jax.tree.leaves(places)
     away = [i for i, x in enumerate(old) if not x.sharding.is_equivalent_to(new[i], x.ndim)]
-    apart = [i for i in away if old[i].sharding.device_set != new[i].device_set]
-    stored = [i for i in away if old[i].sharding.memory_kind != new[i].memory_kind and i not in apart]
-    near = [i for i in away if i not in apart and i not in stored]
-    arrived = _exchange(tuple(new[i] for i in near))([old[i] for i in near]) if near else []
-    arrived += jax.device_put([old[i] for i in stored], [new[i] for i in stored])
-    arrived += [_sent(old[i], new[i]) for i in apart]
-    for i, x in zip([*near, *stored, *apart], arrived, strict=True):
-        old[i] = x
+    for i in away:
+        x, place = old[i], new[i]
+        if x.sharding.device_set != place.device_set:
+            old[i] = _sent(x, place)
+        elif x.sharding.memory_kind != place.memory_kind:
+            old[i] = jax.device_put(x, place)
+        else:
+            old[i] = _exchange(place)(x)
     return jax.tree.unflatten(structure, old)
 
 
 @cache
-def _exchange(places: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Devices exchange parts of arrays until each of `places` has its own."""
-    return jax.jit(lambda arrays: arrays, out_shardings=list(places))
+def _exchange(place: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Devices exchange parts of an array until `place` is true; one at a time, for what that needs."""
+    return jax.jit(lambda array: array, out_shardings=place)
 
 
 def _sent(array: jax.Array, place: NamedSharding) -> jax.Array:
     """`array` on other devices: brought together on its own, and from there to those of the same process."""
     assert isinstance(array.sharding, NamedSharding)
-    (together,) = _exchange((NamedSharding(array.sharding.mesh, PartitionSpec()),))([array])
+    together = _exchange(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
     here = together.addressable_data(0)
     parts = [
         jax.device_put(here[index], device)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from quatrain.parallel.mesh import mesh_shape
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
     Draw,
-    Packed,
     Program,
     Sampling,
     Slots,
@@ -34,13 +33,20 @@ from quatrain.rollout.decode import (
     prefill,
     rearrange,
 )
+from quatrain.rollout.groups import (
+    FEWEST_COLUMNS,
+    Admitted,
+    Completion,
+    Group,
+    Pack,
+    arguments,
+    pack_prompts,
+    packs_of,
+    prompt_columns,
+    sequence_id,
+)
 from quatrain.rollout.scheduler import Scheduler
 from quatrain.types import Prompt
-
-PREFILL_TOKENS = 2048
-"""Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
-FEWEST_COLUMNS = 32
-"""Of the cache: a ring of own tokens starts with this many and doubles."""
 
 
 @dataclass(frozen=True)
@@ -64,46 +70,6 @@ class Sampler:
     def program(self, draw: Draw) -> Program:
         """What the compiled functions are made for."""
         return Program(self.arch, draw, self.dtype, self.attention, self.mesh)
-
-
-@dataclass
-class Completion:
-    """One sample of a group: its tokens so far, each with log-probability and version of the weights."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """More tokens, all of one version."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-
-    def cut(self, length: int) -> None:
-        """Drop what follows `length` tokens."""
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
-
-
-@dataclass
-class Group:
-    """A prompt and its samples; `step` is the training step their randomness comes from."""
-
-    prompt: Prompt
-    step: int
-    completions: list[Completion]
-
-
-class _Admitted(NamedTuple):
-    """A group whose prompt is to be computed, its ticket, and the row on its replica."""
-
-    group: Group
-    ticket: int
-    row: int
-
-
-_Pack = list[_Admitted]
 
 
 @dataclass(frozen=True)
@@ -176,7 +142,7 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> None:
         """Queue a group for each prompt."""
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        columns = max(self._prompt_columns, _prompt_columns(longest))
+        columns = max(self._prompt_columns, prompt_columns(longest))
         demand = self._scheduler.demand + len(prompts) * self.sampling.n
         self._scheduler.max_slots = self._most_at_once(columns, demand)
         self._prompt_columns = columns
@@ -272,19 +238,19 @@ class Session:
             own, column = rearrange(own, np.array(slots), columns, mesh), used % own_columns
         return _Cache(prompts, own, column, shape)
 
-    def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[_Pack]]:
+    def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
         """What to prefill together, a pack for each replica: empty ones where others have more."""
         replicas = range(self._sampler.num_replicas)
         rows = self._scheduler.num_rows
-        given: list[list[_Admitted]] = [[] for _ in replicas]
+        given: list[list[Admitted]] = [[] for _ in replicas]
         for ticket, row in admitted:
-            given[row // rows].append(_Admitted(self._groups[ticket], ticket, row % rows))
-        for packs in zip_longest(*map(_packs, given)):
+            given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
+        for packs in zip_longest(*map(packs_of, given)):
             yield [pack or [] for pack in packs]
 
-    def _prefill(self, packs: list[_Pack], params: Any, version: int) -> None:
+    def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        packed = _packed(packs, self.sampling.n, self._cache.shape[1])
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1])
         prompts, *first = prefill(params, self._cache.prompts, packed, self._seed, program=self._program)
         self._cache = replace(self._cache, prompts=prompts)
         tokens, logprobs = (x.tolist() for x in jax.device_get(first))
@@ -388,9 +354,9 @@ class Session:
             completion = group.completions[who.sample]
             tokens[slot], lengths[slot] = completion.tokens[-1], len(completion.tokens)
             prompt_lengths[slot] = len(group.prompt.input_ids)
-            sequence_ids[slot] = _sequence_id(group.prompt, self.sampling.n, who.sample)
+            sequence_ids[slot] = sequence_id(group.prompt, self.sampling.n, who.sample)
             steps[slot], live[slot] = group.step, True
-        return Slots(*_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
+        return Slots(*arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
 
     def _sharing(self) -> Sharing:
         """Which slots attend to which row of the prompt cache, counted on their replica."""
@@ -404,7 +370,7 @@ class Session:
                 members[who.row].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
-        return Sharing(*_arguments(table, place, np.array(lengths, np.int32)))
+        return Sharing(*arguments(table, place, np.array(lengths, np.int32)))
 
 
 def _own_columns(needed: int, sampling: Sampling) -> int:
@@ -413,63 +379,3 @@ def _own_columns(needed: int, sampling: Sampling) -> int:
     while columns < needed:
         columns *= 2
     return min(columns, round_up(sampling.max_new_tokens))
-
-
-def _packs(admitted: list[_Admitted]) -> list[_Pack]:
-    """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible."""
-    packs: list[_Pack] = []
-    room = 0
-    for item in admitted:
-        length = len(item.group.prompt.input_ids)
-        if not packs or length > room:
-            packs.append([])
-            room = PREFILL_TOKENS
-        packs[-1].append(item)
-        room -= length
-    return packs
-
-
-def _packed(packs: list[_Pack], n: int, num_rows: int) -> Packed:
-    """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest."""
-    count = 1 << (max(map(len, packs)) - 1).bit_length()
-    tokens = _prompt_columns(max(sum(len(x.group.prompt.input_ids) for x in pack) for pack in packs))
-    each = [_packed_row(pack, n, num_rows, count, tokens) for pack in packs]
-    return Packed(*_arguments(*map(np.concatenate, zip(*each, strict=True))))
-
-
-def _packed_row(pack: _Pack, n: int, num_rows: int, count: int, tokens: int) -> tuple[np.ndarray, ...]:
-    """The fields of `Packed` for one replica, `count` prompts and `tokens` with the padding."""
-    input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
-    starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
-    rows = np.full(count, num_rows, np.int32)
-    sequence_ids, steps = np.zeros((count, n), np.uint32), np.zeros(count, np.uint32)
-    first = 0
-    for i, (group, _, row) in enumerate(pack):
-        prompt = group.prompt.input_ids
-        size = len(prompt)
-        span = slice(first, first + size)
-        input_ids[span], positions[span], segment_ids[span] = prompt, np.arange(size), i + 1
-        starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
-        sequence_ids[i] = [_sequence_id(group.prompt, n, sample) for sample in range(n)]
-        first += size
-    return input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps
-
-
-def _arguments(*arrays: np.ndarray) -> list[jax.Array]:
-    """Host arrays as arguments of a compiled function; placing them first would compile a program each."""
-    return cast(list[jax.Array], list(arrays))
-
-
-def _prompt_columns(tokens: int) -> int:
-    """The least 2 or 3 times a power of two, from FEWEST_COLUMNS, that holds `tokens` of prompts.
-
-    A coarse ladder, as every rung is a compilation. Sizes follow from what was submitted alone, not from
-    earlier calls, so that a resumed run adds up numbers in the same order.
-    """
-    power = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
-    smaller = power * 3 // 4
-    return smaller if smaller >= FEWEST_COLUMNS and tokens <= smaller else power
-
-
-def _sequence_id(prompt: Prompt, n: int, sample: int) -> int:
-    return (prompt.group_id * n + sample) % 2**32
