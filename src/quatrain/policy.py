@@ -18,7 +18,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.load import load_model
 from quatrain.parallel.hosts import num_processes
-from quatrain.parallel.mesh import make_mesh, role_mesh
+from quatrain.parallel.mesh import in_memory, make_mesh, role_mesh
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
 
@@ -50,11 +50,13 @@ def load_policy(config: Config) -> LoadedPolicy:
     """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
 
     Parameters lie on the devices of all processes, as `mesh` arranges them. Raises ValueError where a mesh
-    does not multiply to the devices or cannot share the model, the tokenizer has more tokens than the model's
-    vocabulary, the longest sequence more than the model has positions, and where `model.attention` names a
-    kernel that cannot run the model.
+    does not multiply to the devices or cannot share the model, what is offloaded has no memory to go to, the
+    tokenizer has more tokens than the model's vocabulary, the longest sequence more than the model has
+    positions, and where `model.attention` names a kernel that cannot run the model.
     """
     meshes = role_meshes(config)
+    if config.offload.reference or config.offload.optimizer:
+        in_memory("host", {})
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(

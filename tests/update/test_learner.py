@@ -9,6 +9,7 @@ from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
+from quatrain.parallel.mesh import in_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.batcher import Cutting, TokenTable
 from quatrain.update.gradient import Policy, table_logprobs
@@ -252,3 +253,24 @@ def test_bfloat16_parameters_have_float32_moments(make_learner, make_batch, smal
     state = learner.step(state, make_batch(12))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert state.step == 1
+
+
+def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, make_batch, small_params):
+    """The same weights, bit for bit; only where things are between steps differs."""
+    states = {}
+    for memory in ("device", "host"):
+        learner = make_learner(
+            {"kl_coef": 0.1},
+            {"name": "adamw", "learning_rate": 0.1},
+            reference=in_memory(memory, _copy(small_params)),
+            optimizer_memory=memory,
+        )
+        state = learner.init(_copy(small_params))
+        for seed in (1, 2):
+            state = learner.step(state, make_batch(seed))
+        states[memory] = state
+        kept = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.opt_state, learner.reference))}
+        assert kept == {"pinned_host" if memory == "host" else "device"}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)} == {"device"}
+    assert _changes(states["device"].params, states["host"].params) == 0
+    assert _changes(states["device"].params, small_params) > 0.01
