@@ -20,7 +20,7 @@ LAYOUTS = (
     "mesh=1,2,4",
     "mesh=2,2,2",
     "mesh=2,1,4 rollout.mesh=1,4,2",
-    "mesh=1,4,2 rollout.mesh=1,1,8",
+    "mesh=1,4,2 rollout.mesh=2,1,4",
     f"mesh=1,8,1 {OFFLOADED}",
     f"{APART} {OFFLOADED}",
 )
