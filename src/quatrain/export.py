@@ -20,6 +20,7 @@ ANY_DEVICES = (
     "rollout.mesh=null",
     "rollout.max_concurrency=null",
     *(f"placement.{role}=null" for role in ("train", "rollout", "reference")),
+    *(f"offload.{what}=false" for what in ("reference", "optimizer")),
 )
 """A run is exported on other devices than it was trained on."""
 

@@ -39,6 +39,7 @@ def warm_start(
         policy,
         config.sft,
         Cutting.of(config.update, policy.packing_cost, num_shards=policy.mesh_shape.num_data_shards),
+        optimizer_memory="host" if config.offload.optimizer else "device",
     )
     params, opt_state = loaded.params, learner.init(loaded.params)
     for step in range(config.sft.steps):

@@ -35,7 +35,6 @@ from quatrain.update.gradient import Policy
 from quatrain.update.learner import Learner
 
 STEPS = 3
-VOCABULARY = 64
 STOP_IDS = (1, 7, 30)
 GROUPS, SAMPLES = 5, 3
 LONGEST = 9
@@ -43,6 +42,12 @@ MODES = {
     "rows": ({"micro_batch_size": 2}, {"micro_batch_size": 3}),
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
+ARCHITECTURES = {
+    "rows": {"vocab_size": 63, "post_norms": True, "tie_embeddings": True},
+    "tokens": {"vocab_size": 64, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
+}
+"""Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
+SMALL_NUMBERS = 32
 
 
 class Tokenizer:
@@ -52,36 +57,24 @@ class Tokenizer:
         return " ".join(map(str, tokens))
 
 
-def architecture():
-    """Every kind of parameter there is: biases, norms of queries and keys, an output head of its own."""
-    arch = builtin_architecture("tiny", VOCABULARY, (1,))
-    return dataclasses.replace(
-        arch,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        layer_types=arch.layer_types[:2],
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        qk_norm=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        tie_embeddings=False,
-    )
+def architecture(mode: str):
+    """The small model of `mode`."""
+    arch = builtin_architecture("tiny", 64, (1,))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    kinds = {"head_dim": 8, "layer_types": arch.layer_types[:2], "tie_embeddings": False}
+    return dataclasses.replace(arch, **sizes, **(kinds | ARCHITECTURES[mode]))
 
 
 def prompts(step: int) -> list[Prompt]:
     """5 prompts, so that no mesh of eight devices divides them, nor their 15 samples."""
     rng = np.random.default_rng(step)
-    ids = [rng.integers(0, VOCABULARY, rng.integers(1, 7)).astype(np.int32) for _ in range(GROUPS)]
+    ids = [rng.integers(0, 63, rng.integers(1, 7)).astype(np.int32) for _ in range(GROUPS)]
     return [Prompt(step * GROUPS + i, tokens, f"prompt {i}", {}) for i, tokens in enumerate(ids)]
 
 
 def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
     """The share of small numbers among a completion's tokens."""
-    small = (rollouts.input_ids < VOCABULARY // 2) & rollouts.completion_mask
+    small = (rollouts.input_ids < SMALL_NUMBERS) & rollouts.completion_mask
     rewards = (small.sum(axis=1) / rollouts.completion_lengths).astype(np.float32)
     return RewardedBatch(rollouts, rewards, rewards[None], ("small",))
 
@@ -90,7 +83,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
     config = load_config(None, layout.split(), environ={}).config
     meshes, offload = role_meshes(config), config.offload
-    arch = architecture()
+    arch = architecture(mode)
     update, logprob = MODES[mode]
     learner = Learner(
         Policy(arch, remat="dots", mesh=meshes.train),

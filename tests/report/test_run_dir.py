@@ -91,10 +91,13 @@ def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
     decided = (str(tmp_path / "first"), False, "a note")
     monkeypatch.setattr(module, "is_main_process", lambda: False)
     monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
+    with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has made"):
+        RunDir.create(tmp_path, "first")
+    (tmp_path / "first").mkdir()
     run = RunDir.create(tmp_path, "first")
     run.write_config("seed: 1\n")
     assert run.rewind(3) == 0
-    assert not run.path.exists()
+    assert list(run.path.iterdir()) == []
     assert run == RunDir(tmp_path / "first", False, "a note")
 
 

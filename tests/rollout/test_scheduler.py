@@ -26,7 +26,7 @@ class FakeModel:
         self.lengths |= {(ticket, sample): length for sample, length in enumerate(lengths)}
         return ticket
 
-    def round(self) -> None:
+    def round(self, most: int | None = None) -> None:
         scheduler = self.scheduler
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
@@ -46,12 +46,13 @@ class FakeModel:
             assert scheduler.rows[who.row] == who.ticket
             assert who.row // scheduler.num_rows == slot // scheduler.num_slots
             assert self.tokens[who.ticket, who.sample] == 1
-        self._check_that_slots_are_used()
+        if most is None:
+            self._check_that_slots_are_used()
+        assert scheduler.num_slots <= (most or scheduler.max_slots)
         self._decode()
 
     def _check_that_slots_are_used(self) -> None:
         scheduler = self.scheduler
-        assert scheduler.num_slots <= scheduler.max_slots
         capacity = scheduler.max_slots * scheduler.num_replicas
         # A group stays on its replica, so those of another may wait, fewer than a group each.
         elsewhere = 0 if scheduler.num_replicas == 1 else scheduler.num_replicas * LARGEST_GROUP
@@ -163,6 +164,29 @@ def test_no_prompt_is_computed_twice_while_more_wait_than_there_is_room_for():
         model.round()
     tickets = [ticket for ticket, _ in model.prefills]
     assert len(set(tickets)) == len(tickets) > 30
+
+
+def test_a_large_group_is_spread_over_replicas_that_are_free():
+    model = FakeModel(2, 4)
+    for _ in range(5):
+        model.submit([STEPS + 1] * 16)
+    rounds = 0
+    while model.scheduler.num_unfinished:
+        model.round()
+        rounds += 1
+    assert rounds == 5 * 16 // (2 * 4)
+
+
+def test_fewer_slots_are_allowed_than_are_in_use():
+    """As when a longer prompt needs a larger cache: those that run go on, and are not replaced."""
+    model = FakeModel(16)
+    model.submit([100] * 16)
+    model.round()
+    model.scheduler.max_slots = 6
+    model.submit([20] * 6)
+    while model.scheduler.num_unfinished:
+        model.round(most=16)
+    assert model.tokens == model.lengths
 
 
 def test_finished_groups_come_in_the_order_of_submission():

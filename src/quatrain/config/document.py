@@ -5,6 +5,7 @@ Data flow: field descriptions, defaults and bounds of `schema.py` -> one Markdow
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def page() -> str:
     top = {name: field for name, field in Config.model_fields.items() if name not in nested}
     parts = [INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
     for name, kind in nested.items():
-        parts += [f"### `{name}`\n\n{kind.__doc__}\n", _table(f"{name}.", kind, list(kind.model_fields))]
+        about = inspect.cleandoc(kind.__doc__ or "")
+        parts += [f"### `{name}`\n\n{about}\n", _table(f"{name}.", kind, list(kind.model_fields))]
     return "\n".join(parts)
 
 

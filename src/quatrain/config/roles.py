@@ -41,11 +41,12 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
         )
     devices = _devices(config, num_devices // num_processes)
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
-    spec = config.rollout.mesh
+    spec, name = config.rollout.mesh, "rollout.mesh"
     if spec is None:
+        name = "rollout.mesh, which takes tp of mesh where it is null,"
         same = devices["rollout"] == devices["train"]
         spec = f"{train.num_data_shards if same else -1},1,{train.tp}"
-    rollout = resolve_mesh(spec, len(devices["rollout"]) * num_processes, num_processes, name="rollout.mesh")
+    rollout = resolve_mesh(spec, len(devices["rollout"]) * num_processes, num_processes, name=name)
     concurrency = config.rollout.max_concurrency
     if concurrency is not None and concurrency < rollout.num_data_shards:
         raise ValueError(

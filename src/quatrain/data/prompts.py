@@ -165,6 +165,7 @@ def _load(
     check_columns(rows[0])
     check_rows(spec, rows)
     found = _tokenise(spec, rows, data, tokenizer)
+    _check_some_are_left(spec, len(found.rows), data)
     if joined():
         _assert_same_everywhere(spec, found.rows)
     return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated)
@@ -192,9 +193,18 @@ def _load_share(
         _check_exchangeable(str(files[i]), tokenised[i].rows)
     counts = _of_all({i: [len(found.rows), found.skipped, found.truncated] for i, found in tokenised.items()})
     starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
+    _check_some_are_left(spec, starts[-1], data)
     rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
     _, skipped, truncated = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     return Table(rows_here, starts[-1], skipped, truncated, spread=True)
+
+
+def _check_some_are_left(spec: str, count: int, data: DataConfig) -> None:
+    if not count:
+        raise ValueError(
+            f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
+            "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
+        )
 
 
 def _of_all(own: Mapping[int, list]) -> dict[int, list]:
@@ -282,8 +292,6 @@ def _tokenise(spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTraine
         raise ValueError(f"{found}; raise it, or set data.on_long_prompt to skip or truncate_left")
     if data.on_long_prompt == "truncate_left":
         return _TokenRows([_truncated(row, limit) for row in tokenised], 0, len(long))
-    if len(long) == len(rows):
-        raise ValueError(f"{found} and data.on_long_prompt=skip leaves none; raise data.max_prompt_length")
     return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0)
 
 

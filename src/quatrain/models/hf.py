@@ -263,11 +263,13 @@ def _write_tensors(
             shards.append([])
         shards[-1].append(name)
     weight_map: dict[str, str] = {}
+    gathered, parameter = None, np.empty(0)
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, np.ndarray] = {}
         for name in shard:
-            parameter = whole(leaf_at(params, name.path))
+            if name.path != gathered:  # several tensors are parts of one parameter
+                gathered, parameter = name.path, whole(leaf_at(params, name.path))
             if is_main_process():
                 tensors[name.name] = name.of(parameter)
         weight_map |= dict.fromkeys(tensors, file)

@@ -61,6 +61,11 @@ def num_data_shards() -> int:
     return mesh_here().num_data_shards
 
 
+def of_first(x: jax.Array, axis: str) -> jax.Array:
+    """The `x` of the first device of `axis`, on all: for what has to be the same to the last bit."""
+    return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
+
+
 def sum_over(x: jax.Array, axis: str) -> jax.Array:
     """The sum of every device's `x`, where the gradient of the sum is that of each."""
     return x if axis_size(axis) == 1 else _sum(x, axis)

@@ -24,18 +24,28 @@ DATA_AXES = ("dp", "fsdp")
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of `shape` over `devices`, by default all of all processes, near ones side by side."""
     if devices is None:
-        return Mesh(mesh_utils.create_device_mesh(shape, allow_split_physical_axes=True), MeshShape._fields)
+        devices = list(_arranged(shape, jax.devices()).flat)
     return Mesh(np.array(devices).reshape(shape), MeshShape._fields)
 
 
 def role_mesh(role: Role) -> Mesh:
-    """The mesh of the devices that `role` has in every process."""
+    """The mesh of the devices that `role` has in every process.
+
+    Where a process has whole copies of the model, what shares one is kept within a process.
+    """
     by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         by_process.setdefault(device.process_index, []).append(device)
-    if all(len(role.devices) == len(own) for own in by_process.values()):
-        return make_mesh(role.mesh)
-    return make_mesh(role.mesh, [by_process[i][k] for i in sorted(by_process) for k in role.devices])
+    own = [[by_process[process][k] for k in role.devices] for process in sorted(by_process)]
+    if role.mesh.dp % len(own) == 0:
+        part = role.mesh._replace(dp=role.mesh.dp // len(own))
+        return make_mesh(role.mesh, [d for devices in own for d in _arranged(part, devices).flat])
+    return make_mesh(role.mesh, list(_arranged(role.mesh, [d for devices in own for d in devices]).flat))
+
+
+def _arranged(shape: MeshShape, devices: Sequence[jax.Device]) -> np.ndarray:
+    """`devices` in `shape`, near ones side by side."""
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.parallel.hosts import decided_by_main, is_main_process
+from quatrain.parallel.hosts import decided_by_main, gather_objects, is_main_process
 from quatrain.report.metrics import MetricsFile
 
 AUTO = "auto"
@@ -46,7 +46,14 @@ class RunDir:
             return str(run.path), run.resumed, run.note
 
         path, resumed, note = decided_by_main(chosen)
-        return cls(Path(path), resumed, note)
+        run = cls(Path(path), resumed, note)
+        blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
+        if blind:
+            raise ValueError(
+                f"run.dir is a folder that all processes share: process {blind[0]} does not see {run.path}, "
+                "which process 0 has made; put run.dir on a file system of all, by its whole path"
+            )
+        return run
 
     @classmethod
     def _chosen(cls, root: Path, name: str, resume: str | None) -> RunDir:

@@ -49,6 +49,8 @@ class Report:
         self._run = run_dir
         self._config = config
         self._main = is_main_process()
+        if not self._main:
+            _root_log.setLevel(logging.ERROR)  # what is worth a warning is so in each process
         self._metrics = MetricsFile(run_dir.metrics)
         self._handlers: list[logging.Handler] = []
         self._services: list[_Service] = []

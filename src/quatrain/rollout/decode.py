@@ -26,7 +26,7 @@ from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import ON_MESH, CachePart
 from quatrain.models.params import partition
 from quatrain.ops.sampling import sample, token_uniforms
-from quatrain.parallel.collectives import from_all_shards, mapped, on_any_shard
+from quatrain.parallel.collectives import from_all_shards, mapped, of_first, on_any_shard
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
@@ -86,7 +86,7 @@ class Draw:
         """Tokens and log-probabilities [B] from logits [B, V], as completion tokens number `positions`."""
         each = jax.vmap(token_uniforms, (None, 0, 0, 0))
         uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
-        return sample(
+        tokens, logprobs = sample(
             token_logits,
             uniforms,
             temperature=self.temperature,
@@ -94,6 +94,7 @@ class Draw:
             top_p=self.top_p,
             min_p=self.min_p,
         )
+        return of_first(tokens, "tp"), of_first(logprobs, "tp")
 
     def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""

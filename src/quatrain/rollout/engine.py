@@ -62,7 +62,8 @@ class RolloutEngine:
     after each decode call how far `generate` or `wait` has come, in the thread that called it.
 
     On `mesh`, by default one device, each data shard is a replica of the sampler. Of several processes each
-    calls the same verbs with the same arguments, and gets the same result.
+    calls the same verbs with the same arguments, one after the other, and gets the same result: between which
+    decode calls a verb from another thread takes effect would differ.
 
     The other verbs may be called from another thread while `wait` runs; they take effect between two decode
     calls. `wait` and `generate` go on only after `resume` where `pause` came before.
@@ -116,8 +117,14 @@ class RolloutEngine:
         They come to this engine's mesh from theirs, from device to device.
         """
         began = time.perf_counter()
-        in_dtype = jax.tree.map(lambda x: x.astype(self.dtype) if x.ndim > 1 else x, params)
-        placed = jax.block_until_ready(moved(in_dtype, self._places))
+        with self._interruption():
+            if self._session is None or not self._session.num_groups:
+                self._params = None  # no room for two, where nothing is in flight
+        placed = jax.block_until_ready(
+            jax.tree.map(
+                lambda x, place: moved(x.astype(self.dtype) if x.ndim > 1 else x, place), params, self._places
+            )
+        )
         with self._interruption():
             self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
@@ -199,7 +206,7 @@ class RolloutEngine:
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
-            self._cache_bytes = _memory_for_cache()
+            self._cache_bytes = _memory_for_cache(self.mesh)
         sampler = Sampler(
             self.arch,
             self.tokenizer,
@@ -270,18 +277,17 @@ class RolloutEngine:
         }
 
 
-def _memory_for_cache() -> int:
-    """Bytes the cache may take on a device, or of the host's memory where it is the device.
+def _memory_for_cache(mesh: Mesh) -> int:
+    """Bytes the cache may take on each device of `mesh`, or of the host's memory where it is the device.
 
-    The least of all processes, which schedule alike.
+    The least of all, as all schedule alike.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        own = CACHE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    else:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        own = CACHE_SHARE / 2 * host / jax.local_device_count()
-    return min(int(x) for x in gather_objects(own))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    own = [CACHE_SHARE / 2 * host / jax.local_device_count()]
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if all("bytes_limit" in found for found in stats):
+        own = [CACHE_SHARE * (found["bytes_limit"] - found.get("bytes_in_use", 0)) for found in stats]
+    return min(int(x) for x in gather_objects(min(own)))
 
 
 def _length_metrics(fields: dict[str, Any]) -> dict[str, Metric]:

@@ -5,8 +5,9 @@ can take, `fill` puts their samples into slots, `finish` frees a slot, and `take
 group holds its row until its last sample is done, so it may have more samples than there are slots.
 
 Each replica of the sampler has slots and rows of its own, equally many, and a sample stays on the replica
-that its group was given to. While more sequences wait than there are slots, groups stay whole; when the rest
-of them has room at once, groups are split where that makes the replicas even.
+that it was given to. While more sequences wait than there are slots, groups stay whole, but for those larger
+than the slots of a replica; when the rest has room at once, groups are split where that makes the replicas
+even.
 """
 
 from __future__ import annotations
@@ -173,9 +174,10 @@ class Scheduler:
 
         Changes only where that is worth a copy of the cache: up when more could run, down by powers of two.
         """
-        demand = min(max(self._fair_share(), *self._loads()), self.max_slots)
+        in_use = [self._in_use(self.slots, replica) for replica in range(self.num_replicas)]
+        demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
         if demand > self.num_slots:
-            return min(round_up(demand, minimum=1), self.max_slots)
+            return min(round_up(demand, minimum=1), max(self.max_slots, demand))
         return min(max(FEWEST_SLOTS, _power_of_two(demand)), self.num_slots)
 
     def wanted_rows(self, num_slots: int) -> int:
@@ -231,7 +233,7 @@ class Scheduler:
                 replica = max(range(self.num_replicas), key=room.__getitem__)
                 if room[replica] <= 0:
                     return
-                count = min(left, room[replica]) if all_fit else left
+                count = min(left, room[replica] if all_fit else num_slots)
                 yield group, replica, count
                 room[replica] -= count
                 left -= count
@@ -268,15 +270,20 @@ class Scheduler:
     def _unqueue_where_placed(self, group: _Group) -> None:
         if not group.waiting:
             self._queue.remove(group)
+            self._release(group)
+
+    def _release(self, group: _Group) -> None:
+        """Free the rows of replicas that are done with `group`, once none of its samples waits for one."""
+        done = [] if group.waiting else [r for r, part in group.parts.items() if not part.unfinished]
+        for replica in done:
+            self.rows[group.parts.pop(replica).row] = None
 
     def _one_less(self, group: _Group, replica: int | None) -> None:
         """A sample of `group` is done, on `replica` where it was on one."""
         if replica is not None:
             part = group.parts[replica]
             part.unfinished -= 1
-            if not part.unfinished:
-                self.rows[part.row] = None
-                del group.parts[replica]
+            self._release(group)
         group.unfinished -= 1
         if not group.unfinished:
             del self._open[group.ticket]

@@ -194,7 +194,7 @@ class Session:
                     else "lower rollout.max_new_tokens or data.max_prompt_length"
                 )
             )
-        return most
+        return min(most, max(fitting, 1))
 
     def _resize(self) -> None:
         """Bring the number of slots, rows and columns to what the coming round wants."""

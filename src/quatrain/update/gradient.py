@@ -93,14 +93,17 @@ class Policy:
         lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
         scored = (lines + batch.predictors).reshape(-1)[order]
         head = output_head(params, self.arch, hidden.dtype)
+        axis = vocabulary_axis(self.arch)
+        if axis is not None:  # each device has the gradient of its part of the vocabulary
+            hidden = shared_by(hidden, axis)
         results = token_logprobs(
             lambda h: project(head, self.arch, h),
-            shared_by(hidden, "tp").reshape(-1, hidden.shape[-1])[scored],
+            hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
             self.temperature,
             chunk=default_chunk(self.arch.vocab_size, jax.default_backend()),
             num_live=batch.mask.sum(),
-            vocabulary_axis=vocabulary_axis(self.arch),
+            vocabulary_axis=axis,
         )
         back = jnp.argsort(order)
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
@@ -273,11 +276,11 @@ def optimizer_step(
     in the host's memory is brought to the devices for the step, and back.
     """
     grads, stats = sum_gradients(params, batches, policy=policy, objective=objective)
-    places = jax.tree.map(lambda x: x.sharding, opt_state)
+    places = jax.tree.map(lambda x: x.sharding, (params, opt_state))
     params, opt_state, norm, finite = _apply(
         params, in_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
     )
-    opt_state = moved(opt_state, places)
+    params, opt_state = moved((params, opt_state), places)
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
     tokens = float(sums.pop("tokens"))

@@ -7,12 +7,13 @@ tokens, averaged over the batch's tokens -> optimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
+from quatrain.parallel.mesh import in_memory
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
@@ -30,10 +31,21 @@ def negative_log_likelihood(
 
 
 class SupervisedLearner:
-    """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`."""
+    """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`.
 
-    def __init__(self, policy: Policy, config: SFTConfig, cutting: Cutting):
+    The optimizer's state is kept in `optimizer_memory` between its steps.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: SFTConfig,
+        cutting: Cutting,
+        *,
+        optimizer_memory: Literal["device", "host"] = "device",
+    ):
         self.policy = policy
+        self.optimizer_memory = optimizer_memory
         self.cutting = cutting
         settings = OptimizerConfig(
             learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
@@ -42,7 +54,7 @@ class SupervisedLearner:
 
     def init(self, params: Any) -> Any:
         """Optimizer state for `params`."""
-        return init_optimizer(self.optimizer, params)
+        return in_memory(self.optimizer_memory, init_optimizer(self.optimizer, params))
 
     def step(
         self, params: Any, opt_state: Any, pairs: Sequence[TokenPair]
