@@ -56,7 +56,7 @@ def test_devices_are_numbered_in_each_process():
         (("placement.train=0-5", "rollout.mesh=8,1,1"), "rollout.mesh multiplies to the number of devices"),
         (
             ("placement.train=0-3", "placement.rollout=4", "mesh=1,2,2"),
-            "rollout.mesh multiplies to the number of devices; dp -1, fsdp 1, tp 2 does not make 1",
+            "rollout.mesh, which takes tp of mesh where it is null, multiplies to the number of devices",
         ),
     ],
 )
