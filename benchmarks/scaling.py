@@ -308,6 +308,10 @@ class Sizes:
         )
 
 
+TOKEN_AND_LOGPROB = 8
+"""Bytes of what the first device of a replica tells the others of each slot."""
+
+
 def expected(case: Case, part: str, num_metrics: int) -> Sent:
     """The formula, for up to as many `tp` devices as key/value heads."""
     formulas = {"gradient": _expected_gradient, "apply": _expected_apply, "decode": _expected_decode}
@@ -355,7 +359,9 @@ def _expected_decode(case: Case) -> Sent:
     sizes = Sizes.of(arch, case.rollout)
     return {
         ("all-gather", "fsdp"): float(compute * (arch.num_layers * sizes.layer + 2 * sizes.table)),
-        ("all-reduce", "tp"): float(compute * case.slots * arch.hidden_size * (2 * arch.num_layers + 1)),
+        ("all-reduce", "tp"): float(
+            case.slots * (compute * arch.hidden_size * (2 * arch.num_layers + 1) + TOKEN_AND_LOGPROB)
+        ),
         ("all-gather", "tp"): 4.0 * case.slots * arch.vocab_size,
     }
 
