@@ -21,7 +21,7 @@ train: $(STAMP) ## the quickstart: a small model learns by reinforcement, offlin
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## the long proofs
 	$(BIN)/python -m pytest -m slow

@@ -131,6 +131,7 @@ def test_other_layers_follow_from_two(scaling):
     assert scaling.at_layers(28, figures) == {"a": 38.0, "b": 1.0}
 
 
+@pytest.mark.slow
 def test_a_tiny_model_sends_what_the_formula_says(scaling, monkeypatch):
     """On eight devices; copies for the rollout cost what each device lacks of them."""
     case = scaling.Case(

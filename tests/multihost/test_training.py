@@ -73,7 +73,11 @@ def _launch(folder, settings, *more):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shape"), [("1,-1,1", "1 x 8"), ("auto", "2 x 4")], ids=["documents", "auto"]
+    ("mesh", "shape"),
+    [
+        pytest.param("1,-1,1", "1 x 8", id="documents"),
+        pytest.param("auto", "2 x 4", id="auto", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_train_as_one_device_does(tmp_path, settings, alone, mesh, shape):
     launched = _launch(tmp_path, settings, f"mesh={mesh}")
