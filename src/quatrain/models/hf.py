@@ -84,7 +84,8 @@ def save_hf(
 
     The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an
     index. Model weights that an earlier save left in `directory` are replaced. Of several processes, which
-    all call this, the main one writes; its host holds a file at a time, the others' a parameter.
+    all call this, the main one writes. Its host holds a file at a time, the others' a parameter; a file of
+    parameters that are spread over devices is no larger than the largest tensor.
     """
     directory = Path(directory)
     if is_main_process():
@@ -257,6 +258,8 @@ def _write_tensors(
 ) -> None:
     """One file at a time, so that no more than a shard is copied to the host at once."""
     sizes = {name.name: _num_bytes(name, leaf_at(params, name.path)) for name in names}
+    if len(params["embed"].sharding.device_set) > 1:
+        max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
     shards: list[list[TensorName]] = [[]]
     for name in names:
         if shards[-1] and sum(sizes[other.name] for other in shards[-1]) + sizes[name.name] > max_shard_bytes:
