@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -31,8 +32,12 @@ FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
 INTERRUPTED = 130
-CHATTER = ("[Gloo] Rank", "number of connected peer ranks")
-"""In each line that JAX's collectives on a CPU print when devices find each other; they are not shown."""
+CHATTER = "[Gloo] Rank "
+CHATTER_PIECES = re.compile(
+    rf"{re.escape(CHATTER)}|\d+| is connected to | peer ranks\. |"
+    "Expected number of connected peer ranks is : "
+)
+"""What JAX's collectives on a CPU print when devices find each other, a line of these pieces each time."""
 
 
 def launch(
@@ -148,11 +153,23 @@ class _Child:
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
         with source:
-            for line in source:
-                if any(text in line for text in CHATTER):
-                    continue
+            for line in _without_chatter(source):
                 target.write(f"[{self.process}] {line.rstrip()}\n")
                 target.flush()
+
+
+def _without_chatter(lines: Iterable[str]) -> Iterator[str]:
+    """The lines but for the chatter of collectives, whose pieces may come in any order.
+
+    Threads that print at the same time tear each other's lines: two beginnings in one, then an empty one.
+    """
+    begun = 0
+    for line in lines:
+        begun += line.count(CHATTER)
+        if begun and not CHATTER_PIECES.sub("", line).strip():
+            begun -= 1
+        else:
+            yield line
 
 
 def _started(function: Callable[..., None], *arguments: object) -> threading.Thread:
