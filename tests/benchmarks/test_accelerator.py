@@ -1,10 +1,7 @@
 """The script for accelerators, with tiny shapes where there is none."""
 
-import importlib.util
 import json
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +10,10 @@ from quatrain.models.flops import linear_parameters
 from quatrain.models.params import num_params
 from quatrain.update.batcher import Cutting, TokenTable
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accelerator.py"
-
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("accelerator", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["accelerator"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["accelerator"]
+def script(load_script):
+    return load_script("accelerator")
 
 
 @pytest.mark.slow

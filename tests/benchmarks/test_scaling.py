@@ -1,15 +1,11 @@
 """Collectives read from programs: each kind by hand, and a tiny model's beside the formula."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from quatrain.config.mesh import MeshShape
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
 HLO = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8
 
@@ -75,13 +71,8 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def scaling():
-    spec = importlib.util.spec_from_file_location("scaling", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scaling"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["scaling"]
+def scaling(load_script):
+    return load_script("scaling")
 
 
 def test_each_kind_is_read_with_its_bytes_and_groups(scaling):

@@ -43,13 +43,9 @@ def resolve_mesh(
     Raises:
         ValueError: for a spec of another form, and for one that does not multiply to the devices.
     """
-    if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
-        raise ValueError(
-            f"the devices are shared out evenly over the processes; got {num_devices} devices and "
-            f"{num_processes} processes; take a number of devices that the processes divide"
-        )
+    in_process = devices_of_process(num_devices, num_processes)
     if spec == "auto":
-        return MeshShape(num_processes, num_devices // num_processes, 1)
+        return MeshShape(num_processes, in_process, 1)
     sizes = axis_sizes(spec, name)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -60,6 +56,16 @@ def resolve_mesh(
             f"{remedy}, or change the number of devices"
         )
     return MeshShape(**{axis: num_devices // known if size == -1 else size for axis, size in sizes.items()})
+
+
+def devices_of_process(num_devices: int, num_processes: int) -> int:
+    """The devices that each process has; raises ValueError where they are not shared out evenly."""
+    if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
+        raise ValueError(
+            f"the devices are shared out evenly over the processes; got {num_devices} devices and "
+            f"{num_processes} processes; take a number of devices that the processes divide"
+        )
+    return num_devices // num_processes
 
 
 def device_numbers(spec: int | str) -> tuple[int, ...]:

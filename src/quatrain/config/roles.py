@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quatrain.config.mesh import MeshShape, device_numbers, resolve_mesh
+from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
 
 
@@ -34,12 +34,7 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     Raises ValueError where a mesh does not multiply to its devices, a role names a device that is not there,
     two have some devices in common, but not all, and where there is not a sequence for each replica.
     """
-    if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
-        raise ValueError(
-            f"the devices are shared out evenly over the processes; got {num_devices} devices and "
-            f"{num_processes} processes; take a number of devices that the processes divide"
-        )
-    devices = _devices(config, num_devices // num_processes)
+    devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
     spec, name = config.rollout.mesh, "rollout.mesh"
     if spec is None:

@@ -215,7 +215,7 @@ def _of_all(own: Mapping[int, list]) -> dict[int, list]:
 def _check_exchangeable(spec: str, rows: Sequence[TokenRow]) -> None:
     for row in rows:
         try:
-            row.packed()
+            json.dumps(row.packed())
         except TypeError as error:
             raise ValueError(
                 f"{spec}, row {row.number}: processes tell each other the rows of a data set in several "

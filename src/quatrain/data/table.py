@@ -5,7 +5,6 @@ Between `prompts.py`, which fills it, and the sources there, which take rows by 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +30,8 @@ class TokenRow:
         return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
 
     def packed(self) -> list[Any]:
-        """What `unpacked` makes the row of; raises TypeError for columns that JSON cannot hold."""
-        content = [self.number, self.text, self.input_ids.tolist(), dict(self.columns)]
-        json.dumps(content)
-        return content
+        """What `unpacked` makes the row of: JSON, where its columns are."""
+        return [self.number, self.text, self.input_ids.tolist(), dict(self.columns)]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -21,10 +22,8 @@ DATA_AXES = ("dp", "fsdp")
 """A batch is spread over both: each data shard is one place on them."""
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of `shape` over `devices`, by default all of all processes, near ones side by side."""
-    if devices is None:
-        devices = list(_arranged(shape, jax.devices()).flat)
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of `shape` over `devices`, in their order."""
     return Mesh(np.array(devices).reshape(shape), MeshShape._fields)
 
 
@@ -37,15 +36,11 @@ def role_mesh(role: Role) -> Mesh:
     for device in sorted(jax.devices(), key=lambda device: device.id):
         by_process.setdefault(device.process_index, []).append(device)
     own = [[by_process[process][k] for k in role.devices] for process in sorted(by_process)]
-    if role.mesh.dp % len(own) == 0:
-        part = role.mesh._replace(dp=role.mesh.dp // len(own))
-        return make_mesh(role.mesh, [d for devices in own for d in _arranged(part, devices).flat])
-    return make_mesh(role.mesh, list(_arranged(role.mesh, [d for devices in own for d in devices]).flat))
-
-
-def _arranged(shape: MeshShape, devices: Sequence[jax.Device]) -> np.ndarray:
-    """`devices` in `shape`, near ones side by side."""
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if role.mesh.dp % len(own):
+        own = [list(chain.from_iterable(own))]
+    part = role.mesh._replace(dp=role.mesh.dp // len(own))
+    near = [mesh_utils.create_device_mesh(part, each, allow_split_physical_axes=True) for each in own]
+    return make_mesh(role.mesh, [device for devices in near for device in devices.flat])
 
 
 @cache
@@ -77,18 +72,17 @@ def moved(arrays: Any, places: Any) -> Any:
     Places may be on other devices, or in another memory of the same. Arrays that lie there already are given
     back as they are.
     """
-    old, structure = jax.tree.flatten(arrays)
-    new = jax.tree.leaves(places)
-    away = [i for i, x in enumerate(old) if not x.sharding.is_equivalent_to(new[i], x.ndim)]
-    for i in away:
-        x, place = old[i], new[i]
-        if x.sharding.device_set != place.device_set:
-            old[i] = _sent(x, place)
-        elif x.sharding.memory_kind != place.memory_kind:
-            old[i] = jax.device_put(x, place)
-        else:
-            old[i] = _exchange(place)(x)
-    return jax.tree.unflatten(structure, old)
+    return jax.tree.map(_moved, arrays, places)
+
+
+def _moved(array: jax.Array, place: NamedSharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(place, array.ndim):
+        return array
+    if array.sharding.device_set != place.device_set:
+        return _sent(array, place)
+    if array.sharding.memory_kind != place.memory_kind:
+        return jax.device_put(array, place)
+    return _exchange(place)(array)
 
 
 @cache

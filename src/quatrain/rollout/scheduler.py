@@ -174,7 +174,7 @@ class Scheduler:
 
         Changes only where that is worth a copy of the cache: up when more could run, down by powers of two.
         """
-        in_use = [self._in_use(self.slots, replica) for replica in range(self.num_replicas)]
+        in_use = self._in_use(self.slots)
         demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
         if demand > self.num_slots:
             return min(round_up(demand, minimum=1), max(self.max_slots, demand))
@@ -185,7 +185,7 @@ class Scheduler:
 
         At most one a slot; more than there are slots only where the rows of more groups are in use.
         """
-        in_use = [self._in_use(self.rows, replica) for replica in range(self.num_replicas)]
+        in_use = self._in_use(self.rows)
         needed = list(in_use)
         for group, replica, _ in self._shares(num_slots):
             needed[replica] += replica not in group.parts
@@ -240,7 +240,7 @@ class Scheduler:
 
     def _loads(self) -> list[int]:
         """Sequences of each replica that run, or wait there for a slot."""
-        loads = [self._in_use(self.slots, replica) for replica in range(self.num_replicas)]
+        loads = self._in_use(self.slots)
         for group in self._open.values():
             for replica, part in group.parts.items():
                 loads[replica] += len(part.waiting)
@@ -255,9 +255,10 @@ class Scheduler:
         size = len(items) // self.num_replicas
         return items[replica * size : (replica + 1) * size]
 
-    def _in_use(self, items: list[Any], replica: int) -> int:
-        here = self._of(items, replica)
-        return len(here) - here.count(None)
+    def _in_use(self, items: list[Any]) -> list[int]:
+        """How many slots or rows of each replica are taken."""
+        each = [self._of(items, replica) for replica in range(self.num_replicas)]
+        return [len(here) - here.count(None) for here in each]
 
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
         """The ticket and part of each sample that waits on `replica`, oldest first."""
