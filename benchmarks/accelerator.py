@@ -567,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=450, help="seconds the whole run may take")
     parser.add_argument("--peak-tflops", type=float, default=790, help="bfloat16 products of the device")
     parser.add_argument("--bandwidth-tb-s", type=float, default=4.3, help="of the device's memory")
-    parser.add_argument("--remat", choices=("none", *REMAT), default="layer", help="of the update")
+    parser.add_argument("--remat", choices=REMAT, default="layer", help="of the update")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="sections to run beside limits")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     args = parser.parse_args(arguments)

@@ -38,7 +38,7 @@ def _dense(q, k, v, positions, segments, window, cap):
 
 def _block(q, k, v, positions, segments, window, cap):
     pattern = block_pattern(positions, segments, jnp.zeros_like(segments), window)
-    return block_attention(q, k, v, pattern, window=window, cap=cap)
+    return block_attention(q, k, v, pattern, window, cap)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, 2.0), (13, 3.0)])
@@ -115,7 +115,7 @@ def test_branches_see_their_trunk_and_themselves(window, rows, width):
 
     def block(q, k, v):
         pattern = block_pattern(positions, segments, branches, window)
-        return block_attention(q, k, v, pattern, window=window, cap=None)
+        return block_attention(q, k, v, pattern, window, None)
 
     expected, got = (
         jax.value_and_grad(lambda *x, f=f: jnp.sum(f(*x) * dy), argnums=(0, 1, 2))(q, k, v)

@@ -135,6 +135,21 @@ def test_remat_gives_the_same_gradient(remat):
     assert float(jnp.abs(plain["layers"][0]["qkv"]).max()) > 0
 
 
+def test_remat_of_parts_computes_no_product_again():
+    """Those with weights, four a layer, are what whole layers compute again; no copies of what is kept."""
+    arch, params = small_model()
+    inputs = rows(5, 8)
+
+    def operations(remat):
+        gradient = jax.grad(lambda params: whole(params, arch, *inputs, remat=remat).sum())
+        text = str(jax.make_jaxpr(gradient)(params))
+        assert "reduce_precision" not in text
+        return text.count(" dot_general[")
+
+    assert operations("none") == operations("dots")
+    assert operations("layer") >= operations("dots") + 4 * arch.num_layers
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     arch, params = small_model()
     inputs = rows(5, 8)

@@ -8,8 +8,9 @@ from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import (
     attention_mask,
+    contract,
+    expand,
     linear,
-    mlp,
     rms_norm,
     rope_angles,
     rope_frequencies,
@@ -108,4 +109,5 @@ def test_mlp():
     layer = {"gate_up": jnp.array([[[2.0]], [[3.0]]]), "down": jnp.array([[5.0]])}
     arch = builtin_architecture("tiny", 8, ())
     silu = 2 / (1 + math.exp(-2))
-    np.testing.assert_allclose(mlp(jnp.ones((1, 1, 1)), layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)
+    gate_up = expand(jnp.ones((1, 1, 1)), layer)
+    np.testing.assert_allclose(contract(gate_up, layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)

@@ -47,5 +47,5 @@ def self_attention(
 ) -> jax.Array:
     """Grouped-query attention [B, T, N, H] of queries that are scaled already; finite on padding."""
     if isinstance(seen, BlockPattern):
-        return block_attention(q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=cap)
+        return block_attention(q_BTNH, k_BTKH, v_BTKH, seen, window, cap)
     return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=cap)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from quatrain.models.layers import MASKED, attention_mask, softcap
 
@@ -25,8 +24,6 @@ BLOCK_TOKENS = 64
 BLOCKS_AT_ONCE = {"cpu": 8}
 """By platform. A CPU is fastest on what its caches hold; elsewhere all at once keep the device busy."""
 FAR = np.iinfo(np.int32).max
-ATTENTION_OUTPUT = "attention_output"
-"""What rematerialisation may keep instead of computing attention again, by this name."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,12 +93,12 @@ def _overlap(queries: tuple[jax.Array, jax.Array], keys: tuple[jax.Array, jax.Ar
     return (queries[0][:, None] <= keys[1][None]) & (keys[0][None] <= queries[1][:, None])
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def block_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     pattern: BlockPattern,
-    *,
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
@@ -110,13 +107,7 @@ def block_attention(
     The mask is `layers.attention_mask`, so padding sees nothing and comes out as 0. Scores are computed block
     by block with a running softmax, and once more in the backward pass, so none are kept (arXiv 2205.14135).
     """
-    K = k_BTKH.shape[2]
-    q_MKXH, k_MKSH, v_MKSH = (_heads(x, K) for x in (q_BTNH, k_BTKH, v_BTKH))
-    y_MKXH = _attention(q_MKXH, k_MKSH, v_MKSH, pattern, window, cap)
-    B, T, N, H = q_BTNH.shape
-    M, S = pattern.positions.shape
-    y_MSNH = y_MKXH.reshape(M, K, N // K, S, H).transpose(0, 3, 1, 2, 4)
-    return y_MSNH.reshape(M * S, N, H)[: B * T].reshape(B, T, N, H)
+    return _forward(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)[0]
 
 
 def _blocks(values: jax.Array) -> jax.Array:
@@ -129,25 +120,35 @@ def _blocks(values: jax.Array) -> jax.Array:
 
 
 def _heads(x_BTNH: jax.Array, K: int) -> jax.Array:
+    """[B, T, N, H] as [M, K, X, H]."""
     x_MSNH = _blocks(x_BTNH)
     M, S, N, H = x_MSNH.shape
     return x_MSNH.reshape(M, S, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(M, K, N // K * S, H)
+
+
+def _rows(x_MKXH: jax.Array, like_BTNH: jax.Array) -> jax.Array:
+    """[M, K, X, H] as [B, T, N, H]."""
+    B, T, N, H = like_BTNH.shape
+    M, K, X, _ = x_MKXH.shape
+    S = X * K // N
+    x_MSNH = x_MKXH.reshape(M, K, N // K, S, H).transpose(0, 3, 1, 2, 4)
+    return x_MSNH.reshape(M * S, N, H)[: B * T].reshape(B, T, N, H)
 
 
 def _group_size(blocks: int) -> int:
     return min(BLOCKS_AT_ONCE.get(jax.default_backend(), blocks), blocks)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, pattern: BlockPattern, window: int | None, cap: float | None
-) -> jax.Array:
-    return _forward(q, k, v, pattern, window, cap)[0]
-
-
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, pattern: BlockPattern, window: int | None, cap: float | None
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    pattern: BlockPattern,
+    window: int | None,
+    cap: float | None,
 ) -> tuple[jax.Array, Any]:
+    q, k, v = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH))
+
     def group(_: None, inputs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
         blocks, keys, counts = inputs
         queries = q[blocks]
@@ -171,14 +172,15 @@ def _forward(
         return None, ((y / safe[..., None]).astype(q.dtype), peak + jnp.log(safe))
 
     _, (y, log_total) = lax.scan(group, None, (pattern.queries, pattern.keys, pattern.counts))
-    y = checkpoint_name(_in_order(y, pattern), ATTENTION_OUTPUT)
-    log_total = checkpoint_name(_in_order(log_total, pattern), ATTENTION_OUTPUT)
-    return y, (q, k, v, pattern, y, log_total)
+    y_BTNH = _rows(_in_order(y, pattern), q_BTNH)
+    return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, _in_order(log_total, pattern))
 
 
-def _backward(window: int | None, cap: float | None, residuals: Any, dy: jax.Array) -> Any:
-    q, k, v, pattern, y, log_total = residuals
-    along = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: jax.Array) -> Any:
+    q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, log_total = residuals
+    along_BTN1 = jnp.sum(dy_BTNH.astype(jnp.float32) * y_BTNH.astype(jnp.float32), axis=-1, keepdims=True)
+    q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
+    along = along[..., 0]
 
     def group(
         carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array, jax.Array]
@@ -209,10 +211,11 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy: jax.Arr
 
     empty = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     (dk, dv), dq = lax.scan(group, empty, (pattern.queries, pattern.keys, pattern.counts))
-    return _in_order(dq, pattern), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dq_BTNH, dk_BTKH = _rows(_in_order(dq, pattern), q_BTNH), _rows(dk.astype(k.dtype), k_BTKH)
+    return dq_BTNH, dk_BTKH, _rows(dv.astype(v.dtype), v_BTKH), None
 
 
-_attention.defvjp(_forward, _backward)
+block_attention.defvjp(_forward, _backward)
 
 
 def _scores(

@@ -9,28 +9,30 @@ Shapes: B rows, T tokens, D hidden, N query heads, K key/value heads, H head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.attention import seen_by, self_attention
-from quatrain.models.block_attention import ATTENTION_OUTPUT
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.layers import (
     Layer,
+    contract,
+    expand,
     linear,
-    mlp,
     rms_norm,
     rope_angles,
     rope_frequencies,
     rotate,
     softcap,
 )
-from quatrain.models.params import Params, gather, partition
+from quatrain.models.params import Gathered, Params, gather, partition
 from quatrain.parallel.collectives import axis_index, axis_size, gathered, mesh_here, shared_by, sum_over
 
 Angles = tuple[jax.Array, jax.Array]
@@ -38,14 +40,8 @@ LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """The same, with the number of the layer before."""
-REMAT = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
-    ),
-    "layer": jax.checkpoint_policies.nothing_saveable,
-}
-"""What is kept of a layer beside its input: nothing, or products with weights and attention. `none`: all."""
+REMAT = ("none", "dots", "layer")
+"""What the backward pass computes again of a layer: nothing, its parts but for their products, or all."""
 
 
 def forward(
@@ -100,10 +96,10 @@ def through_layers(
     angles = _angles(arch, positions)
     for i, layer in enumerate(params["layers"]):
         run: Callable[..., jax.Array] = partial(
-            _layer, arch=arch, attend=partial(attend, i), specs=specs["layers"][i]
+            _layer, arch=arch, attend=partial(attend, i), specs=specs["layers"][i], by_parts=remat == "dots"
         )
-        if remat != "none":
-            run = jax.checkpoint(run, policy=REMAT[remat])
+        if remat == "layer":
+            run = jax.checkpoint(run)
         x_BTD = run(x_BTD, layer, angles[arch.layer_type(i)])
     final_norm = gather(params["final_norm"], specs["final_norm"])
     return rms_norm(x_BTD, final_norm, arch.norm_eps, arch.norm_offset)
@@ -154,39 +150,68 @@ def vocabulary_axis(arch: Architecture) -> str | None:
 
 
 def _layer(
-    x_BTD: jax.Array, layer: Layer, angles: Angles, arch: Architecture, attend: LayerAttend, specs: Layer
+    x_BTD: jax.Array,
+    layer: Layer,
+    angles: Angles,
+    arch: Architecture,
+    attend: LayerAttend,
+    specs: Mapping[str, PartitionSpec],
+    by_parts: bool,
 ) -> jax.Array:
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them.
 
-    The weights are brought together here, so that a layer computed again in the backward pass holds none
-    meanwhile. Each `tp` device computes its heads and its columns of the MLP.
+    Each part brings its weights together itself, so that what the backward pass computes again, a part or
+    the whole layer, holds none meanwhile. A product with weights ends its part: no gradient in it needs the
+    result, so it is not computed again. Each `tp` device computes its heads and its columns of the MLP.
     """
-    layer = gather(layer, specs, x_BTD.dtype)
-    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    y_BTNH = attend(*_queries_keys_values(norm(x_BTD, layer["attention_norm"]), layer, angles, arch))
-    y_BTD = linear(y_BTNH.reshape(*x_BTD.shape[:2], -1), layer, "o", sum_axis="tp")
-    x_BTD = x_BTD + (norm(y_BTD, layer["post_attention_norm"]) if arch.post_norms else y_BTD)
-    y_BTD = mlp(norm(x_BTD, layer["mlp_norm"]), layer, arch)
-    return x_BTD + (norm(y_BTD, layer["post_mlp_norm"]) if arch.post_norms else y_BTD)
+
+    def part(run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
+        def gathering(inputs: Any, layer: Layer) -> Any:
+            return run(inputs, Gathered(layer, specs, x_BTD.dtype))
+
+        return (jax.checkpoint(gathering) if by_parts else gathering)(inputs, layer)
+
+    norm = partial(_norm, arch=arch)
+    heads_BTKXH = part(partial(_heads, arch=arch), x_BTD)
+    y_BTNH = attend(*part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH))
+    y_BTN = y_BTNH.reshape(*x_BTD.shape[:2], -1)
+    y_BTD = part(lambda y, layer: linear(y, layer, "o", sum_axis="tp"), y_BTN)
+    if arch.post_norms:
+        y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
+    x_BTD = x_BTD + y_BTD
+    gate_up = part(lambda x, layer: expand(norm(x, layer, "mlp_norm"), layer), x_BTD)
+    y_BTD = part(lambda gate_up, layer: contract(gate_up, layer, arch), gate_up)
+    if arch.post_norms:
+        y_BTD = part(partial(norm, name="post_mlp_norm"), y_BTD)
+    return x_BTD + y_BTD
+
+
+def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Array:
+    return rms_norm(x, layer[name], arch.norm_eps, arch.norm_offset)
+
+
+def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
+    """[B, T, K, G + 2, H]: the queries of each key/value head, its key and its value."""
+    x_BTD = shared_by(_norm(x_BTD, layer, "attention_norm", arch), "tp")
+    return linear(x_BTD, _own_rows(layer, arch), "qkv")
 
 
 def _queries_keys_values(
-    x_BTD: jax.Array, layer: Layer, angles: Angles, arch: Architecture
+    heads_BTKXH: jax.Array, layer: Layer, angles: Angles, arch: Architecture
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries, scaled for the dot product, rotated keys, and values."""
-    B, T, _ = x_BTD.shape
-    norm = partial(rms_norm, eps=arch.norm_eps, offset=arch.norm_offset)
-    heads_BTKXH = linear(shared_by(x_BTD, "tp"), _own_heads(layer, arch), "qkv")
+    B, T = heads_BTKXH.shape[:2]
     q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, arch.head_dim)
     k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
     if arch.qk_norm:
         q_norm, k_norm = (shared_by(layer[name], "tp") for name in ("q_norm", "k_norm"))
-        q_BTNH, k_BTKH = norm(q_BTNH, q_norm), norm(k_BTKH, k_norm)
+        q_BTNH = rms_norm(q_BTNH, q_norm, arch.norm_eps, arch.norm_offset)
+        k_BTKH = rms_norm(k_BTKH, k_norm, arch.norm_eps, arch.norm_offset)
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
 
 
-def _own_heads(layer: Layer, arch: Architecture) -> Layer:
-    """`layer` with the rows of `qkv` and its bias that are this device's.
+def _own_rows(layer: Layer, arch: Architecture) -> Layer:
+    """The rows of `qkv` and its bias that are this device's.
 
     They lie there already, but for more `tp` devices than key/value heads: then some share one of those, and
     each takes its part of the query heads.
@@ -202,7 +227,7 @@ def _own_heads(layer: Layer, arch: Architecture) -> Layer:
         first = number % sharing * queries
         return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)
 
-    return {**layer, **{name: own(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}}
+    return {name: own(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}
 
 
 def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:

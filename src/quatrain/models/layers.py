@@ -125,8 +125,13 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def mlp(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
-    gate, up = jnp.unstack(linear(shared_by(x_BTD, "tp"), layer, "gate_up"), axis=-2)
+def expand(x_BTD: jax.Array, layer: Layer) -> jax.Array:
+    """gate(x) and up(x) [B, T, 2, F], the first half of a gated MLP (Shazeer 2020)."""
+    return linear(shared_by(x_BTD, "tp"), layer, "gate_up")
+
+
+def contract(gate_up: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
+    """down(activation(gate) * up), its second half."""
+    gate, up = jnp.unstack(gate_up, axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
     return linear(gate * up, layer, "down", sum_axis="tp")

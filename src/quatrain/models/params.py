@@ -6,7 +6,7 @@ Data flow: `Architecture` -> specs -> the parameter tree that loading fills and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -136,6 +136,23 @@ def gather(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
         return gathered(parameter, "fsdp", spec.index("fsdp"), dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
+
+
+class Gathered(Mapping[str, jax.Array]):
+    """The parameters of a layer, each brought together when it is asked for: see `gather`."""
+
+    def __init__(self, layer: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
+        self._layer, self._specs, self._dtype = layer, specs, dtype
+
+    def __getitem__(self, name: str) -> jax.Array:
+        whole: jax.Array = gather(self._layer[name], self._specs[name], self._dtype)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layer)
+
+    def __len__(self) -> int:
+        return len(self._layer)
 
 
 def init_params(

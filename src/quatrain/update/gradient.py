@@ -139,7 +139,13 @@ def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: C
 def _weighted_loss(
     params: Any, batch: MicroBatch, policy: Policy, objective: Objective
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
-    logprobs, entropy = policy.logprobs(params, batch)
+    return _summed(*policy.logprobs(params, batch), batch, objective)
+
+
+def _summed(
+    logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch, objective: Objective
+) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
+    """The loss of scored tokens [R, K], and what is reported of them: sums and greatest values."""
     token_loss, means, peaks = objective(logprobs, entropy, batch)
     mask = batch.mask
     loss = jnp.sum(jnp.where(mask, batch.weights * token_loss, 0.0))
@@ -194,7 +200,8 @@ def gradient_program() -> Callable[..., tuple[Any, Any]]:
 
 def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> tuple[Any, Any]:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
-    _, stats = jax.eval_shape(partial(_weighted_loss, policy=policy, objective=objective), params, batch)
+    scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
+    _, stats = jax.eval_shape(partial(_summed, objective=objective), scored, scored, batch)
     copies = policy.mesh_shape.dp
     everywhere = NamedSharding(policy.mesh, PartitionSpec())
     return jax.tree.map(
