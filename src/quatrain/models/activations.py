@@ -67,8 +67,8 @@ def activations(
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
     their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
-    `cpu` the compiler fuses less: with `none` it keeps 3 F b more, and it makes room at once for what the
-    loops of block attention fill in all layers, 2 Q b (Q b with `dots`) + 4 K.
+    `cpu` the compiler fuses less: with `none` it keeps 3 F b more, and what the loops of block attention fill
+    takes 2 Q b (Q b with `layer`).
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     cpu, sharded, cast = platform == "cpu", mesh.fsdp > 1, dtype != param_dtype
@@ -76,7 +76,7 @@ def activations(
     every = products + 4 * n.hidden + (3 * n.mlp if cpu else 0)
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    loops = (1 if remat == "dots" else 2) * n.queries * b + FLOAT32 * n.keys_values
+    loops = (1 if remat == "layer" else 2) * n.queries * b
     works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp - (0 if remat == "layer" else products)
 
     weights = _layer_weights(arch, mesh)

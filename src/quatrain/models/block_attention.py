@@ -149,8 +149,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     q, k, v = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH))
 
-    def group(_: None, inputs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
-        blocks, keys, counts = inputs
+    def group(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
         queries = q[blocks]
 
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -166,12 +166,17 @@ def _forward(
             return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
 
         empty = jnp.zeros(queries.shape[:-1], jnp.float32)
-        start = (jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32))
+        start = _when(queries, (jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)))
         peak, total, y = lax.fori_loop(0, counts.max(), look, start)
         safe = jnp.where(total > 0, total, 1.0)
-        return None, ((y / safe[..., None]).astype(q.dtype), peak + jnp.log(safe))
+        ys, log_totals = results
+        return ys.at[i].set((y / safe[..., None]).astype(q.dtype)), log_totals.at[i].set(peak + jnp.log(safe))
 
-    _, (y, log_total) = lax.scan(group, None, (pattern.queries, pattern.keys, pattern.counts))
+    groups = pattern.queries.shape
+    start = _when(
+        q, (jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32))
+    )
+    y, log_total = lax.fori_loop(0, groups[0], group, start)
     y_BTNH = _rows(_in_order(y, pattern), q_BTNH)
     return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, _in_order(log_total, pattern))
 
@@ -182,10 +187,8 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
     along = along[..., 0]
 
-    def group(
-        carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        blocks, keys, counts = inputs
+    def group(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
         queries, dys, norms, alongs = q[blocks], dy[blocks], log_total[blocks], along[blocks]
 
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -205,17 +208,34 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
                 dv.at[block].add(product("AKXS,AKXH->AKSH", weights.astype(v.dtype), dys)),
             )
 
-        zeros = jnp.zeros(queries.shape, jnp.float32)
-        dq, dk, dv = lax.fori_loop(0, counts.max(), look, (zeros, *carry))
-        return (dk, dv), dq.astype(q.dtype)
+        (zeros,) = _when(queries, (jnp.zeros(queries.shape, jnp.float32),))
+        dqs, dks, dvs = results
+        dq, dks, dvs = lax.fori_loop(0, counts.max(), look, (zeros, dks, dvs))
+        return dqs.at[i].set(dq.astype(q.dtype)), dks, dvs
 
-    empty = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    (dk, dv), dq = lax.scan(group, empty, (pattern.queries, pattern.keys, pattern.counts))
+    groups = pattern.queries.shape
+    start = _when(
+        dy,
+        (
+            jnp.zeros(groups + q.shape[1:], q.dtype),
+            jnp.zeros(k.shape, jnp.float32),
+            jnp.zeros(v.shape, jnp.float32),
+        ),
+    )
+    dq, dk, dv = lax.fori_loop(0, groups[0], group, start)
     dq_BTNH, dk_BTKH = _rows(_in_order(dq, pattern), q_BTNH), _rows(dk.astype(k.dtype), k_BTKH)
     return dq_BTNH, dk_BTKH, _rows(dv.astype(v.dtype), v_BTKH), None
 
 
 block_attention.defvjp(_forward, _backward)
+
+
+def _when(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Constants that a loop begins with, made when `there` is.
+
+    Without that XLA makes those of all layers at once, and copies them for each, first of all.
+    """
+    return lax.optimization_barrier((there, constants))[1]
 
 
 def _scores(
