@@ -24,7 +24,7 @@ test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## the long proofs
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=15
 
 check: $(STAMP) ## lint, format, types, import rule
 	$(BIN)/ruff check .

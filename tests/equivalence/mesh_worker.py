@@ -4,7 +4,7 @@
         placement.train=0 "mesh=2,2,2 rollout.mesh=8,1,1"
 
 A layout is what the configuration has of it. Writes, for each layout and mode, what was sampled, weights,
-losses and gradient norms, and what each device holds. With COORDINATOR, NUM_PROCESSES and PROCESS_ID in the
+losses, gradients (their running mean, which the optimizer keeps) and what each device holds. With COORDINATOR, NUM_PROCESSES and PROCESS_ID in the
 environment, the devices are those of all processes.
 """
 
@@ -14,6 +14,7 @@ import sys
 
 import jax
 import numpy as np
+import optax
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.load import load_config
@@ -116,6 +117,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         state = learner.step(state, AdvantageEstimator(AdvantageConfig()).estimate(rewarded(rollouts)))
         for name in ("loss", "update/grad_norm", "update/kl", "update/entropy", "update/ratio_max"):
             result[f"{name} {step}"] = np.float64(state.metrics[name].result())
+        result |= arrays(f"gradients {step}", optax.tree.get(state.opt_state, "mu"))
     for leaf, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), before, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
     result["steps"] = np.array(state.step)
@@ -123,10 +125,14 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     result["kept reference"] = np.array(jax.tree.leaves(learner.reference)[0].sharding.memory_kind)
     result["moved"] = np.abs(whole(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
-        name = jax.tree_util.keystr(path)
-        result[f"weights {name}"] = whole(leaf)
-        result[f"held {name}"] = np.array(leaf.addressable_shards[0].data.size)
-    return result
+        result[f"held {jax.tree_util.keystr(path)}"] = np.array(leaf.addressable_shards[0].data.size)
+    return result | arrays("weights", state.params)
+
+
+def arrays(name: str, params: dict) -> dict[str, np.ndarray]:
+    """Each parameter, or what is like it, whole."""
+    leaves = jax.tree_util.tree_flatten_with_path(in_memory("device", params))[0]
+    return {f"{name} {jax.tree_util.keystr(path)}": whole(leaf) for path, leaf in leaves}
 
 
 def sampled(name: str, rollouts: RolloutBatch) -> dict[str, np.ndarray]:
