@@ -4,8 +4,8 @@
         placement.train=0 "mesh=2,2,2 rollout.mesh=8,1,1"
 
 A layout is what the configuration has of it. Writes, for each layout and mode, what was sampled, weights,
-losses, gradients (their running mean, which the optimizer keeps) and what each device holds. With COORDINATOR, NUM_PROCESSES and PROCESS_ID in the
-environment, the devices are those of all processes.
+losses, gradients (their running mean, which the optimizer keeps) and what each device holds. With
+COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are those of all processes.
 """
 
 import dataclasses
