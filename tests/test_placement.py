@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -169,9 +170,14 @@ def compiled_bytes(arch, tokens, remat):
 
 
 @pytest.mark.parametrize("remat", ["layer", "dots", "none"])
-@pytest.mark.parametrize(("shape", "tokens"), [(SMALL, 512), (MIDDLE, 1024)], ids=["small", "middle"])
-def test_activations_are_near_the_compilers_count(shape, tokens, remat):
-    arch = architecture_from_hf(shape)
+@pytest.mark.parametrize(
+    ("shape", "norms", "tokens"),
+    [(SMALL, False, 512), (SMALL, True, 512), (MIDDLE, False, 1024)],
+    ids=["small", "small with norms", "middle"],
+)
+def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
+    """With norms after queries and keys, attention and MLP, and without."""
+    arch = replace(architecture_from_hf(shape), qk_norm=norms, post_norms=norms)
     estimate = activations(
         arch,
         tokens=tokens,

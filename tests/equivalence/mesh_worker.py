@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "tokens": {"vocab_size": 64, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
 }
 """Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
+REMAT = {"rows": "layer", "tokens": "dots"}
 SMALL_NUMBERS = 32
 
 
@@ -87,7 +88,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     arch = architecture(mode)
     update, logprob = MODES[mode]
     learner = Learner(
-        Policy(arch, remat="dots", mesh=meshes.train),
+        Policy(arch, remat=REMAT[mode], mesh=meshes.train),
         UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, **update),
         LogprobConfig(**logprob),
         OptimizerConfig(learning_rate=3e-3, eps=1e-3),

@@ -150,6 +150,22 @@ def test_remat_of_parts_computes_no_product_again():
     assert operations("layer") >= operations("dots") + 4 * arch.num_layers
 
 
+def test_remat_computes_attention_of_a_kernel_again():
+    """What kernels would keep is larger than queries, keys and values: heads padded or repeated."""
+    arch, params = small_model()
+    arch = replace(arch, num_layers=1, layer_types=("full_attention",), attention_softcap=None)
+    params = {**params, "layers": params["layers"][:1]}
+    ids, positions, segments = rows(128)
+
+    def kernels(remat):
+        def loss(params):
+            return forward(params, arch, ids, positions, segments, remat=remat, attention="pallas").sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("pallas_call[")
+
+    assert kernels("dots") == kernels("layer") == kernels("none") + 1
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
     arch, params = small_model()
     inputs = rows(5, 8)

@@ -63,6 +63,8 @@ def activations(
     - whose products are too (`dots`): (2 D + 2 Q + K + 2 F) b, and 4 bytes a head
     - of which nothing is computed again (`none`): (6 D + 2 Q + K + 2 F) b, 4 bytes a head, 8 for norms
     - while a layer works: (6 D + 3 Q + K + 6 F) b, without what `dots` has kept
+    - once more for `dots`, twice for `none` and while it works: (Q + K) b where queries and keys have norms
+      (K is of keys and values), 2 D b where attention and MLP end in norms
     - while the head works: 5 D b, and 12 V for each token of a chunk
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
@@ -72,12 +74,14 @@ def activations(
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     cpu, sharded, cast = platform == "cpu", mesh.fsdp > 1, dtype != param_dtype
-    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp
-    every = products + 4 * n.hidden + (3 * n.mlp if cpu else 0)
+    norms = arch.qk_norm * (n.queries + n.keys_values) + arch.post_norms * 2 * n.hidden
+    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms
+    every = products + 4 * n.hidden + norms + (3 * n.mlp if cpu else 0)
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
     loops = (1 if remat == "layer" else 2) * n.queries * b
-    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp - (0 if remat == "layer" else products)
+    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms
+    works -= 0 if remat == "layer" else products
 
     weights = _layer_weights(arch, mesh)
     in_dtype = weights * b if sharded or cast else 0

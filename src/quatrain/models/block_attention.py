@@ -148,6 +148,7 @@ def _forward(
     cap: float | None,
 ) -> tuple[jax.Array, Any]:
     q, k, v = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH))
+    put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
     def group(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -166,17 +167,15 @@ def _forward(
             return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
 
         empty = jnp.zeros(queries.shape[:-1], jnp.float32)
-        start = _when(queries, (jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)))
-        peak, total, y = lax.fori_loop(0, counts.max(), look, start)
+        begin = jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)
+        peak, total, y = lax.fori_loop(0, counts.max(), look, _made_after(queries, begin))
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
-        return ys.at[i].set((y / safe[..., None]).astype(q.dtype)), log_totals.at[i].set(peak + jnp.log(safe))
+        return put(ys, (y / safe[..., None]).astype(q.dtype), i), put(log_totals, peak + jnp.log(safe), i)
 
     groups = pattern.queries.shape
-    start = _when(
-        q, (jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32))
-    )
-    y, log_total = lax.fori_loop(0, groups[0], group, start)
+    begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
+    y, log_total = lax.fori_loop(0, groups[0], group, _made_after(q, begin))
     y_BTNH = _rows(_in_order(y, pattern), q_BTNH)
     return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, _in_order(log_total, pattern))
 
@@ -186,6 +185,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     along_BTN1 = jnp.sum(dy_BTNH.astype(jnp.float32) * y_BTNH.astype(jnp.float32), axis=-1, keepdims=True)
     q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
     along = along[..., 0]
+    put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
     def group(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -208,21 +208,18 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
                 dv.at[block].add(product("AKXS,AKXH->AKSH", weights.astype(v.dtype), dys)),
             )
 
-        (zeros,) = _when(queries, (jnp.zeros(queries.shape, jnp.float32),))
+        (zeros,) = _made_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
         dq, dks, dvs = lax.fori_loop(0, counts.max(), look, (zeros, dks, dvs))
-        return dqs.at[i].set(dq.astype(q.dtype)), dks, dvs
+        return put(dqs, dq.astype(q.dtype), i), dks, dvs
 
     groups = pattern.queries.shape
-    start = _when(
-        dy,
-        (
-            jnp.zeros(groups + q.shape[1:], q.dtype),
-            jnp.zeros(k.shape, jnp.float32),
-            jnp.zeros(v.shape, jnp.float32),
-        ),
+    begin = (
+        jnp.zeros(groups + q.shape[1:], q.dtype),
+        jnp.zeros(k.shape, jnp.float32),
+        jnp.zeros(v.shape, jnp.float32),
     )
-    dq, dk, dv = lax.fori_loop(0, groups[0], group, start)
+    dq, dk, dv = lax.fori_loop(0, groups[0], group, _made_after(dy, begin))
     dq_BTNH, dk_BTKH = _rows(_in_order(dq, pattern), q_BTNH), _rows(dk.astype(k.dtype), k_BTKH)
     return dq_BTNH, dk_BTKH, _rows(dv.astype(v.dtype), v_BTKH), None
 
@@ -230,7 +227,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
 block_attention.defvjp(_forward, _backward)
 
 
-def _when(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _made_after(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Constants that a loop begins with, made when `there` is.
 
     Without that XLA makes those of all layers at once, and copies them for each, first of all.

@@ -75,6 +75,9 @@ def forward(
         window, cap = windows[i], arch.attention_softcap
         return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
 
+    if remat == "dots" and attention != "xla":
+        # The kernels would keep heads padded or repeated; computed again, they keep queries, keys and values.
+        attend = jax.checkpoint(attend, static_argnums=0)
     return through_layers(params, arch, input_ids, positions, attend, dtype=dtype, remat=remat)
 
 

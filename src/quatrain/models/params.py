@@ -148,6 +148,9 @@ class Gathered(Mapping[str, jax.Array]):
         whole: jax.Array = gather(self._layer[name], self._specs[name], self._dtype)
         return whole
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._layer
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._layer)
 

@@ -163,12 +163,13 @@ def _without_chatter(lines: Iterable[str]) -> Iterator[str]:
 
     Threads that print at the same time tear each other's lines: two beginnings in one, then an empty one.
     """
-    begun = 0
+    open_lines = 0
     for line in lines:
-        begun += line.count(CHATTER)
-        if begun and not CHATTER_PIECES.sub("", line).strip():
-            begun -= 1
+        open_lines += line.count(CHATTER)
+        if open_lines and not CHATTER_PIECES.sub("", line).strip():
+            open_lines -= 1
         else:
+            open_lines = 0
             yield line
 
 

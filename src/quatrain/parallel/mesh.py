@@ -35,11 +35,11 @@ def role_mesh(role: Role) -> Mesh:
     by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         by_process.setdefault(device.process_index, []).append(device)
-    own = [[by_process[process][k] for k in role.devices] for process in sorted(by_process)]
-    if role.mesh.dp % len(own):
-        own = [list(chain.from_iterable(own))]
-    part = role.mesh._replace(dp=role.mesh.dp // len(own))
-    near = [mesh_utils.create_device_mesh(part, each, allow_split_physical_axes=True) for each in own]
+    groups = [[by_process[process][k] for k in role.devices] for process in sorted(by_process)]
+    if role.mesh.dp % len(groups):
+        groups = [list(chain.from_iterable(groups))]
+    part = role.mesh._replace(dp=role.mesh.dp // len(groups))
+    near = [mesh_utils.create_device_mesh(part, each, allow_split_physical_axes=True) for each in groups]
     return make_mesh(role.mesh, [device for devices in near for device in devices.flat])
 
 
