@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from quatrain.parallel import roll_call
 from quatrain.parallel.roll_call import Lines, answer_roll, call_roll
 
 
@@ -122,16 +123,44 @@ def test_the_least_patient_process_decides(address, pool):
     ],
 )
 def test_processes_that_do_not_belong_together_all_hear_why(
-    address, pool, num_processes, process_id, message
+    address, pool, monkeypatch, num_processes, process_id, message
 ):
+    connected = _counted(monkeypatch, "_connect")
     calling = pool.submit(call_roll, address, 3, 10)
     first = pool.submit(answer_roll, address, 3, 1, 10)
-    with pytest.raises(TimeoutError):
-        first.result(0.2)
+    assert connected.acquire(timeout=10)
     second = pool.submit(answer_roll, address, num_processes, process_id, 10)
     for each in (calling, first, second):
         with pytest.raises(ValueError, match=message):
             each.result(10)
+
+
+def test_one_that_has_not_been_listened_to_yet_hears_why_too(address, pool, monkeypatch):
+    connected, both = _counted(monkeypatch, "_connect"), threading.Event()
+    accept = roll_call._accept
+    monkeypatch.setattr(roll_call, "_accept", lambda server: (both.wait(10), accept(server))[1])
+    calling = pool.submit(call_roll, address, 3, 10)
+    wrong = pool.submit(answer_roll, address, 3, 0, 10)
+    assert connected.acquire(timeout=10)
+    waiting = pool.submit(answer_roll, address, 3, 1, 10)
+    assert connected.acquire(timeout=10)
+    both.set()
+    for each in (calling, wrong, waiting):
+        with pytest.raises(ValueError, match="two came as process 0"):
+            each.result(10)
+
+
+def _counted(monkeypatch, name):
+    """Can be acquired once for each call of the function that has returned."""
+    function, returned = getattr(roll_call, name), threading.Semaphore(0)
+
+    def counting(*arguments):
+        result = function(*arguments)
+        returned.release()
+        return result
+
+    monkeypatch.setattr(roll_call, name, counting)
+    return returned
 
 
 def test_a_stranger_is_ignored(address, pool):

@@ -57,8 +57,8 @@ def call_roll(address: str, num_processes: int, timeout_s: float) -> dict[int, s
     deadline = started + timeout_s
     lines: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as arrived:
+        server = arrived.enter_context(_listen(address))
         try:
-            server = arrived.enter_context(_listen(address))
             while len(lines) < num_processes - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 line, hello = _accept(server)
@@ -74,9 +74,11 @@ def call_roll(address: str, num_processes: int, timeout_s: float) -> dict[int, s
                 "distributed.start_timeout_s"
             )
             _send_all(lines, {"late": late})
+            _turn_away(server, {"late": late})
             raise TimeoutError(late) from None
         except ValueError as wrong:
             _send_all(lines, {"wrong": str(wrong)})
+            _turn_away(server, {"wrong": str(wrong)})
             raise
         arrived.pop_all()
         server.close()
@@ -250,6 +252,16 @@ def _accept(server: socket.socket) -> tuple[socket.socket, dict[str, Any] | None
         line.close()
         return line, None
     return line, hello
+
+
+def _turn_away(server: socket.socket, answer: Mapping[str, Any]) -> None:
+    """Answers those that have connected, but were not listened to yet."""
+    server.settimeout(0.001)
+    with contextlib.suppress(OSError):
+        while True:
+            line, _ = _accept(server)
+            with line:
+                _send(line, answer)
 
 
 def _checked(
