@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +17,22 @@ from quatrain.models.params import init_params
 from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+MANY_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _room_for_programs():
+    """Forgets compiled programs where they are many.
+
+    They take memory maps, of which Linux gives a process 65,530; XLA crashes when it gets no more.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and len(maps.read_text().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
