@@ -18,7 +18,6 @@ from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-
 MANY_MAPS = 20_000
 
 

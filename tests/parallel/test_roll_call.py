@@ -129,6 +129,8 @@ def test_processes_that_do_not_belong_together_all_hear_why(
     calling = pool.submit(call_roll, address, 3, 10)
     first = pool.submit(answer_roll, address, 3, 1, 10)
     assert connected.acquire(timeout=10)
+    with pytest.raises(TimeoutError):
+        first.result(0.2)
     second = pool.submit(answer_roll, address, num_processes, process_id, 10)
     for each in (calling, first, second):
         with pytest.raises(ValueError, match=message):

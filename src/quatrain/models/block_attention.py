@@ -148,7 +148,6 @@ def _forward(
     cap: float | None,
 ) -> tuple[jax.Array, Any]:
     q, k, v = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH))
-    put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
     def group(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -171,7 +170,7 @@ def _forward(
         peak, total, y = lax.fori_loop(0, counts.max(), look, _made_after(queries, begin))
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
-        return put(ys, (y / safe[..., None]).astype(q.dtype), i), put(log_totals, peak + jnp.log(safe), i)
+        return _put(ys, (y / safe[..., None]).astype(q.dtype), i), _put(log_totals, peak + jnp.log(safe), i)
 
     groups = pattern.queries.shape
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
@@ -185,7 +184,6 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     along_BTN1 = jnp.sum(dy_BTNH.astype(jnp.float32) * y_BTNH.astype(jnp.float32), axis=-1, keepdims=True)
     q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
     along = along[..., 0]
-    put = partial(lax.dynamic_update_index_in_dim, axis=0)
 
     def group(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -211,7 +209,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
         (zeros,) = _made_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
         dq, dks, dvs = lax.fori_loop(0, counts.max(), look, (zeros, dks, dvs))
-        return put(dqs, dq.astype(q.dtype), i), dks, dvs
+        return _put(dqs, dq.astype(q.dtype), i), dks, dvs
 
     groups = pattern.queries.shape
     begin = (
@@ -225,6 +223,11 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
 
 
 block_attention.defvjp(_forward, _backward)
+
+
+def _put(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
+    """`whole` with `part` at place i of its first dimension."""
+    return lax.dynamic_update_index_in_dim(whole, part, i, 0)
 
 
 def _made_after(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -73,12 +73,10 @@ def call_roll(address: str, num_processes: int, timeout_s: float) -> dict[int, s
                 f"{time.monotonic() - started:.0f} s; see what became of them, or raise "
                 "distributed.start_timeout_s"
             )
-            _send_all(lines, {"late": late})
-            _turn_away(server, {"late": late})
+            _send_away(server, lines, {"late": late})
             raise TimeoutError(late) from None
         except ValueError as wrong:
-            _send_all(lines, {"wrong": str(wrong)})
-            _turn_away(server, {"wrong": str(wrong)})
+            _send_away(server, lines, {"wrong": str(wrong)})
             raise
         arrived.pop_all()
         server.close()
@@ -254,8 +252,9 @@ def _accept(server: socket.socket) -> tuple[socket.socket, dict[str, Any] | None
     return line, hello
 
 
-def _turn_away(server: socket.socket, answer: Mapping[str, Any]) -> None:
-    """Answers those that have connected, but were not listened to yet."""
+def _send_away(server: socket.socket, lines: Mapping[int, socket.socket], answer: Mapping[str, Any]) -> None:
+    """Answers those that have arrived, and those that have connected, but were not listened to yet."""
+    _send_all(lines, answer)
     server.settimeout(0.001)
     with contextlib.suppress(OSError):
         while True:
