@@ -1,0 +1,44 @@
+"""What is free is given back to the system, in a process of its own; elsewhere nothing happens."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quatrain.parallel import host_memory
+
+PROGRAM = """
+import ctypes, json, resource
+from quatrain.parallel.host_memory import give_back_free_memory
+
+def resident_mib():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+pieces = [libc.malloc(2**16) for _ in range(2**10)]
+last = libc.malloc(2**16)  # above all the others, and never freed
+for piece in (*pieces, last):
+    ctypes.memset(piece, 1, 2**16)
+for piece in pieces:
+    libc.free(piece)
+freed = resident_mib()
+give_back_free_memory()
+print(json.dumps(freed - resident_mib()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc is the library that keeps memory")
+def test_what_is_free_is_given_back():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) > 50
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_another_c_library_is_left_alone(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
+    host_memory.give_back_free_memory()
