@@ -10,8 +10,7 @@ step, a decode call, and the move of the weights to the rollout; once for each o
 bytes of 28 layers follow, as they are linear in layers. Bytes are those that one device sends in rings.
 
 XLA widens bfloat16 on a CPU, collectives included, so that there float16 stands for it; compilers for TPUs
-are given bfloat16. A collective in a loop counts once for each of its rounds: a step of the decode call, a
-chunk of the head.
+are given bfloat16. A collective in a loop counts once: the loop is a decode call, and a round of it a step.
 """
 
 from __future__ import annotations
@@ -372,18 +371,12 @@ def item_bytes(dtype: str) -> int:
 
 
 def scored_places(case: Case) -> int:
-    """Tokens the head computes: those of the line, in chunks of equal size."""
-    chunks, size = head_chunks(case)
-    return chunks * size
+    """Tokens the head has places for: those of the line, in tiles of equal size."""
+    from quatrain.ops.logprobs import default_tile
 
-
-def head_chunks(case: Case) -> tuple[int, int]:
-    """Number and size of the chunks of a line of scored tokens."""
-    from quatrain.ops.logprobs import default_chunk
-
-    chunk = default_chunk(case.arch.vocab_size, "tpu" if case.topology else "cpu")
-    chunks = -(-case.tokens // chunk)
-    return chunks, -(-case.tokens // chunks)
+    tile = default_tile(case.arch.vocab_size, "tpu" if case.topology else "cpu")
+    chunks = -(-case.tokens // tile.tokens)
+    return chunks * -(-case.tokens // chunks)
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -652,7 +645,6 @@ def child(case: dict[str, Any]) -> None:
         for part in PARTS
     }
     report["expected"]["sync"] = {"all": report.pop("missing")}
-    report["head_chunks"] = head_chunks(case_)[0]
     print(json.dumps(report))
 
 
@@ -677,10 +669,9 @@ def in_child(case: Case, timeout_s: float) -> dict[str, Any]:
 def sent_by_kind(report: dict[str, Any], part: str) -> dict[str, float]:
     """Bytes of each "kind axis": of a micro-batch, an optimizer step, a decode step, a move."""
     sent: Counter[str] = Counter()
-    rounds = {"once": 1, "in a loop": report["head_chunks"] if part == "gradient" else 1}
-    for where, of in report[part].get("sent", {}).items():
+    for of in report[part].get("sent", {}).values():
         for name, value in of.items():
-            sent[" ".join(name.split()[:2])] += value * rounds[where]
+            sent[" ".join(name.split()[:2])] += value
     return {name: value for name, value in sent.items() if value}
 
 

@@ -15,7 +15,7 @@ from quatrain.models.activations import activations, elements_on_device
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
-from quatrain.ops.logprobs import default_chunk
+from quatrain.ops.logprobs import default_tile
 from quatrain.parallel.mesh import one_device
 from quatrain.placement import placement
 from quatrain.report.device_memory import parse_bytes, render
@@ -181,7 +181,7 @@ def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
     estimate = activations(
         arch,
         tokens=tokens,
-        chunk=default_chunk(arch.vocab_size, "cpu"),
+        tile=default_tile(arch.vocab_size, "cpu"),
         remat=remat,
         dtype="float32",
         param_dtype="float32",

@@ -25,7 +25,7 @@ from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.load import BUILTIN, load_architecture
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
-from quatrain.ops.logprobs import default_chunk
+from quatrain.ops.logprobs import default_tile
 from quatrain.report.device_memory import (
     GRADIENT,
     PHASES,
@@ -231,7 +231,7 @@ class _Plan:
         size = activations(
             self.arch,
             tokens=tokens,
-            chunk=default_chunk(self.arch.vocab_size, PLATFORM),
+            tile=default_tile(self.arch.vocab_size, PLATFORM),
             remat=model.remat,
             dtype=model.dtype,
             param_dtype=model.param_dtype,

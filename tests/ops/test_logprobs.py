@@ -1,15 +1,25 @@
-"""Token log-probabilities: literal values, the gradient of the naive formula, memory of one chunk."""
+"""Token log-probabilities: literal values, the gradient of the naive formula, memory of one tile."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.ops.logprobs import default_chunk, token_logprobs
+from quatrain.ops.logprobs import Tile, default_tile, token_logprobs
 
 
-def identity(hidden):
-    return hidden
+def dot(rows, hidden):
+    return hidden @ rows.T
+
+
+def pick(rows, logits):
+    return logits[:, rows.astype(jnp.int32)]
+
+
+def given(logits, targets, temperature, *, tile=None):
+    """Of logits that are given: the head is the numbers of the words."""
+    words = jnp.arange(logits.shape[-1], dtype=jnp.float32)
+    return token_logprobs(pick, words, logits, targets, temperature, tile=tile or Tile(8, 2))
 
 
 def naive(logits, targets, temperature):
@@ -20,7 +30,7 @@ def naive(logits, targets, temperature):
 
 def test_literal_values():
     logits = jnp.log(jnp.array([[1.0, 2.0, 5.0], [1.0, 1.0, 2.0]]))
-    logprobs, entropy = token_logprobs(identity, logits, jnp.array([1, 2]), 1.0, chunk=8)
+    logprobs, entropy = given(logits, jnp.array([1, 2]), 1.0)
     np.testing.assert_allclose(logprobs, [-1.3862944, -0.6931472], rtol=1e-6)  # log 1/4, log 1/2
     np.testing.assert_allclose(entropy, [0.9002561, 1.0397208], rtol=1e-6)
     assert logprobs.dtype == entropy.dtype == jnp.float32
@@ -28,64 +38,70 @@ def test_literal_values():
 
 def test_temperature_divides_the_logits():
     logits = jnp.log(jnp.array([[1.0, 2.0, 5.0]]))
-    logprobs, entropy = token_logprobs(identity, logits, jnp.array([2]), 0.5, chunk=8)
+    logprobs, entropy = given(logits, jnp.array([2]), 0.5)
     np.testing.assert_allclose(logprobs, [np.log(25 / 30)], rtol=1e-6)  # weights 1, 4, 25
     np.testing.assert_allclose(entropy, [0.5339616], rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 7])
-def test_values_and_gradients_are_those_of_the_naive_formula(chunk):
+@pytest.mark.parametrize("words", [1, 2, 3, 4, 5, 10, 11, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 5, 7])
+def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words):
+    """Tiles of each size, those that do not come out even in eleven words and seven tokens among them."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)
-    weights = jnp.asarray(rng.normal(size=(5, 11)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(11, 5)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, 11, 7), jnp.int32)
     by_logprob, by_entropy = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32)
 
     def loss(function):
-        def value(hidden, weights):
-            logprobs, entropy = function(hidden, weights)
+        def value(hidden, head):
+            logprobs, entropy = function(hidden, head)
             return (by_logprob * logprobs + by_entropy * entropy**2).sum()
 
-        return jax.jit(jax.value_and_grad(value, (0, 1)))(hidden, weights)
+        return jax.jit(jax.value_and_grad(value, (0, 1)))(hidden, head)
 
-    ours = loss(lambda h, w: token_logprobs(lambda x: x @ w, h, targets, 0.7, chunk=chunk))
-    theirs = loss(lambda h, w: naive(h @ w, targets, 0.7))
+    tile = Tile(tokens, words)
+    ours = loss(lambda h, w: token_logprobs(dot, w, h, targets, 0.7, tile=tile))
+    theirs = loss(lambda h, w: naive(h @ w.T, targets, 0.7))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
-    assert np.abs(theirs[1][1]).max() > 0.1  # the closed-over weights do get a gradient
+    assert np.abs(theirs[1][1]).max() > 0.1  # the head does get a gradient
 
 
-def test_backward_holds_one_chunk_of_logits():
-    num_tokens, vocab, width, chunk = 2048, 4096, 8, 64
-    hidden, weights = jnp.zeros((num_tokens, width)), jnp.zeros((width, vocab))
+@pytest.mark.parametrize("tile", [Tile(64, 4096), Tile(2048, 128), Tile(512, 500)])
+def test_backward_holds_one_tile_of_logits(tile):
+    num_tokens, vocab, width = 2048, 4096, 8
+    hidden, head = jnp.zeros((num_tokens, width)), jnp.zeros((vocab, width))
     targets = jnp.zeros(num_tokens, jnp.int32)
 
-    def loss(hidden, weights):
-        logprobs, entropy = token_logprobs(lambda x: x @ weights, hidden, targets, 1.0, chunk=chunk)
+    def loss(hidden, head):
+        logprobs, entropy = token_logprobs(dot, head, hidden, targets, 1.0, tile=tile)
         return (logprobs + entropy).sum()
 
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, weights).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head).compile()
     full_logits = num_tokens * vocab * 4
     assert compiled.memory_analysis().temp_size_in_bytes < full_logits / 6
 
 
 def test_only_the_logits_are_computed_twice():
-    hidden, weights, targets = jnp.ones((8, 3)), jnp.ones((3, 5)), jnp.zeros(8, jnp.int32)
+    hidden, head, targets = jnp.ones((8, 3)), jnp.ones((5, 3)), jnp.zeros(8, jnp.int32)
 
-    def loss(hidden, weights):
-        return token_logprobs(lambda x: x @ weights, hidden, targets, 1.0, chunk=2)[0].sum()
+    def loss(hidden, head):
+        return token_logprobs(dot, head, hidden, targets, 1.0, tile=Tile(2, 3))[0].sum()
 
-    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, weights))
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head))
     # Forward: logits. Backward: logits again, the gradient of the hidden states, that of the weights.
     assert program.count("dot_general[") == 4
-    assert program.count("= exp ") == 2
+    # Of the logits once each, and of what the greatest has risen by.
+    assert program.count("= exp ") == 3
     assert program.count("= log ") == 1
 
 
-def test_forbidden_tokens_add_nothing():
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_forbidden_tokens_add_nothing(words):
     logits = jnp.array([[0.0, -jnp.inf, 0.0]])
 
     def total(logits):
-        logprobs, entropy = token_logprobs(identity, logits, jnp.array([0]), 1.0, chunk=1)
+        logprobs, entropy = given(logits, jnp.array([0]), 1.0, tile=Tile(1, words))
         return logprobs[0] + entropy[0], (logprobs, entropy)
 
     gradient, (logprobs, entropy) = jax.grad(total, has_aux=True)(logits)
@@ -93,9 +109,10 @@ def test_forbidden_tokens_add_nothing():
     np.testing.assert_allclose(gradient, [[0.5, 0.0, -0.5]], atol=1e-6)
 
 
-def test_extreme_logits_stay_finite():
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_extreme_logits_stay_finite(words):
     logits = jnp.array([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
-    logprobs, entropy = token_logprobs(identity, logits, jnp.array([1, 0]), 1.0, chunk=1)
+    logprobs, entropy = given(logits, jnp.array([1, 0]), 1.0, tile=Tile(1, words))
     np.testing.assert_allclose(logprobs, [-2e4, -np.log(3)], rtol=1e-6)
     np.testing.assert_allclose(entropy, [0.0, np.log(3)], atol=1e-6)
 
@@ -103,37 +120,40 @@ def test_extreme_logits_stay_finite():
 def test_softmax_is_float32_under_bfloat16_activations():
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)), jnp.bfloat16)
     targets = jnp.zeros(6, jnp.int32)
-    ours = token_logprobs(identity, hidden, targets, 1.0, chunk=4)
+    ours = given(hidden, targets, 1.0)
     np.testing.assert_allclose(ours, naive(hidden.astype(jnp.float32), targets, 1.0), rtol=1e-5)
-    gradient = jax.grad(lambda h: token_logprobs(identity, h, targets, 1.0, chunk=4)[0].sum())(hidden)
+    gradient = jax.grad(lambda h: given(h, targets, 1.0)[0].sum())(hidden)
     assert gradient.dtype == jnp.bfloat16
 
 
 def test_no_tokens():
-    logprobs, entropy = token_logprobs(identity, jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), 1.0, chunk=4)
+    logprobs, entropy = given(jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), 1.0)
     assert logprobs.shape == entropy.shape == (0,)
 
 
-def test_default_chunk_bounds_one_chunk_of_logits():
-    assert [default_chunk(v) for v in (256, 49152, 151936, 2**30)] == [65536, 256, 64, 1]
+def test_a_tile_of_logits_is_small_on_a_cpu_and_at_most_512_mib_elsewhere():
+    assert default_tile(151936, "cpu") == default_tile(256, "cpu") == Tile(256, 2048)
+    tiles = [default_tile(v, "gpu") for v in (256, 49152, 151936, 2**30)]
+    assert tiles == [Tile(524288, 256), Tile(2048, 49152), Tile(512, 151936), Tile(1, 2**30)]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 5)])
+def test_a_tile_has_a_token_and_a_word(sizes):
+    with pytest.raises(ValueError, match=f"at least one token and one word, got {sizes[0]} and {sizes[1]}"):
+        Tile(*sizes)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "targets", "temperature", "chunk", "message"),
+    ("hidden", "targets", "temperature", "message"),
     [
-        ((2, 3), (2,), 0.0, 4, "temperature > 0, got 0.0"),
-        ((2, 3), (2,), 1.0, 0, "at least one token, got 0"),
-        ((2, 2, 3), (2, 2), 1.0, 4, "flatten batch and time"),
-        ((2, 3), (3,), 1.0, 4, r"got \(2, 3\) and \(3,\)"),
+        ((2, 3), (2,), 0.0, "temperature > 0, got 0.0"),
+        ((2, 2, 3), (2, 2), 1.0, "flatten batch and time"),
+        ((2, 3), (3,), 1.0, r"got \(2, 3\) and \(3,\)"),
     ],
 )
-def test_bad_input(hidden, targets, temperature, chunk, message):
+def test_bad_input(hidden, targets, temperature, message):
     with pytest.raises(ValueError, match=message):
-        token_logprobs(identity, jnp.zeros(hidden), jnp.zeros(targets, jnp.int32), temperature, chunk=chunk)
-
-
-def test_an_accelerator_takes_larger_chunks():
-    assert default_chunk(151936, "gpu") == 8 * default_chunk(151936, "cpu") == 512
+        given(jnp.zeros(hidden), jnp.zeros(targets, jnp.int32), temperature)
 
 
 @pytest.mark.parametrize("num_live", [0, 1, 5, 8, 11])
@@ -141,13 +161,13 @@ def test_tokens_past_the_live_ones_are_not_computed(num_live):
     """Eleven tokens in chunks of 4, 4 and 3: results and gradients are those of the live tokens alone."""
     hidden, weight, targets = (
         jax.random.normal(jax.random.key(0), (11, 5)),
-        jax.random.normal(jax.random.key(1), (5, 7)),
+        jax.random.normal(jax.random.key(1), (7, 5)),
         jax.random.randint(jax.random.key(2), (11,), 0, 7),
     )
 
     def loss(hidden, weight, count, live):
         logprobs, entropy = token_logprobs(
-            lambda h: h @ weight, hidden, targets[: len(hidden)], 1.3, chunk=4, num_live=live
+            dot, weight, hidden, targets[: len(hidden)], 1.3, tile=Tile(4, 3), num_live=live
         )
         return jnp.where(jnp.arange(len(hidden)) < count, logprobs + 0.3 * entropy, 0.0).sum(), logprobs
 

@@ -1,7 +1,8 @@
 """Memory of one forward and backward pass beside parameters, optimizer and sums of gradients: an estimate.
 
 Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows the
-decoder and the chunked head; what it is held against is the compiler's own count (`tests/test_placement.py`).
+decoder and the tiles of the head; what it is held against is the compiler's own count
+(`tests/test_placement.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import is_spec, param_specs, partition
+from quatrain.ops.logprobs import Tile
 
 FLOAT32 = 4
 """Bytes."""
@@ -47,14 +49,14 @@ def activations(
     arch: Architecture,
     *,
     tokens: int,
-    chunk: int,
+    tile: Tile,
     remat: str,
     dtype: str,
     param_dtype: str,
     mesh: MeshShape,
     platform: str,
 ) -> Activations:
-    """Of a micro-batch with `tokens` tokens on each device, whose head works on `chunk` tokens at a time.
+    """Of a micro-batch with `tokens` tokens on each device, whose head works on a `tile` at a time.
 
     With b bytes of `dtype`, hidden size D, and of one `tp` device Q columns of queries, K of keys and values,
     F of the MLP and a vocabulary of V, a token takes:
@@ -65,7 +67,7 @@ def activations(
     - while a layer works: (6 D + 3 Q + K + 6 F) b, without what `dots` has kept
     - once more for `dots`, twice for `none` and while it works: (Q + K) b where queries and keys have norms
       (K is of keys and values), 2 D b where attention and MLP end in norms
-    - while the head works: 5 D b, and 12 V for each token of a chunk
+    - while the head works: 5 D b, 4 D for the sum over tiles, and 12 for each logit of a tile
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
     their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
@@ -87,10 +89,10 @@ def activations(
     in_dtype = weights * b if sharded or cast else 0
     table = n.vocabulary * n.hidden
     whole_head = table * (b * cast + own_b * sharded + FLOAT32)
-    of_a_chunk = 3 * FLOAT32 * n.vocabulary * math.ceil(tokens / math.ceil(tokens / chunk))
+    together = math.ceil(tokens / math.ceil(tokens / tile.tokens)) * min(tile.words, n.vocabulary)
     layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
     own_embedding = table * FLOAT32 * (cpu and not arch.tie_embeddings)
-    head = tokens * 5 * n.hidden * b + of_a_chunk + whole_head + own_embedding
+    head = tokens * n.hidden * (5 * b + FLOAT32) + 3 * FLOAT32 * together + whole_head + own_embedding
     gradients = _elements(param_specs(arch), partition(arch, mesh), mesh) * own_b
     return Activations(
         num_layers=arch.num_layers,

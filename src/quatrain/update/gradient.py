@@ -22,7 +22,7 @@ from quatrain.models.decoder import forward, output_head, project, vocabulary_ax
 from quatrain.models.families import Architecture
 from quatrain.models.kernels import choose_attention
 from quatrain.models.params import partition
-from quatrain.ops.logprobs import default_chunk, token_logprobs
+from quatrain.ops.logprobs import default_tile, token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
 from quatrain.parallel.mesh import DATA_AXES, in_memory, mesh_shape, moved, one_device, shardings
@@ -88,7 +88,7 @@ class Policy:
                 shared=batch.shared,
             ),
         )
-        # Those the list does not fill go last, where the chunks past the live ones are not computed.
+        # Those the list does not fill go last, where the tiles past the live ones are not computed.
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
         lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
         scored = (lines + batch.predictors).reshape(-1)[order]
@@ -97,11 +97,12 @@ class Policy:
         if axis is not None:  # each device has the gradient of its part of the vocabulary
             hidden = shared_by(hidden, axis)
         results = token_logprobs(
-            lambda h: project(head, self.arch, h),
+            lambda rows, chunk: project(rows, self.arch, chunk),
+            head,
             hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
             self.temperature,
-            chunk=default_chunk(self.arch.vocab_size, jax.default_backend()),
+            tile=default_tile(self.arch.vocab_size, jax.default_backend()),
             num_live=batch.mask.sum(),
             vocabulary_axis=axis,
         )
