@@ -117,6 +117,14 @@ def test_extreme_logits_stay_finite(words):
     np.testing.assert_allclose(entropy, [0.0, np.log(3)], atol=1e-6)
 
 
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_a_broken_logit_is_not_hidden(words, broken):
+    logits = jnp.array([[0.0, broken, 1.0], [0.0, 0.0, 0.0]])
+    logprobs, entropy = given(logits, jnp.array([0, 1]), 1.0, tile=Tile(1, words))
+    np.testing.assert_array_equal(jnp.isfinite(jnp.stack([logprobs, entropy])), [[False, True]] * 2)
+
+
 def test_softmax_is_float32_under_bfloat16_activations():
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)), jnp.bfloat16)
     targets = jnp.zeros(6, jnp.int32)

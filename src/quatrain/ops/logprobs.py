@@ -199,7 +199,7 @@ def _forward(
         own_peak, peak = peak, lax.pmax(peak, axis)
         total, weighted = lax.psum(_below(own_peak - peak, total, weighted), axis)
         target = lax.psum(target, axis)
-    computed = total > 0
+    computed = jnp.arange(len(targets))[:, None] < live
     total = jnp.where(computed, total, 1.0)
     log_total = jnp.log(total)
     logprobs = jnp.where(computed, target - peak - log_total, 0.0)
