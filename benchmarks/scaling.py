@@ -669,6 +669,8 @@ def in_child(case: Case, timeout_s: float) -> dict[str, Any]:
 def sent_by_kind(report: dict[str, Any], part: str) -> dict[str, float]:
     """Bytes of each "kind axis": of a micro-batch, an optimizer step, a decode step, a move."""
     sent: Counter[str] = Counter()
+    loops = report[part].get("sent", {}).get("in a loop")
+    assert part == "decode" or not loops, f"as often as its loop goes round: {part} sends {loops} there"
     for of in report[part].get("sent", {}).values():
         for name, value in of.items():
             sent[" ".join(name.split()[:2])] += value

@@ -190,3 +190,37 @@ def test_tokens_past_the_live_ones_are_not_computed(num_live):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(to_hidden[:num_live], hidden_grad, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(to_weight, weight_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forbidden", [False, True], ids=["all finite", "one device's words forbidden"])
+@pytest.mark.parametrize("words", [3, 4, 11, 16])
+def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden):
+    """Two parts of eleven words: the results of the whole, the gradient of hidden states in two parts."""
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(22, 5)), jnp.float32)
+    last = 10 if forbidden else 21
+    targets = jnp.asarray([0, 10, 10, 4, last, last - 3, 9], jnp.int32)
+    by_logprob, by_entropy = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32)
+    allowed = jnp.where(jnp.arange(22) < (11 if forbidden else 22), 0.0, -jnp.inf)
+    rows = jnp.concatenate([head, allowed[:, None]], axis=1)
+
+    def project(rows, hidden):
+        return hidden @ rows[:, :-1].T + rows[None, :, -1]
+
+    def loss(hidden, rows, axis):
+        logprobs, entropy = token_logprobs(
+            project, rows, hidden, targets, 0.7, tile=Tile(3, words), vocabulary_axis=axis
+        )
+        return (by_logprob * logprobs + by_entropy * entropy).sum()
+
+    run = jax.value_and_grad(loss, (0, 1))
+    whole, (to_hidden, to_rows) = run(hidden, rows, None)
+    parts = jax.vmap(lambda own: run(hidden, own, "tp"), axis_name="tp")(rows.reshape(2, 11, 6))
+    value, (part_of_hidden, part_of_rows) = parts
+    np.testing.assert_allclose(value, [whole, whole], rtol=1e-5)
+    np.testing.assert_allclose(part_of_hidden.sum(axis=0), to_hidden, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(part_of_rows.reshape(22, 6)[:, :-1], to_rows[:, :-1], rtol=1e-5, atol=1e-5)
+    picked, _ = naive(project(rows, hidden), targets, 0.7)
+    singles = token_logprobs(project, rows, hidden, targets, 0.7, tile=Tile(3, words))[0]
+    np.testing.assert_allclose(singles, picked, rtol=1e-5, atol=1e-6)

@@ -257,15 +257,17 @@ def _backward(
             to_logits = jnp.where(is_target, weight, 0.0) - probs * (
                 weight + by_entropy[i][:, None] * surprise
             )
-            by_rows, by_chunk = (grad.astype(jnp.float32) for grad in pull(to_logits))
-            return to_rows + by_rows, to_hidden.at[i].add(by_chunk)
+            by_rows, by_chunk = pull(to_logits)
+            to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
+            return to_rows + by_rows.astype(jnp.float32), to_hidden
 
         to_rows = lax.dynamic_slice_in_dim(to_head, first, words.size)
         to_rows, to_hidden = lax.fori_loop(0, live, one_chunk, (to_rows, to_hidden))
         return lax.dynamic_update_slice_in_dim(to_head, to_rows, first, 0), to_hidden
 
-    # Sums over tiles are in float32 even where parameters and activations are not.
-    zeros = jnp.zeros(head.shape, jnp.float32), jnp.zeros(hidden.shape, jnp.float32)
+    # Sums over chunks and tiles are in float32 even where parameters and activations are not.
+    summed = jnp.float32 if words.num_tiles > 1 else hidden.dtype
+    zeros = jnp.zeros(head.shape, jnp.float32), jnp.zeros(hidden.shape, summed)
     to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
     return to_head.astype(head.dtype), to_hidden.astype(hidden.dtype), None, None
 
