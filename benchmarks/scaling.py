@@ -372,11 +372,11 @@ def item_bytes(dtype: str) -> int:
 
 def scored_places(case: Case) -> int:
     """Tokens the head has places for: those of the line, in tiles of equal size."""
-    from quatrain.ops.logprobs import default_tile
+    from quatrain.ops.logprobs import default_tile, even_parts
 
     tile = default_tile(case.arch.vocab_size, "tpu" if case.topology else "cpu")
-    chunks = -(-case.tokens // tile.tokens)
-    return chunks * -(-case.tokens // chunks)
+    chunks, size = even_parts(case.tokens, tile.tokens)
+    return chunks * size
 
 
 def measure(case: Case) -> dict[str, Any]:

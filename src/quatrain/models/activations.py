@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import is_spec, param_specs, partition
-from quatrain.ops.logprobs import Tile
+from quatrain.ops.logprobs import Tile, even_parts
 
 FLOAT32 = 4
 """Bytes."""
@@ -89,7 +89,7 @@ def activations(
     in_dtype = weights * b if sharded or cast else 0
     table = n.vocabulary * n.hidden
     whole_head = table * (b * cast + own_b * sharded + FLOAT32)
-    together = math.ceil(tokens / math.ceil(tokens / tile.tokens)) * min(tile.words, n.vocabulary)
+    together = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
     layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
     own_embedding = table * FLOAT32 * (cpu and not arch.tie_embeddings)
     head = tokens * 5 * n.hidden * b + 3 * FLOAT32 * together + whole_head + own_embedding

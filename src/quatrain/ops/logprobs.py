@@ -55,6 +55,12 @@ def default_tile(vocab_size: int, platform: str = "cpu") -> Tile:
     return Tile(2 ** int(math.log2(most)), vocab_size)
 
 
+def even_parts(total: int, most: int) -> tuple[int, int]:
+    """How many parts of at most `most` make `total`, and their size: less padding than full ones have."""
+    count = -(-total // most)
+    return count, -(-total // count)
+
+
 def token_logprobs(
     project: Project,
     head: jax.Array,
@@ -96,9 +102,7 @@ def token_logprobs(
     num_tokens = _check(hidden, targets, temperature)
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
-    # As many chunks as the tile asks for, of equal size: less padding than full ones and a small last one.
-    num_chunks = -(-num_tokens // tile.tokens)
-    size = -(-num_tokens // num_chunks)
+    num_chunks, size = even_parts(num_tokens, tile.tokens)
     padding = num_chunks * size - num_tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
     targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, size)
@@ -136,8 +140,7 @@ class _Words:
 
     @classmethod
     def of(cls, total: int, most: int) -> _Words:
-        num_tiles = -(-total // most)
-        return cls(total, num_tiles, -(-total // num_tiles))
+        return cls(total, *even_parts(total, most))
 
     def first(self, j: jax.Array) -> jax.Array:
         """The first word of tile `j`."""
