@@ -175,7 +175,8 @@ def _forward(
     groups = pattern.queries.shape
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
     y, log_total = lax.fori_loop(0, groups[0], group, _made_after(q, begin))
-    y_BTNH = _rows(_in_order(y, pattern), q_BTNH)
+    # One array: XLA would cut the padding off for everyone who reads it, and make one for each.
+    y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH))
     return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, _in_order(log_total, pattern))
 
 

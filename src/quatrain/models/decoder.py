@@ -177,8 +177,7 @@ def _layer(
     norm = partial(_norm, arch=arch)
     heads_BTKXH = part(partial(_heads, arch=arch), x_BTD)
     y_BTNH = attend(*part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH))
-    y_BTN = y_BTNH.reshape(*x_BTD.shape[:2], -1)
-    y_BTD = part(lambda y, layer: linear(y, layer, "o", sum_axis="tp"), y_BTN)
+    y_BTD = part(_output, y_BTNH)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
     x_BTD = x_BTD + y_BTD
@@ -211,6 +210,11 @@ def _queries_keys_values(
         q_BTNH = rms_norm(q_BTNH, q_norm, arch.norm_eps, arch.norm_offset)
         k_BTKH = rms_norm(k_BTKH, k_norm, arch.norm_eps, arch.norm_offset)
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
+
+
+def _output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
+    """[B, T, D] of all heads."""
+    return linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis="tp")
 
 
 def _own_rows(layer: Layer, arch: Architecture) -> Layer:

@@ -1,12 +1,25 @@
 """The host's memory: what compiling leaves behind is given back.
 
-Under the update, whose largest programs come last.
+Under the update, which compiles the largest programs and needs most memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quatrain.parallel.compilations import num_compilations
+
+
+@contextmanager
+def compiling_leaves_nothing() -> Iterator[None]:
+    """Gives back free memory at the end of a block in which something was compiled."""
+    before = num_compilations()
+    yield
+    if num_compilations() > before:
+        give_back_free_memory()
 
 
 def give_back_free_memory() -> None:

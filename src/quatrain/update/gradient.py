@@ -25,10 +25,14 @@ from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_tile, token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
+from quatrain.parallel.host_memory import compiling_leaves_nothing
 from quatrain.parallel.mesh import DATA_AXES, in_memory, mesh_shape, moved, one_device, shardings
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
+from quatrain.update.residuals import Arrays, ResidualMemory, each_its_own, residuals_of
 
+Total = tuple[Any, Any]
+"""A gradient and summed metrics."""
 TokenMetrics = dict[str, jax.Array]
 Objective = Callable[[jax.Array, jax.Array, MicroBatch], tuple[jax.Array, TokenMetrics, TokenMetrics]]
 """(logprobs [R, K], entropy [R, K], micro-batch) -> (token loss [R, K], metrics logged as the mean over
@@ -158,10 +162,22 @@ def _summed(
 
 
 def _accumulate(
-    params: Any, total: tuple[Any, Any], batch: MicroBatch, *, policy: Policy, objective: Objective
-) -> tuple[Any, Any]:
-    def own(params: Any, total: tuple[Any, Any], batch: MicroBatch) -> tuple[Any, Any]:
-        grads, stats = jax.grad(_weighted_loss, has_aux=True)(params, batch, policy, objective)
+    params: Any,
+    total: Total,
+    batch: MicroBatch,
+    held: Arrays | None = None,
+    *,
+    policy: Policy,
+    objective: Objective,
+    holds: bool = False,
+) -> tuple[Total, Arrays]:
+    """`total` and what `batch` adds to it; and, where it `holds` them, its residuals, written over `held`."""
+
+    def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
+        loss = partial(_weighted_loss, batch=batch, policy=policy, objective=objective)
+        _, vjp, stats = jax.vjp(loss, params, has_aux=True)
+        residuals = residuals_of(vjp, (params, batch)) if holds else []
+        (grads,) = vjp(jnp.ones((), jnp.float32))
         stats = {
             "sum": jax.lax.psum(stats["sum"], DATA_AXES),
             "max": jax.lax.pmax(stats["max"], DATA_AXES),
@@ -172,11 +188,11 @@ def _accumulate(
                 "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
                 "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
             },
-        )
+        ), residuals
 
     totals = (_copies(policy.partition), PartitionSpec())
     in_specs = (policy.partition, totals, PartitionSpec(DATA_AXES))
-    return mapped(own, policy.mesh, in_specs, totals)(params, total, batch)
+    return mapped(own, policy.mesh, in_specs, (totals, each_its_own(policy.mesh)))(params, total, batch)
 
 
 def _copies(specs: Any) -> Any:
@@ -185,7 +201,7 @@ def _copies(specs: Any) -> Any:
 
 
 @cache
-def gradient_program() -> Callable[..., tuple[Any, Any]]:
+def gradient_program() -> Any:
     """`_accumulate`, compiled so that what is to be computed again is.
 
     On a CPU, XLA would first take away what keeps the two computations apart, and then merge them.
@@ -193,13 +209,14 @@ def gradient_program() -> Callable[..., tuple[Any, Any]]:
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
     return jax.jit(
         _accumulate,
-        static_argnames=("policy", "objective"),
-        donate_argnames=("total",),
+        static_argnames=("policy", "objective", "holds"),
+        donate_argnames=("total", "held"),
+        keep_unused=True,  # `held` is there to be written over
         compiler_options=options,
     )
 
 
-def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> tuple[Any, Any]:
+def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
     scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
     _, stats = jax.eval_shape(partial(_summed, objective=objective), scored, scored, batch)
@@ -227,26 +244,54 @@ def _apply(
     grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    updates, new_state = optimizer.update(grads, opt_state, master)
-    new_params = jax.tree.map(lambda p, m, u: (m + u).astype(p.dtype), params, master, updates)
-    keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-    return keep(new_params, params), keep(new_state, opt_state), norm, finite
+
+    def apply(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        updates, opt_state = optimizer.update(grads, opt_state, master)
+        new_params = jax.tree.map(lambda p, m, u: (m + u).astype(p.dtype), params, master, updates)
+        return new_params, opt_state
+
+    def leave(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        return params, opt_state
+
+    return *jax.lax.cond(finite, apply, leave, params, opt_state, grads), norm, finite
+
+
+def _add(
+    params: Any, total: Total, batch: MicroBatch, residuals: ResidualMemory | None, **static: Any
+) -> Total:
+    program = gradient_program()
+    if residuals is None:
+        return program(params, total, batch, **static)[0]
+    kind = tuple(static.values()), jax.tree.structure(batch), tuple(x.shape for x in jax.tree.leaves(batch))
+    static |= {"holds": True}
+    held = residuals.lend(
+        kind, static["policy"].mesh, lambda: program.eval_shape(params, total, batch, **static)[1]
+    )
+    total, held = program(params, total, batch, held, **static)
+    residuals.take_back(held)
+    return total
 
 
 def sum_gradients(
-    params: Any, batches: Iterable[MicroBatch], *, policy: Policy, objective: Objective
-) -> tuple[Any, dict[str, dict[str, jax.Array]]]:
+    params: Any,
+    batches: Iterable[MicroBatch],
+    *,
+    policy: Policy,
+    objective: Objective,
+    residuals: ResidualMemory | None = None,
+) -> Total:
     """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
 
     The gradient is float32 and like `params` but for a first axis, over the `dp` copies of the model, which
-    is yet to be summed.
+    is yet to be summed. `residuals` is memory for the backward pass, where some is held.
     """
-    total: tuple[Any, Any] | None = None
+    total: Total | None = None
     for batch in batches:
         if total is None:
             total = _nothing_yet(params, batch, policy, objective)
-        total = gradient_program()(params, total, batch, policy=policy, objective=objective)
+        with compiling_leaves_nothing():
+            total = _add(params, total, batch, residuals, policy=policy, objective=objective)
     assert total is not None, "a mini-batch has at least one micro-batch"
     return total
 
@@ -277,17 +322,19 @@ def optimizer_step(
     policy: Policy,
     objective: Objective,
     optimizer: optax.GradientTransformation,
+    residuals: ResidualMemory | None = None,
 ) -> tuple[Any, Any, bool, dict[str, Metric]]:
     """One optimizer step: (params, optimizer state, applied, metrics). Donates params and state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back.
     """
-    grads, stats = sum_gradients(params, batches, policy=policy, objective=objective)
+    grads, stats = sum_gradients(params, batches, policy=policy, objective=objective, residuals=residuals)
     places = jax.tree.map(lambda x: x.sharding, (params, opt_state))
-    params, opt_state, norm, finite = _apply(
-        params, in_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
-    )
+    with compiling_leaves_nothing():
+        params, opt_state, norm, finite = _apply(
+            params, in_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
+        )
     params, opt_state = moved((params, opt_state), places)
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]

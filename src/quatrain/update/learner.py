@@ -21,7 +21,6 @@ from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.host_memory import give_back_free_memory
 from quatrain.parallel.mesh import in_memory
 from quatrain.types import AdvantagedBatch, Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, describe_cuts, mini_batches
@@ -33,6 +32,7 @@ from quatrain.update.gradient import (
     table_logprobs,
 )
 from quatrain.update.optimizer import build_optimizer, learning_rate
+from quatrain.update.residuals import residual_memory
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ class Learner:
         self.reference = reference
         self.optimizer_memory = optimizer_memory
         self.optimizer = build_optimizer(optimizer, total_steps)
+        self.residuals = residual_memory()
         self.learning_rate = learning_rate(optimizer, total_steps)
 
     def init(self, params: Any) -> TrainState:
@@ -178,16 +179,13 @@ class Learner:
             if hopeless:
                 break
         finished = time.perf_counter()
-        compilations = num_compilations() - compilations
-        if compilations:
-            give_back_free_memory()
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
         metrics = totals.metrics | {
             "update/learning_rate": Metric(float(self.learning_rate(max(state.step - 1, 0)))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
-            "update/compilations": Metric(compilations, reduction="sum"),
+            "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "time/update_logprobs_s": Metric(prepared - began),
             "time/shard_s": Metric(totals.shard_s),
             "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
@@ -246,6 +244,7 @@ class Learner:
             policy=self.policy,
             objective=objective,
             optimizer=self.optimizer,
+            residuals=self.residuals,
         )
         totals.add(metrics, applied)
         if applied:

@@ -5,6 +5,8 @@ Used by `gradient.py`, which applies them to summed gradients.
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from quatrain.config.schema import OptimizerConfig
@@ -41,4 +43,18 @@ def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.Gradient
     }[config.name]
     if config.max_grad_norm is None:
         return build()
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), build())
+    return optax.chain(clip_by_global_norm(config.max_grad_norm), build())
+
+
+def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """Gradients whose global norm is at most `most`, all scaled by one factor.
+
+    `optax.clip_by_global_norm` divides each element instead, for which XLA makes a second gradient.
+    """
+
+    def clip(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        del params
+        factor = jnp.minimum(1.0, most / optax.tree.norm(grads))
+        return jax.tree.map(lambda g: g * factor, grads)
+
+    return optax.stateless(clip)

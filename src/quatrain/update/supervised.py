@@ -18,6 +18,7 @@ from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
 from quatrain.update.optimizer import build_optimizer
+from quatrain.update.residuals import residual_memory
 
 TokenPair = tuple[np.ndarray, np.ndarray]
 """Prompt ids [P] and completion ids [C]."""
@@ -51,6 +52,7 @@ class SupervisedLearner:
             learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
         )
         self.optimizer = build_optimizer(settings, config.steps)
+        self.residuals = residual_memory()
 
     def init(self, params: Any) -> Any:
         """Optimizer state for `params`."""
@@ -71,6 +73,7 @@ class SupervisedLearner:
             policy=self.policy,
             objective=negative_log_likelihood,
             optimizer=self.optimizer,
+            residuals=self.residuals,
         )
         if not applied:
             raise ValueError(
