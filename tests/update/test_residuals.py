@@ -1,0 +1,117 @@
+"""Residuals held from one micro-batch to the next: the same gradient, in the same memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from quatrain.models.params import abstract_params
+from quatrain.parallel.mesh import one_device
+from quatrain.update import residuals
+from quatrain.update.batcher import Cutting, TokenTable, micro_batches
+from quatrain.update.gradient import Policy, gradient_program, sum_gradients
+from quatrain.update.optimizer import clip_by_global_norm
+from quatrain.update.residuals import ResidualMemory, residual_memory
+
+
+def _surprise(logprobs, entropy, batch):
+    return -logprobs, {}, {}
+
+
+def _micro_batches(arch, rows: int, length: int):
+    """Micro-batches of `rows` lines, of which there are three times as many."""
+    ids = np.random.default_rng(0).integers(1, arch.vocab_size, (3 * rows, length), dtype=np.int32)
+    completion = np.broadcast_to(np.arange(length) >= length // 2, ids.shape)
+    table = TokenTable(ids, np.ones(ids.shape, bool), completion, {}).weighted("token_mean", length)
+    return [batch for _, batch in micro_batches(table, Cutting(rows=rows), one_device())]
+
+
+class Watched(ResidualMemory):
+    """Notes where what is lent lies, and where what comes back does."""
+
+    def __init__(self):
+        super().__init__()
+        self.lent, self.returned = [], []
+
+    def lend(self, *args):
+        arrays = super().lend(*args)
+        self.lent.append(sorted(x.unsafe_buffer_pointer() for x in arrays))
+        return arrays
+
+    def take_back(self, arrays):
+        self.returned.append(sorted(x.unsafe_buffer_pointer() for x in arrays))
+        super().take_back(arrays)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+def test_the_gradient_is_the_same_in_memory_used_again(small_arch, small_params, monkeypatch, remat):
+    monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
+    policy = Policy(small_arch, remat=remat)
+    batches = _micro_batches(small_arch, 4, 32)
+    static = {"policy": policy, "objective": _surprise}
+    expected = sum_gradients(small_params, batches, **static)
+    memory = Watched()
+    got = sum_gradients(small_params, batches, **static, residuals=memory)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert len(memory.lent[0]) >= small_arch.num_layers
+    assert memory.lent == memory.returned == [memory.lent[0]] * 3
+
+
+def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_params, monkeypatch):
+    monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
+    static = {"policy": Policy(small_arch), "objective": _surprise}
+    memory = Watched()
+    mixed = _micro_batches(small_arch, 4, 32)[:2] + _micro_batches(small_arch, 2, 48)[:2]
+    got = sum_gradients(small_params, mixed, **static, residuals=memory)
+    expected = sum_gradients(small_params, mixed, **static)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert memory.lent[0] == memory.lent[1]
+    assert memory.lent[2] == memory.lent[3]
+    assert all(memory.lent)
+
+
+def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch):
+    """By the compiler's account, with as many layers as make other temporaries small beside them."""
+    monkeypatch.setattr(residuals, "LEAST_BYTES", 2**14)
+    arch = replace(small_arch, num_layers=16)
+    params = abstract_params(arch)
+    batch = _micro_batches(arch, 8, 64)[0]
+    total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
+    stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
+    static = {"policy": Policy(arch, remat="dots"), "objective": _surprise}
+    program = gradient_program()
+    args = params, (total, stats), batch
+    _, held = program.eval_shape(*args, **static, holds=True)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in held)
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim  # turned, and attention's result
+    layer = 8 * 64 * 4 * (2 * arch.hidden_size + heads + 2 * arch.intermediate_size)
+    assert 0 <= num_bytes - arch.num_layers * layer < layer
+
+    def temporary(*held, **holds):
+        compiled = program.lower(*args, *held, **static, **holds).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert 0.6 * num_bytes < temporary() - temporary(held, holds=True) <= num_bytes
+
+
+def test_only_a_cpu_holds_residuals(monkeypatch):
+    assert isinstance(residual_memory(), ResidualMemory)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert residual_memory() is None
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e6])
+def test_clipping_is_that_of_optax(scale):
+    grads = {"a": scale * jax.random.normal(jax.random.key(0), (5, 7)), "b": scale * jnp.arange(3.0)}
+    ours, theirs = (
+        clip.update(grads, clip.init(grads), None)
+        for clip in (clip_by_global_norm(0.5), optax.clip_by_global_norm(0.5))
+    )
+    assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
+    for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
