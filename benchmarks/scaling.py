@@ -553,7 +553,7 @@ class Programs:
         from jax.sharding import NamedSharding
 
         from quatrain.models.kv_cache import ON_MESH, CachePart, cached_heads
-        from quatrain.rollout.decode import EACH_REPLICA, Draw, Program, Sharing, Slots, decode
+        from quatrain.rollout.decode import EACH_REPLICA, Draw, Program, Sharing, Slots, decode_program
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards
@@ -579,7 +579,7 @@ class Programs:
             each(jnp.int32, case.slots),
             each(jnp.int32, case.prompts),
         )
-        return decode.lower(
+        return decode_program().lower(
             self._params(self.rollout_mesh, jnp.dtype(case.param_dtype), matrices=dtype),
             cache(case.slots, case.own_columns),
             cache(case.prompts, case.prompt_columns),

@@ -182,7 +182,8 @@ def _forward(
 
 def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: jax.Array) -> Any:
     q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, log_total = residuals
-    along_BTN1 = jnp.sum(dy_BTNH.astype(jnp.float32) * y_BTNH.astype(jnp.float32), axis=-1, keepdims=True)
+    float32s = (x.astype(jnp.float32) for x in (dy_BTNH, y_BTNH))
+    along_BTN1 = jnp.vecdot(*float32s, precision="highest")[..., None]
     q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
     along = along[..., 0]
 

@@ -27,6 +27,7 @@ from quatrain.models.kv_cache import ON_MESH, CachePart
 from quatrain.models.params import partition
 from quatrain.ops.sampling import sample, token_uniforms
 from quatrain.parallel.collectives import from_all_shards, mapped, of_first, on_any_shard
+from quatrain.parallel.compilations import with_barriers
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
@@ -130,8 +131,7 @@ class Program:
         return partition(self.arch, mesh_shape(self.mesh))
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("prompts",))
-def prefill(
+def _prefill(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, *, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
     """`prompts` with the new ones in their rows, and the first token of each sample, with log-probability.
@@ -140,11 +140,15 @@ def prefill(
     """
     in_specs = (program.params, ON_MESH, EACH_REPLICA, EVERYWHERE)
     out_specs = (ON_MESH, EVERYWHERE, EVERYWHERE)
-    own = partial(_prefill, program=program)
+    own = partial(_own_prefill, program=program)
     return mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
 
 
-def _prefill(
+prefill_program = with_barriers(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
+"""Gives `_prefill`, compiled."""
+
+
+def _own_prefill(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
     hidden_TD, new = decode_step.prefill(
@@ -202,8 +206,7 @@ _Carry = tuple[CachePart, jax.Array, jax.Array, jax.Array, Decoded]
 """Own cache, last tokens, which slots go on, whether one of any replica does, and what is decoded."""
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("own",))
-def decode(
+def _decode(
     params: dict,
     own: CachePart,
     prompts: CachePart,
@@ -219,11 +222,15 @@ def decode(
     The first of them is written at `column` of the ring `own`, which must hold what a slot has and gets.
     """
     in_specs = (program.params, ON_MESH, ON_MESH, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
-    run = mapped(partial(_decode, program=program), program.mesh, in_specs, (ON_MESH, EVERYWHERE))
+    run = mapped(partial(_own_decode, program=program), program.mesh, in_specs, (ON_MESH, EVERYWHERE))
     return run(params, own, prompts, slots, sharing, column, seed)
 
 
-def _decode(
+decode_program = with_barriers(_decode, static_argnames=("program",), donate_argnames=("own",))
+"""Gives `_decode`, compiled."""
+
+
+def _own_decode(
     params: dict,
     own: CachePart,
     prompts: CachePart,

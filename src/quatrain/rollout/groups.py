@@ -1,6 +1,6 @@
 """Groups of samples in flight, and their prompts packed into rows for the prefill.
 
-Data flow: `Prompt` -> `Group` -> `Packed`, the argument of `decode.prefill`; `session.py` fills completions.
+Data flow: `Prompt` -> `Group` -> `Packed`, for `decode.prefill_program`; `session.py` fills completions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 
+from quatrain.ops.ladder import round_up
 from quatrain.rollout.decode import Packed
 from quatrain.types import Prompt
 
@@ -77,7 +78,8 @@ def packs_of(admitted: list[Admitted]) -> list[Pack]:
 def pack_prompts(packs: list[Pack], n: int, num_rows: int) -> Packed:
     """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest."""
     count = 1 << (max(map(len, packs)) - 1).bit_length()
-    tokens = prompt_columns(max(sum(len(x.group.prompt.input_ids) for x in pack) for pack in packs))
+    most = max(sum(len(x.group.prompt.input_ids) for x in pack) for pack in packs)
+    tokens = round_up(most, FEWEST_COLUMNS)
     each = [_packed_row(pack, n, num_rows, count, tokens) for pack in packs]
     return Packed(*arguments(*map(np.concatenate, zip(*each, strict=True))))
 

@@ -29,8 +29,8 @@ from quatrain.rollout.decode import (
     Program,
     Sampling,
     Slots,
-    decode,
-    prefill,
+    decode_program,
+    prefill_program,
     rearrange,
 )
 from quatrain.rollout.groups import (
@@ -251,7 +251,9 @@ class Session:
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
         packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1])
-        prompts, *first = prefill(params, self._cache.prompts, packed, self._seed, program=self._program)
+        prompts, *first = prefill_program()(
+            params, self._cache.prompts, packed, self._seed, program=self._program
+        )
         self._cache = replace(self._cache, prompts=prompts)
         tokens, logprobs = (x.tolist() for x in jax.device_get(first))
         size = len(tokens) // len(packs)
@@ -273,7 +275,7 @@ class Session:
     def _decode(self, params: Any, version: int) -> None:
         assert self._cache is not None
         cache = self._cache
-        own, decoded = decode(
+        own, decoded = decode_program()(
             params,
             cache.own,
             cache.prompts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_tile, token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
+from quatrain.parallel.compilations import with_barriers
 from quatrain.parallel.host_memory import compiling_leaves_nothing
 from quatrain.parallel.mesh import DATA_AXES, in_memory, mesh_shape, moved, one_device, shardings
 from quatrain.types import Metric
@@ -200,20 +201,13 @@ def _copies(specs: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), specs)
 
 
-@cache
-def gradient_program() -> Any:
-    """`_accumulate`, compiled so that what is to be computed again is.
-
-    On a CPU, XLA would first take away what keeps the two computations apart, and then merge them.
-    """
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
-    return jax.jit(
-        _accumulate,
-        static_argnames=("policy", "objective", "holds"),
-        donate_argnames=("total", "held"),
-        keep_unused=True,  # `held` is there to be written over
-        compiler_options=options,
-    )
+gradient_program = with_barriers(
+    _accumulate,
+    static_argnames=("policy", "objective", "holds"),
+    donate_argnames=("total", "held"),
+    keep_unused=True,  # `held` is there to be written over
+)
+"""Gives `_accumulate`, compiled."""
 
 
 def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> Total:
