@@ -71,17 +71,17 @@ def activations(
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
     their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
-    `cpu` the compiler fuses less: with `none` it keeps 3 F b more, and what the loops of block attention fill
-    takes 2 Q b (Q b with `layer`).
+    `cpu` the compiler fuses differently: with `none` it keeps (3 F - D) b more, and what is normed once; and
+    what the loops of block attention fill takes Q b more of a layer but with `layer`.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     cpu, sharded, cast = platform == "cpu", mesh.fsdp > 1, dtype != param_dtype
     norms = arch.qk_norm * (n.queries + n.keys_values) + arch.post_norms * 2 * n.hidden
     products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms
-    every = products + 4 * n.hidden + norms + (3 * n.mlp if cpu else 0)
+    every = products + (3 * n.hidden + 3 * n.mlp if cpu else 4 * n.hidden + norms)
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    loops = (1 if remat == "layer" else 2) * n.queries * b
+    loops = (remat != "layer") * n.queries * b
     works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms
     works -= 0 if remat == "layer" else products
 
