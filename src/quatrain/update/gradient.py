@@ -116,8 +116,7 @@ class Policy:
         return logprobs, entropy
 
 
-@partial(jax.jit, static_argnames=("policy",))
-def score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array, jax.Array]:
+def _score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array, jax.Array]:
     """[R, K] float32 log-probabilities of a micro-batch's scored tokens, and its mask; forward only.
 
     Both are on every device.
@@ -131,11 +130,16 @@ def score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array,
     return mapped(own, policy.mesh, in_specs, PartitionSpec())(params, batch)
 
 
+score_program = with_barriers(_score, static_argnames=("policy",))
+"""Gives `_score`, compiled."""
+
+
 def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
     """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
     result = np.zeros(table.completion_mask.shape, np.float32)
     for sequences, batch in micro_batches(table, cutting, policy.mesh):
-        scored, mask = (np.asarray(x) for x in score(params, batch, policy=policy))
+        with compiling_leaves_nothing():
+            scored, mask = (np.asarray(x) for x in score_program()(params, batch, policy=policy))
         part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
         part[table.completion_mask[sequences]] = scored[mask]
         result[sequences] = part
@@ -241,7 +245,8 @@ def _apply(
 
     def apply(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        updates, opt_state = optimizer.update(grads, opt_state, master)
+        update = optax.with_extra_args_support(optimizer).update
+        updates, opt_state = update(grads, opt_state, master, global_norm=norm)
         new_params = jax.tree.map(lambda p, m, u: (m + u).astype(p.dtype), params, master, updates)
         return new_params, opt_state
 
@@ -255,7 +260,7 @@ def _add(
     params: Any, total: Total, batch: MicroBatch, residuals: ResidualMemory | None, **static: Any
 ) -> Total:
     program = gradient_program()
-    if residuals is None:
+    if residuals is None or static["policy"].remat == "none":  # which leaves weights as they are multiplied
         return program(params, total, batch, **static)[0]
     kind = tuple(static.values()), jax.tree.structure(batch), tuple(x.shape for x in jax.tree.leaves(batch))
     static |= {"holds": True}
@@ -263,7 +268,7 @@ def _add(
         kind, static["policy"].mesh, lambda: program.eval_shape(params, total, batch, **static)[1]
     )
     total, held = program(params, total, batch, held, **static)
-    residuals.take_back(held)
+    residuals.take_back(kind, held)
     return total
 
 

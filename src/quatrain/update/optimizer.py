@@ -5,6 +5,8 @@ Used by `gradient.py`, which applies them to summed gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -46,15 +48,23 @@ def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.Gradient
     return optax.chain(clip_by_global_norm(config.max_grad_norm), build())
 
 
-def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+def clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
     """Gradients whose global norm is at most `most`, all scaled by one factor.
 
-    `optax.clip_by_global_norm` divides each element instead, for which XLA makes a second gradient.
+    `optax.clip_by_global_norm` divides each element instead, for which XLA makes a second gradient. The norm
+    is not computed where `update` is given it as `global_norm`.
     """
 
-    def clip(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        del params
-        factor = jnp.minimum(1.0, most / optax.tree.norm(grads))
-        return jax.tree.map(lambda g: g * factor, grads)
+    def clip(
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        global_norm: jax.Array | None = None,
+        **others: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        norm = optax.tree.norm(grads) if global_norm is None else global_norm
+        factor = jnp.minimum(1.0, most / norm)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 
-    return optax.stateless(clip)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), clip)

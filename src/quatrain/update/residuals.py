@@ -1,8 +1,8 @@
 """Memory for what the forward pass leaves to the backward pass, held from one micro-batch to the next.
 
 Under `gradient.py`, whose program writes it anew each time. On a CPU a program's temporaries are new pages at
-every call, which the system finds and clears one by one; an accelerator's allocator has them at hand, and
-holding them would take them from the rollout.
+every call, which the system finds and clears one by one. What is held stays over the rollout too, which
+needs less than the update there; an accelerator's allocator has memory at hand, and its rollout needs it.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ class ResidualMemory:
 
         They are the borrower's to donate; those of another kind are given up first.
         """
-        if kind == self._kind:
-            arrays, self._arrays = self._arrays, []
+        known, arrays = self._kind, self._arrays
+        self._kind, self._arrays = None, []
+        if kind == known:
             return arrays
-        self._kind, self._arrays = kind, []
+        del arrays
         like = tuple((x.shape, x.dtype) for x in shapes())
         return _zeros(like, NamedSharding(mesh, each_its_own(mesh)))
 
-    def take_back(self, arrays: Arrays) -> None:
-        """`arrays` of the kind that was lent last."""
-        self._arrays = arrays
+    def take_back(self, kind: Hashable, arrays: Arrays) -> None:
+        """`arrays` in the place of what was lent for this `kind`."""
+        self._kind, self._arrays = kind, arrays
 
 
 def residual_memory() -> ResidualMemory | None:
