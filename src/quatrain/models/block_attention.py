@@ -21,7 +21,7 @@ from jax import lax
 from quatrain.models.layers import MASKED, attention_mask, softcap
 
 BLOCK_TOKENS = 64
-BLOCKS_AT_ONCE = {"cpu": 8}
+BLOCKS_AT_ONCE = {"cpu": 4}
 """By platform. A CPU is fastest on what its caches hold; elsewhere all at once keep the device busy."""
 FAR = np.iinfo(np.int32).max
 
