@@ -1,9 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.update.optimizer import build_optimizer, learning_rate
+from quatrain.update.optimizer import build_optimizer, clip_by_global_norm, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,15 @@ def test_no_clipping_without_a_bound():
     params = jnp.zeros(2)
     updates, _ = optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(params), params)
     np.testing.assert_allclose(updates, [-6.0, -8.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e6])
+def test_clipping_is_that_of_optax(scale):
+    grads = {"a": scale * jax.random.normal(jax.random.key(0), (5, 7)), "b": scale * jnp.arange(3.0)}
+    ours, theirs = (
+        clip.update(grads, clip.init(grads), None)
+        for clip in (clip_by_global_norm(0.5), optax.clip_by_global_norm(0.5))
+    )
+    assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
+    for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -126,9 +126,9 @@ def _heads(x_BTNH: jax.Array, K: int) -> jax.Array:
     return x_MSNH.reshape(M, S, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(M, K, N // K * S, H)
 
 
-def _rows(x_MKXH: jax.Array, like_BTNH: jax.Array) -> jax.Array:
-    """[M, K, X, H] as [B, T, N, H]."""
-    B, T, N, H = like_BTNH.shape
+def _rows(x_MKXH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[M, K, X, H] as [B, T, N, H], a `shape`."""
+    B, T, N, H = shape
     M, K, X, _ = x_MKXH.shape
     S = X * K // N
     x_MSNH = x_MKXH.reshape(M, K, N // K, S, H).transpose(0, 3, 1, 2, 4)
@@ -176,16 +176,17 @@ def _forward(
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
     y, log_total = lax.fori_loop(0, groups[0], group, _made_after(q, begin))
     # One array: XLA would cut the padding off for everyone who reads it, and make one for each.
-    y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH))
-    return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, _in_order(log_total, pattern))
+    y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH.shape))
+    return y_BTNH, (q, k, v, pattern, y_BTNH, _in_order(log_total, pattern))
 
 
 def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: jax.Array) -> Any:
-    q_BTNH, k_BTKH, v_BTKH, pattern, y_BTNH, log_total = residuals
+    q, k, v, pattern, y_BTNH, log_total = residuals
+    B, T, _, H = dy_BTNH.shape
+    K = k.shape[1]
     float32s = (x.astype(jnp.float32) for x in (dy_BTNH, y_BTNH))
     along_BTN1 = jnp.vecdot(*float32s, precision="highest")[..., None]
-    q, k, v, dy, along = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH, dy_BTNH, along_BTN1))
-    along = along[..., 0]
+    dy, along = _heads(dy_BTNH, K), _heads(along_BTN1, K)[..., 0]
 
     def group(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -220,8 +221,8 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
         jnp.zeros(v.shape, jnp.float32),
     )
     dq, dk, dv = lax.fori_loop(0, groups[0], group, _made_after(dy, begin))
-    dq_BTNH, dk_BTKH = _rows(_in_order(dq, pattern), q_BTNH), _rows(dk.astype(k.dtype), k_BTKH)
-    return dq_BTNH, dk_BTKH, _rows(dv.astype(v.dtype), v_BTKH), None
+    dk_BTKH, dv_BTKH = (_rows(each.astype(k.dtype), (B, T, K, H)) for each in (dk, dv))
+    return _rows(_in_order(dq, pattern), dy_BTNH.shape), dk_BTKH, dv_BTKH, None
 
 
 block_attention.defvjp(_forward, _backward)

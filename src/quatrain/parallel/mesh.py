@@ -6,14 +6,16 @@ Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> where parameters, batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Role
@@ -64,6 +66,12 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+@partial(jax.jit, static_argnames=("shape", "value", "dtype", "sharding"))
+def filled(shape: tuple[int, ...], value: float, dtype: DTypeLike, sharding: NamedSharding) -> jax.Array:
+    """An array of one value, made where it lies."""
+    return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), sharding)
 
 
 def moved(arrays: Any, places: Any) -> Any:

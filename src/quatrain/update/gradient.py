@@ -27,7 +27,7 @@ from quatrain.ops.packing import PackingCost
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
 from quatrain.parallel.compilations import with_barriers
 from quatrain.parallel.host_memory import compiling_leaves_nothing
-from quatrain.parallel.mesh import DATA_AXES, in_memory, mesh_shape, moved, one_device, shardings
+from quatrain.parallel.mesh import DATA_AXES, filled, in_memory, mesh_shape, moved, one_device, shardings
 from quatrain.types import Metric
 from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
 from quatrain.update.residuals import Arrays, ResidualMemory, each_its_own, residuals_of
@@ -221,18 +221,13 @@ def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Obje
     copies = policy.mesh_shape.dp
     everywhere = NamedSharding(policy.mesh, PartitionSpec())
     return jax.tree.map(
-        lambda p, sharding: _filled((copies, *p.shape), 0.0, sharding),
+        lambda p, sharding: filled((copies, *p.shape), 0.0, jnp.float32, sharding),
         params,
         shardings(policy.mesh, _copies(policy.partition)),
     ), {
-        "sum": {name: _filled((), 0.0, everywhere) for name in stats["sum"]},
-        "max": {name: _filled((), -jnp.inf, everywhere) for name in stats["max"]},
+        "sum": {name: filled((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
+        "max": {name: filled((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
     }
-
-
-@partial(jax.jit, static_argnames=("shape", "value", "sharding"))
-def _filled(shape: tuple[int, ...], value: float, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.full(shape, value, jnp.float32), sharding)
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))

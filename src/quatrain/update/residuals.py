@@ -8,13 +8,12 @@ needs less than the update there; an accelerator's allocator has memory at hand,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from quatrain.parallel.mesh import filled
 
 LEAST_BYTES = 2**17
 """Smaller arrays are not worth a place of their own: the C library has room for them."""
@@ -41,34 +40,27 @@ def each_its_own(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(mesh.axis_names)
 
 
-@partial(jax.jit, static_argnames=("like", "where"))
-def _zeros(like: tuple[tuple[tuple[int, ...], jnp.dtype], ...], where: NamedSharding) -> Arrays:
-    return [lax.with_sharding_constraint(jnp.zeros(*each), where) for each in like]
-
-
 class ResidualMemory:
     """Lends arrays to be written over, and keeps those that come back in their place."""
 
     def __init__(self) -> None:
-        self._kind: Hashable = None
-        self._arrays: Arrays = []
+        self._held: dict[Hashable, Arrays] = {}
 
     def lend(self, kind: Hashable, mesh: Mesh, shapes: Callable[[], Any]) -> Arrays:
-        """What came back last for this `kind` of micro-batch, else new arrays of `shapes()` on `mesh`.
+        """What came back last, where it is of this `kind` of micro-batch; else new arrays on `mesh`.
 
-        They are the borrower's to donate; those of another kind are given up first.
+        They are like `shapes()` and the borrower's to donate. Those of another kind are given up first.
         """
-        known, arrays = self._kind, self._arrays
-        self._kind, self._arrays = None, []
-        if kind == known:
-            return arrays
-        del arrays
-        like = tuple((x.shape, x.dtype) for x in shapes())
-        return _zeros(like, NamedSharding(mesh, each_its_own(mesh)))
+        held = self._held.pop(kind, None)
+        if held is not None:
+            return held
+        self._held.clear()
+        place = NamedSharding(mesh, each_its_own(mesh))
+        return [filled(x.shape, 0.0, x.dtype, place) for x in shapes()]
 
     def take_back(self, kind: Hashable, arrays: Arrays) -> None:
         """`arrays` in the place of what was lent for this `kind`."""
-        self._kind, self._arrays = kind, arrays
+        self._held = {kind: arrays}
 
 
 def residual_memory() -> ResidualMemory | None:
