@@ -411,12 +411,16 @@ def _cutting(policy: Policy, layout: str, table: TokenTable, max_tokens: int) ->
 
 
 def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> float:
-    """Operations of a forward pass over `cuts` of `table`: a prompt that is shared counts once."""
+    """Operations of a forward pass over `cuts` of `table`: what is shared counts once."""
     tokens = keys = 0.0
-    for segment in (segment for cut in cuts for line in cut.lines for segment in line):
-        shared, own = segment.shared, table.lengths[segment.rows] - segment.shared
-        tokens += segment.num_tokens
-        keys += shared * (shared + 1) / 2 + float((own * shared + own * (own + 1) / 2).sum())
+    for cut in cuts:
+        again = cut.preamble * (cut.preamble + 1) / 2
+        tokens += float(sum(cut.parts(line).sum() for line in cut.lines))
+        keys += again * sum(map(bool, cut.lines))
+        for segment in (segment for line in cut.lines for segment in line):
+            shared, own = segment.shared, table.lengths[segment.rows] - segment.shared
+            keys += shared * (shared + 1) / 2 - again
+            keys += float((own * shared + own * (own + 1) / 2).sum())
     scored = float(table.completion_mask.sum())
     return forward_flops(arch, tokens=tokens, keys=keys / tokens, scored=scored)
 

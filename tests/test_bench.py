@@ -10,6 +10,7 @@ MEDIANS = {
     "batch/tokens": 100.0,
     "batch/shared_fraction": 0.2,
     "rollout/prefill_s": 1.0,
+    "rollout/prefill_tokens": 30.0,
     "rollout/decode_s": 2.0,
     "time/update_logprobs_s": 0.5,
     "time/update_s": 3.0,
@@ -27,6 +28,12 @@ def test_the_work_of_a_gradient_is_three_forward_passes(config, small_arch):
     sampled = config.data.batch_size * config.rollout.n * 4.0
     assert seconds == 2.5
     assert flops == 3 * forward_flops(small_arch, tokens=80.0, keys=7.0, scored=sampled)
+
+
+def test_the_work_of_a_prefill_is_that_of_the_tokens_it_computed(config, small_arch):
+    seconds, flops = _stages(config, small_arch, MEDIANS)["prefill"]
+    assert seconds == 1.0
+    assert flops == forward_flops(small_arch, tokens=30.0, keys=5.0, scored=config.data.batch_size)
 
 
 def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):

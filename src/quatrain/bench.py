@@ -96,7 +96,7 @@ def _stages(
     stages = {
         "prefill": (
             medians["rollout/prefill_s"],
-            forward_flops(arch, tokens=prompts * prompt, keys=prompt / 2, scored=prompts),
+            forward_flops(arch, tokens=medians["rollout/prefill_tokens"], keys=prompt / 2, scored=prompts),
         ),
         "decode": (
             medians["rollout/decode_s"],

@@ -2,12 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from quatrain.models.flops import linear_parameters
 from quatrain.models.params import num_params
+from quatrain.ops import packing
 from quatrain.update.batcher import Cutting, TokenTable
 
 
@@ -80,7 +82,7 @@ def _check_update(script, update, limits):
     assert max(max(seconds) for seconds in update["compile_s"].values()) < update["first_step_s"]
 
 
-def test_operations_are_counted_once_for_a_shared_prompt(script):
+def test_operations_are_counted_once_for_a_shared_prompt(script, monkeypatch):
     """Two sequences of a group: a prompt of 3 tokens, completions of 1 and 2."""
     arch = script.SMALL.shapes["tiny"]
     lengths = np.array([4, 5])
@@ -93,6 +95,10 @@ def test_operations_are_counted_once_for_a_shared_prompt(script):
     assert alone == pytest.approx(9 * per_token + (10 + 15) * per_key + scored)
     shared = script.needed_flops(arch, table, Cutting(max_tokens=64, share_prompts=True).cut(table))
     assert shared == pytest.approx(6 * per_token + (6 + 4 + 9) * per_key + scored)
+    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+    table = replace(table, group_ids=np.arange(2))  # of two groups: three tokens once, then 1 and 2
+    cuts = Cutting(max_tokens=64, share_prompts=True).cut(table)
+    assert script.needed_flops(arch, table, cuts) == shared
 
 
 def test_what_fails_or_does_not_fit_is_told_and_the_rest_is_kept(script, monkeypatch):

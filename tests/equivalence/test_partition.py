@@ -24,15 +24,31 @@ LONGEST = 9
 ALL_ROWS = Cutting(rows=1000)
 
 
-def _table(arch, params, batch, seed: int) -> TokenTable:
-    """Old and reference log-probabilities near the policy's own, so that some ratios are clipped."""
+PREAMBLE = 40
+"""Tokens: more than the least that stand in each line once."""
+
+
+def _table(arch, params, batch, seed: int, preamble: int = 0) -> TokenTable:
+    """Old and reference log-probabilities near the policy's own, so that some ratios are clipped.
+
+    All sequences begin with `preamble` tokens, which are put before those of `batch`.
+    """
     rollouts = batch.rollouts
     columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
     table = TokenTable(
         rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns, rollouts.group_ids
     )
-    own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     rng = np.random.default_rng(seed)
+    before = ((0, 0), (preamble, 0))
+    table = TokenTable(
+        np.pad(table.input_ids, before),
+        np.pad(table.attention_mask, before, constant_values=True),
+        np.pad(table.completion_mask, before),
+        {name: np.pad(values, before) for name, values in columns.items()},
+        table.group_ids,
+    )
+    table.input_ids[:, :preamble] = rng.integers(0, arch.vocab_size, preamble)
+    own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
 
@@ -96,7 +112,7 @@ def _random_cutting(rng: np.random.Generator, table: TokenTable) -> Cutting:
     if rng.random() < 0.5:
         return Cutting(rows=int(rng.integers(1, 6)), num_shards=shards)
     cap = int(table.lengths.max())
-    budget = int(rng.choice([cap, cap + 3, 32, 64]))
+    budget = int(rng.choice([cap, cap + 3, max(cap, 32), cap + 49]))
     return Cutting(max_tokens=budget, num_shards=shards, share_prompts=bool(rng.random() < 0.5))
 
 
@@ -112,7 +128,8 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     """In any order, under other group ids, groups torn apart, each part cut in its own way: the same sums."""
     rng = np.random.default_rng(seed)
     objective = PolicyObjective(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
-    table = _table(small_arch, small_params, make_batch(30 + seed, groups=int(rng.integers(1, 6))), seed)
+    batch = make_batch(30 + seed, groups=int(rng.integers(1, 6)))
+    table = _table(small_arch, small_params, batch, seed, preamble=PREAMBLE * (seed % 3 == 1))
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
@@ -120,6 +137,28 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting, one_device())]
     got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
+
+
+@pytest.mark.parametrize("window", [None, 4, 44])
+@pytest.mark.parametrize(
+    ("budget", "shards"), [(PREAMBLE + LONGEST_SEQUENCE, 1), (PREAMBLE + 30, 2), (PREAMBLE + 500, 1)]
+)
+def test_a_preamble_computed_once_changes_nothing(
+    small_arch, small_params, make_batch, budget, shards, window
+):
+    """Wherever lines end, and where layers do not see far enough back for all of it."""
+    kinds = ("full_attention", "full_attention" if window is None else "sliding_attention")
+    arch = replace(small_arch, layer_types=kinds, sliding_window=window)
+    objective = PolicyObjective(UpdateConfig(kl_coef=0.1), on_policy=False)
+    table = _table(arch, small_params, make_batch(26, groups=5), 6, preamble=PREAMBLE)
+    table = table.weighted("token_mean", LONGEST)
+    cutting = Cutting(max_tokens=budget, num_shards=shards, share_prompts=True)
+    cuts = cutting.cut(table)
+    assert {cut.preamble for cut in cuts} == {PREAMBLE}
+    assert max(cut.parts(line).sum() for cut in cuts for line in cut.lines) <= budget
+    expected = _gradient(arch, small_params, table, ALL_ROWS, objective)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0])) > 1e-3
+    _assert_same(_gradient(arch, small_params, table, cutting, objective), expected)
 
 
 @pytest.mark.parametrize("cutting", [Cutting(rows=4), Cutting(max_tokens=64)], ids=["fixed", "budget"])

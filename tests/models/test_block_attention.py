@@ -8,7 +8,7 @@ from reference import attention
 
 from quatrain.models import block_attention as module
 from quatrain.models.block_attention import block_attention, block_pattern
-from quatrain.models.layers import attention_mask
+from quatrain.models.layers import TWIGS, attention_mask
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +97,43 @@ def _branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, 
     return positions, branches
 
 
+def _twigs(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each segment becomes a trunk and two branches after it, with two twigs each at the positions after."""
+    positions, branches = positions.copy(), np.zeros_like(segments)
+    for row in range(len(segments)):
+        for segment in np.unique(segments[row][segments[row] > 0]):
+            trunk, *rest = np.array_split(np.flatnonzero(segments[row] == segment), 7)
+            positions[row, trunk] = np.arange(len(trunk))
+            for stem in (0, 3):
+                first = len(trunk)
+                for twig, own in enumerate(rest[stem : stem + 3]):
+                    positions[row, own] = first + np.arange(len(own))
+                    branches[row, own] = (stem + 1) * TWIGS + twig
+                    first += len(own) * (twig == 0)
+    return positions, branches
+
+
+def test_a_twig_sees_its_stem_and_the_trunk():
+    branches = jnp.array([[0, TWIGS, TWIGS + 1, TWIGS + 2, 2 * TWIGS, 2 * TWIGS + 1]])
+    positions, segments = jnp.array([[0, 1, 2, 2, 1, 2]]), jnp.ones((1, 6), jnp.int32)
+    seen = attention_mask(positions, positions, segments, segments, None, (branches, branches))
+    assert seen[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 0, 0, 0, 1, 0],
+        [1, 0, 0, 0, 1, 1],
+    ]
+
+
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("rows", "width"), [(1, 90), (2, 70)])
-def test_branches_see_their_trunk_and_themselves(window, rows, width):
+@pytest.mark.parametrize("split", [_branches, _twigs])
+def test_branches_see_where_they_begin_and_themselves(split, window, rows, width):
     rng = np.random.default_rng(width)
     positions, segments = _rows(rng, rows, width)
-    positions, branches = (jnp.asarray(x) for x in _branches(segments, positions))
+    positions, branches = (jnp.asarray(x) for x in split(segments, positions))
     segments = jnp.asarray(segments)
     q, k, v, dy = (
         jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (4, 2, 2, 4)

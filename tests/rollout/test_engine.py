@@ -62,9 +62,9 @@ def _scores(params, arch, ids, real):
     return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
 
 
-def _forward_scores(params, arch, batch):
-    """Logits [B, WIDTH, V] of the whole batch by the plain forward pass."""
-    wide = [(0, 0), (0, WIDTH - batch.input_ids.shape[1])]
+def _forward_scores(params, arch, batch, width=WIDTH):
+    """Logits [B, width, V] of the whole batch by the plain forward pass."""
+    wide = [(0, 0), (0, width - batch.input_ids.shape[1])]
     return np.asarray(
         _scores(params, arch, np.pad(batch.input_ids, wide), np.pad(batch.attention_mask, wide))
     )
@@ -103,6 +103,28 @@ def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, famil
     expected = np.asarray(jax.nn.log_softmax(scores[rows, columns - 1]))
     chosen = expected[np.arange(len(rows)), batch.input_ids[rows, columns]]
     np.testing.assert_allclose(batch.rollout_logprobs[rows, columns], chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, family):
+    """Of those that are admitted together: all five, or two and those that follow."""
+    arch = _family_arch(small_arch, family)
+    params = init_params(arch, jax.random.key(3))
+    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+    preamble = np.random.default_rng(0).integers(1, 290, 40).tolist()
+    engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
+    batch = engine.generate(_prompts([preamble + ids for ids in PROMPTS]))
+    scores = _forward_scores(params, arch, batch, width=64)
+    rows, columns = np.nonzero(batch.completion_mask)
+    assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
+    whole = sum(40 + len(ids) for ids in PROMPTS)
+    computed = batch.metrics["rollout/prefill_tokens"].result()
+    assert (whole - computed) % 40 == 0
+    assert whole - 4 * 40 <= computed <= whole - 40
+    together = make_engine(arch=arch, params=params, temperature=0.0, n=2)
+    others = together.generate(_prompts([preamble + ids for ids in PROMPTS]))
+    assert _completion_ids(others) == _completion_ids(batch)
+    assert others.metrics["rollout/prefill_tokens"].result() == whole - 4 * 40
 
 
 def test_samples_of_a_prompt_stand_side_by_side(make_engine):
@@ -390,6 +412,7 @@ def test_work_is_measured(make_engine):
     assert 0 < wasted.result() < 0.5
     assert metrics["rollout/tokens_per_s"].result() > 0
     assert metrics["rollout/prefill_s"].result() > 0
+    assert metrics["rollout/prefill_tokens"].result() == sum(map(len, PROMPTS))
     assert metrics["rollout/decode_s"].result() > 0
 
 

@@ -1,12 +1,15 @@
 import numpy as np
 import pytest
 
+from quatrain.models.layers import TWIGS
+from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
 from quatrain.update.batcher import (
     Cutting,
     TokenTable,
     common_beginnings,
+    common_preamble,
     describe_cuts,
     micro_batches,
     mini_batches,
@@ -103,6 +106,58 @@ def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
     assert held == [([0, 1], 5), ([2], 4), ([3], 3)]
     metrics = describe_cuts(_group(), cuts, DEFAULT_COST)
     assert metrics["batch/shared_fraction"].result() == 3 / 15
+
+
+@pytest.fixture
+def short_preambles(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+
+
+def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
+    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=7, share_prompts=True), one_device())
+    assert rows.tolist() == [3, 0, 1, 2]
+    assert batch.input_ids.tolist() == [[1, 2, 20, 3, 10, 11, 12]]
+    assert batch.positions.tolist() == [[0, 1, 2, 2, 3, 4, 3]]
+    assert batch.segment_ids.tolist() == [[1] * 7]
+    first, second = TWIGS, 2 * TWIGS  # the sample of three has no token of its own
+    assert batch.branch_ids.tolist() == [[0, 0, first + 1, second, second + 1, second + 1, second + 3]]
+    assert batch.targets[0, :4].tolist() == [20, 10, 11, 12]
+    assert batch.predictors[0, :4].tolist() == [1, 3, 4, 3]
+    assert batch.mask[0].tolist() == [True] * 4 + [False] * 3
+
+
+def test_each_line_has_the_preamble_and_the_cap_counts_it(short_preambles):
+    cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
+    (cut,) = cutting.cut(_group())
+    held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.parts(line) for line in cut.lines}
+    assert {rows: parts.tolist() for rows, parts in held.items()} == {(0, 1): [2, 3], (3, 2): [2, 1, 2]}
+    assert cut.width == 5
+    metrics = describe_cuts(_group(), [cut], DEFAULT_COST)
+    assert metrics["batch/padding_fraction"].result() == 0
+    assert metrics["batch/shared_fraction"].result() == 5 / 15
+    assert metrics["global_seqlen/balanced_max"].result() == 5
+
+
+def test_a_preamble_is_of_tokens_that_nobody_produced_and_not_all_of_a_sequence(short_preambles):
+    table = _group()
+    assert common_preamble(table, 5) == 2
+    assert common_preamble(table, 4) == 0  # nothing fits: the packer says so
+    assert common_preamble(table.take(np.array([], int)), 4) == 0
+    assert common_preamble(table.take(np.array([1, 1])), 5) == 2  # of three tokens
+    table.completion_mask[3, 1] = True
+    assert common_preamble(table, 5) == 0
+    with pytest.raises(ValueError, match="max_tokens=4 cannot hold the sequence of 5 tokens"):
+        Cutting(max_tokens=4, share_prompts=True).cut(_group())
+
+
+def test_a_short_preamble_is_not_worth_it():
+    length = packing.LEAST_PREAMBLE
+    ids = np.ones((2, length + 1), np.int32)
+    completion = np.broadcast_to(np.arange(length + 1) == length, ids.shape)
+    table = TokenTable(ids, np.ones(ids.shape, bool), completion, {}, np.arange(2))
+    assert common_preamble(table, 100) == length
+    table.input_ids[0, length - 1] = 2
+    assert common_preamble(table, 100) == 0
 
 
 def test_only_tokens_that_are_equal_are_shared():

@@ -24,11 +24,16 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+def knows_branches(name: str) -> bool:
+    """Whether the implementation `name` computes segments with branches."""
+    return name == "xla"
+
+
 def seen_by(
     name: str, positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array | None, window: int | None
 ) -> Seen:
     """What `self_attention` by the implementation `name` needs to know of rows [B, T]."""
-    if name == "xla":
+    if knows_branches(name):
         branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
         return block_pattern(positions, segment_ids, branches, window)
     assert branch_ids is None, "the kernels know segments, not branches: choose_attention refuses them"

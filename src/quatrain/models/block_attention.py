@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from quatrain.models.layers import MASKED, attention_mask, softcap
+from quatrain.models.layers import MASKED, TWIGS, attention_mask, softcap
 
 BLOCK_TOKENS = 64
 BLOCKS_AT_ONCE = {"cpu": 4}
@@ -48,7 +48,7 @@ def block_pattern(
 ) -> BlockPattern:
     """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T].
 
-    A segment lies within one row and its branches, 0 first, one after another.
+    A segment lies within one row and its branches one after another, in the order of their numbers.
     """
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
@@ -69,19 +69,26 @@ def block_pattern(
 def _may_see(positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None) -> jax.Array:
     """[M, M] bool: False where no query of a block sees any key of another; never False where one does."""
     real = segments != 0
-    # Segments and branches numbered along the rows as one: what a block holds is a range of these numbers.
-    flat, leaves = segments.reshape(-1), branches.reshape(-1)
-    begins = (jnp.diff(flat, prepend=0) != 0) | (jnp.diff(leaves, prepend=0) != 0)
-    leaves = jnp.cumsum(begins, dtype=jnp.int32).reshape(segments.shape)
+    # What is one of a kind lies side by side, so that what a block holds of it is a range of numbers.
+    leaves = _numbered(segments, branches)
     same_leaf = _overlap(_range(leaves, real), _range(leaves, real))
+    stems = _numbered(segments, branches // TWIGS)
+    stem = _overlap(_range(stems, real), _range(stems, real & (branches % TWIGS == 0)))
     trunk = _overlap(_range(segments, real), _range(segments, real & (branches == 0)))
     blocks = jnp.arange(len(segments))
-    allowed = (same_leaf | trunk) & (blocks[:, None] >= blocks[None])
+    allowed = (same_leaf | stem | trunk) & (blocks[:, None] >= blocks[None])
     if window is None:
         return allowed
     first, _ = _range(positions, real)
     _, last = _range(positions, real)
     return allowed & (first[:, None] - last[None] < window)
+
+
+def _numbered(segments: jax.Array, branches: jax.Array) -> jax.Array:
+    """[M, S]: numbers from 1, in the order of the row, of the pairs of a segment and a branch."""
+    pairs = segments.reshape(-1), branches.reshape(-1)
+    first, second = (jnp.diff(x, prepend=0) != 0 for x in pairs)
+    return jnp.cumsum(first | second, dtype=jnp.int32).reshape(segments.shape)
 
 
 def _range(values: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from quatrain.models.attention import seen_by, self_attention
+from quatrain.models.attention import knows_branches, seen_by, self_attention
 from quatrain.models.decoder import layer_windows, through_layers
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import CachePart, write
@@ -40,14 +40,19 @@ def prefill(
     input_ids: jax.Array,
     positions: jax.Array,
     segment_ids: jax.Array,
+    branch_ids: jax.Array,
     *,
     dtype: DTypeLike,
     attention: str,
 ) -> tuple[jax.Array, CachePart]:
-    """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H]."""
+    """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H].
+
+    An `attention` that does not know branches takes `branch_ids` for zeros, which they have to be.
+    """
     windows = layer_windows(arch)
+    branches = branch_ids[None] if knows_branches(attention) else None
     seen = {
-        w: seen_by(attention, positions[None], segment_ids[None], None, w) for w in dict.fromkeys(windows)
+        w: seen_by(attention, positions[None], segment_ids[None], branches, w) for w in dict.fromkeys(windows)
     }
     keys, values = [], []
 

@@ -60,10 +60,10 @@ def forward(
 
     A query attends to keys of its own segment (0 is padding) at its position or before, within the sliding
     window where the layer has one; a row may hold several segments, each with positions from 0. A segment
-    may have branches, `branch_ids` [B, T]: those from 1 on see themselves and branch 0, and have positions
-    that follow it. Activations are in `dtype`; norms, rotary embeddings and softmax in float32. `remat` says
-    what the backward pass recomputes (`REMAT`), `attention` names the implementation of attention
-    (`kernels.choose_attention`).
+    may have branches, `branch_ids` [B, T]: those from 1 on see themselves and what they begin with, and have
+    positions that follow it (`layers.attention_mask`). Activations are in `dtype`; norms, rotary embeddings
+    and softmax in float32. `remat` says what the backward pass recomputes (`REMAT`), `attention` names the
+    implementation of attention (`kernels.choose_attention`).
     """
     windows = layer_windows(arch)
     seen = {

@@ -20,6 +20,8 @@ from quatrain.parallel.collectives import shared_by, sum_over
 
 Layer = Mapping[str, jax.Array]
 
+TWIGS = 2**16
+"""Branch k * TWIGS + j of a segment is a twig of its branch k * TWIGS; see `attention_mask`."""
 MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 
@@ -111,14 +113,18 @@ def attention_mask(
 
     Those of its own segment (0 is padding, seen by nobody), at its position or before, and fewer than
     `window` positions back. Positions count within a segment, so packed rows need nothing more. Where
-    segments have branches (those of queries and keys), a branch sees itself and branch 0, where it begins.
+    segments have branches (those of queries and keys), a branch sees itself, branch 0, where all begin, and
+    where it is a twig (`TWIGS`) the branch it begins from.
     """
     back = query_positions[:, :, None] - key_positions[:, None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
     seen = same & (key_segments != 0)[:, None, :] & (back >= 0)
     if branches is not None:
         queries, keys = branches
-        seen = seen & ((keys == 0)[:, None, :] | (queries[:, :, None] == keys[:, None, :]))
+        of_itself, of_its_stem = (
+            x[:, :, None] == keys[:, None, :] for x in (queries, queries // TWIGS * TWIGS)
+        )
+        seen = seen & (of_itself | of_its_stem | (keys == 0)[:, None, :])
     return seen if window is None else seen & (back < window)
 
 

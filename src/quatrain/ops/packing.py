@@ -21,6 +21,7 @@ GOOD = 1.03  # imbalance that ends the search; a full bin further above the mean
 LEVEL = 1.005  # moves and swaps end where the dearest bin is not further above the mean
 LAST = (1, 2, 4)  # how many micro-batches, the last ones, share evenly what the full ones leave
 WIDENINGS = 3  # totals of widths that are tried before plain first fit
+LEAST_PREAMBLE = 32  # tokens; attention looks back at a preamble from all of its line, which has a price
 OFFERS = 16  # bins a sequence is offered, the one with the most room first
 
 
@@ -94,6 +95,16 @@ class Packing:
         position = np.empty_like(self.order)
         position[self.order] = np.arange(self.num_sequences)
         return values[position] if isinstance(values, np.ndarray) else [values[k] for k in position]
+
+
+def worthwhile_preamble(sequences: np.ndarray, lengths: np.ndarray) -> int:
+    """Tokens that rows of `sequences` [n, T] begin with in common and that are worth being shared, or 0.
+
+    Never all of one of `lengths` [n]: its last token is its own.
+    """
+    same = (sequences == sequences[0]).all(axis=0)
+    tokens = int(min(np.logical_and.accumulate(same).sum(), lengths.min() - 1))
+    return tokens if tokens >= LEAST_PREAMBLE else 0
 
 
 def width_ladder(max_tokens: int) -> tuple[int, ...]:

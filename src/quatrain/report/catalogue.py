@@ -118,6 +118,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "tokens/s", "mean", "Completion tokens over the seconds of generation."
     ),
     "rollout/prefill_s": MetricDoc("s", "sum", "Part of generation that read the prompts."),
+    "rollout/prefill_tokens": MetricDoc(
+        "tokens", "sum", "Prompt tokens computed: those of each group once, what all begin with once."
+    ),
     "rollout/decode_s": MetricDoc("s", "sum", "Part of generation that sampled tokens."),
     "rollout/slot_utilisation": MetricDoc(
         "fraction", "mean", "Decode work that gave a token, of what the widest batch could do in its steps."

@@ -103,13 +103,19 @@ class Draw:
 
 
 class Packed(NamedTuple):
-    """N prompts in one row of T tokens, and the samples that start from them."""
+    """N prompts in one row of T tokens, and the samples that start from them.
+
+    What all of them begin with, their preamble, may stand there once, first; the rest of each begins at its
+    one of `starts` then.
+    """
 
     input_ids: jax.Array  # [T] int32
     positions: jax.Array  # [T] int32
     segment_ids: jax.Array  # [T] int32, 0 is padding
+    branch_ids: jax.Array  # [T] int32
+    preamble: jax.Array  # [1] int32, its tokens
     starts: jax.Array  # [N] int32
-    lengths: jax.Array  # [N] int32, at least 1
+    lengths: jax.Array  # [N] int32, of prompts with their preamble, at least 1
     rows: jax.Array  # [N] int32, of the prompt cache; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
@@ -157,10 +163,12 @@ def _own_prefill(
         packed.input_ids,
         packed.positions,
         packed.segment_ids,
+        packed.branch_ids,
         dtype=program.dtype,
         attention=program.attention,
     )
-    columns_NS = packed.starts[:, None] + jnp.arange(prompts.columns)
+    columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.preamble
+    columns_NS = jnp.where(columns_S < packed.preamble, columns_S, after_N[:, None] + columns_S)
 
     def insert(buffer: jax.Array, new_TKH: jax.Array, order: tuple[int, ...]) -> jax.Array:
         new_NSKH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip")
@@ -171,7 +179,7 @@ def _own_prefill(
         jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
     )
     n = packed.sequence_ids.shape[1]
-    last_ND = hidden_TD[packed.starts + packed.lengths - 1]
+    last_ND = hidden_TD[after_N + packed.lengths - 1]
     tokens, logprobs = program.draw(
         jnp.repeat(logits(params, program.arch, last_ND), n, axis=0),
         seed,

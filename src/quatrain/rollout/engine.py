@@ -305,6 +305,7 @@ def _length_metrics(fields: dict[str, Any]) -> dict[str, Metric]:
 def _work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
     return {
         "rollout/prefill_s": Metric(tally.prefill_s),
+        "rollout/prefill_tokens": Metric(tally.prefilled_tokens, reduction="sum"),
         "rollout/decode_s": Metric(tally.decode_s),
         "rollout/tokens_per_s": Metric(tally.decoded_tokens / seconds if seconds else 0.0),
         "rollout/slot_utilisation": Metric(tally.useful_slot_steps, tally.widest_slot_steps),

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from quatrain.ops.ladder import round_up
+from quatrain.ops.packing import worthwhile_preamble
 from quatrain.rollout.decode import Packed
 from quatrain.types import Prompt
 
@@ -75,31 +76,58 @@ def packs_of(admitted: list[Admitted]) -> list[Pack]:
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_rows: int) -> Packed:
-    """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest."""
+def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Packed:
+    """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest.
+
+    Where they may `share` it, what all prompts of a pack begin with stands there once.
+    """
     count = 1 << (max(map(len, packs)) - 1).bit_length()
-    most = max(sum(len(x.group.prompt.input_ids) for x in pack) for pack in packs)
+    preambles = [_preamble(pack) if share else 0 for pack in packs]
+    most = max(map(_num_tokens, packs, preambles))
     tokens = round_up(most, FEWEST_COLUMNS)
-    each = [_packed_row(pack, n, num_rows, count, tokens) for pack in packs]
+    each = [
+        _packed_row(pack, n, num_rows, count, tokens, preamble)
+        for pack, preamble in zip(packs, preambles, strict=True)
+    ]
     return Packed(*arguments(*map(np.concatenate, zip(*each, strict=True))))
 
 
-def _packed_row(pack: Pack, n: int, num_rows: int, count: int, tokens: int) -> tuple[np.ndarray, ...]:
+def _preamble(pack: Pack) -> int:
+    """Tokens that all prompts of `pack` begin with, where they are enough to be shared."""
+    if len(pack) < 2:
+        return 0
+    prompts = [item.group.prompt.input_ids for item in pack]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return worthwhile_preamble(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
+
+
+def _num_tokens(pack: Pack, preamble: int) -> int:
+    return preamble + sum(len(item.group.prompt.input_ids) - preamble for item in pack)
+
+
+def _packed_row(
+    pack: Pack, n: int, num_rows: int, count: int, tokens: int, preamble: int
+) -> tuple[np.ndarray, ...]:
     """The fields of `Packed` for one replica, `count` prompts and `tokens` with the padding."""
-    input_ids, positions, segment_ids = (np.zeros(tokens, np.int32) for _ in range(3))
+    input_ids, positions, segment_ids, branch_ids = (np.zeros(tokens, np.int32) for _ in range(4))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
     sequence_ids, steps = np.zeros((count, n), np.uint32), np.zeros(count, np.uint32)
-    first = 0
+    first = preamble
+    if preamble:
+        input_ids[:first], positions[:first] = pack[0].group.prompt.input_ids[:first], np.arange(first)
+        segment_ids[:first] = 1
     for i, (group, _, row) in enumerate(pack):
         prompt = group.prompt.input_ids
         size = len(prompt)
-        span = slice(first, first + size)
-        input_ids[span], positions[span], segment_ids[span] = prompt, np.arange(size), i + 1
+        span = slice(first, first + size - preamble)
+        input_ids[span], positions[span] = prompt[preamble:], np.arange(preamble, size)
+        segment_ids[span], branch_ids[span] = (1, i + 1) if preamble else (i + 1, 0)
         starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
         sequence_ids[i] = [sequence_id(group.prompt, n, sample) for sample in range(n)]
-        first += size
-    return input_ids, positions, segment_ids, starts, lengths, rows, sequence_ids, steps
+        first += size - preamble
+    shared = np.array([preamble], np.int32)
+    return input_ids, positions, segment_ids, branch_ids, shared, starts, lengths, rows, sequence_ids, steps
 
 
 def arguments(*arrays: np.ndarray) -> list[jax.Array]:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.models.architecture import Architecture
+from quatrain.models.attention import knows_branches
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
 from quatrain.ops.ladder import round_up
@@ -79,6 +80,7 @@ class Tally:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     completions: int = 0
+    prefilled_tokens: int = 0
     decoded_tokens: int = 0
     slot_steps: int = 0
     useful_slot_steps: int = 0
@@ -250,7 +252,9 @@ class Session:
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1])
+        share = knows_branches(self._program.attention)
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], share=share)
+        self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         prompts, *first = prefill_program()(
             params, self._cache.prompts, packed, self._seed, program=self._program
         )

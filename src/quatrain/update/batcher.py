@@ -6,7 +6,8 @@ are computed from the whole mini-batch before it is cut, so no cut can change th
 
 A micro-batch has R lines of T positions: in fixed mode a line holds one sequence, with a token budget it
 holds one data shard's share of whole sequences, one after another. Where prompts are shared, the sequences of
-a group stand together, the tokens they begin with in common once. Scored tokens are listed per line, K = T
+a group stand together, the tokens they begin with in common once; and what all sequences begin with, their
+preamble, stands once in each line, first. Scored tokens are listed per line, K = T
 places for them: those the list does not fill cost nothing, and so there is one shape less to compile.
 """
 
@@ -22,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.config.schema import LogprobConfig, UpdateConfig
+from quatrain.models.layers import TWIGS
 from quatrain.ops.ladder import round_up
 from quatrain.ops.losses import token_weights
-from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing
+from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_ladder, worthwhile_preamble
 from quatrain.parallel.mesh import data_sharding, place
 from quatrain.types import Metric
 
@@ -57,12 +59,14 @@ class MicroBatch:
     padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
     on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
     a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
+    After a preamble the whole line is one segment: the preamble is branch 0, what group g begins with branch
+    g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
     """
 
     input_ids: jax.Array  # [R, T] int32
     positions: jax.Array  # [R, T] int32
     segment_ids: jax.Array  # [R, T] int32, 0 on padding
-    branch_ids: jax.Array  # [R, T] int32, a branch sees itself and branch 0 of its segment
+    branch_ids: jax.Array  # [R, T] int32, see `layers.attention_mask`
     predictors: jax.Array  # [R, K] int32
     targets: jax.Array  # [R, K] int32
     mask: jax.Array  # [R, K] bool
@@ -131,7 +135,10 @@ def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> 
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences that stand together in a line: the `shared` tokens all begin with, then the rest of each."""
+    """Sequences that stand together in a line: the `shared` tokens all begin with, then the rest of each.
+
+    `num_tokens` are those of both, a preamble among them.
+    """
 
     rows: np.ndarray
     shared: int
@@ -143,7 +150,8 @@ class Cutting:
     """How a mini-batch is cut: `rows` sequences, or `max_tokens` tokens, per data shard; one of them is set.
 
     `cost` is what the packer balances over the `num_shards` shards of a micro-batch. With `share_prompts`,
-    which takes a token budget, what sequences of a group begin with is computed once for all of them.
+    which takes a token budget, what sequences of a group begin with is computed once for all of them, and
+    what all sequences begin with once for each line.
     """
 
     rows: int | None = None
@@ -174,26 +182,30 @@ class Cutting:
         if self.max_tokens is None:
             return self._fixed_rows(table)
         if not self.share_prompts or table.group_ids is None:
-            return self._packed(_whole_sequences(table), self.max_tokens)
+            return self._packed(_whole_sequences(table), self.max_tokens, 0)
         # Long segments share more, short ones fill the buffers better.
         groups = common_beginnings(table)
         fractions = (self.max_tokens // k for k in (1, 2, 4))
         candidates = [*(shared_segments(table, groups, most) for most in fractions), _whole_sequences(table)]
-        plans = [self._packed(segments, self.max_tokens) for segments in candidates]
+        preamble = common_preamble(table, self.max_tokens)
+        plans = [self._packed(segments, self.max_tokens, preamble) for segments in candidates]
         return min(plans, key=lambda cuts: (len(cuts), sum(cut.num_tokens for cut in cuts)))
 
-    def _packed(self, segments: list[Segment], max_tokens: int) -> list[Cut]:
-        lengths = np.array([segment.num_tokens for segment in segments], np.int64)
-        packing = plan_packing(lengths, max_tokens, self.num_shards, cost=self.cost)
+    def _packed(self, segments: list[Segment], max_tokens: int, preamble: int) -> list[Cut]:
+        own = np.array([segment.num_tokens for segment in segments], np.int64) - preamble
+        segments = [replace(segment, shared=max(segment.shared, preamble)) for segment in segments]
+        packing = plan_packing(own, max_tokens - preamble, self.num_shards, cost=self.cost)
+        widths = width_ladder(max_tokens)
         return [
             Cut(
                 tuple(tuple(segments[i] for i in held) for held in bins),
                 len(bins),
-                width,
+                next(width for width in widths if width >= preamble + max(own[held].sum() for held in bins)),
                 packed=True,
                 shared=self.share_prompts,
+                preamble=preamble,
             )
-            for bins, width in zip(packing.bins, packing.widths, strict=True)
+            for bins in packing.bins
         ]
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
@@ -227,6 +239,14 @@ def common_beginnings(table: TokenTable) -> list[tuple[np.ndarray, int]]:
     return [(rows, _common_tokens(table, rows)) for rows in groups]
 
 
+def common_preamble(table: TokenTable, max_tokens: int) -> int:
+    """Tokens that all sequences begin with, none of them produced, where they are enough to be shared."""
+    if not len(table) or table.lengths.max() > max_tokens:  # the packer says what is too long
+        return 0
+    given = _given_tokens(table, np.arange(len(table)))
+    return worthwhile_preamble(table.input_ids[:, :given], table.lengths)
+
+
 def shared_segments(
     table: TokenTable, groups: list[tuple[np.ndarray, int]], max_tokens: int
 ) -> list[Segment]:
@@ -254,16 +274,23 @@ def shared_segments(
 
 def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
     """Tokens that `rows` begin with in common, none of them produced by the policy."""
-    same = (table.input_ids[rows] == table.input_ids[rows[0]]).all(axis=0)
-    same &= table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
+    given = _given_tokens(table, rows)
+    same = (table.input_ids[rows, :given] == table.input_ids[rows[0], :given]).all(axis=0)
     return int(np.logical_and.accumulate(same).sum())
+
+
+def _given_tokens(table: TokenTable, rows: np.ndarray) -> int:
+    """Tokens before the first that one of `rows` produced or does not have."""
+    given = table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
+    return int(np.logical_and.accumulate(given).sum())
 
 
 @dataclass(frozen=True)
 class Cut:
     """One micro-batch before it has tokens: the segments of each line, and the width of the buffer.
 
-    The lines of a shard are side by side, shard after shard.
+    The lines of a shard are side by side, shard after shard. Each begins with the `preamble` tokens that all
+    sequences begin with.
     """
 
     lines: tuple[tuple[Segment, ...], ...]
@@ -271,6 +298,7 @@ class Cut:
     width: int
     packed: bool = False
     shared: bool = False
+    preamble: int = 0
 
     @property
     def sequences(self) -> np.ndarray:
@@ -283,12 +311,17 @@ class Cut:
         """Tokens computed, padding included."""
         return len(self.lines) * self.width
 
+    def parts(self, line: tuple[Segment, ...]) -> np.ndarray:
+        """Tokens of the parts of `line`: its preamble, where it has one, and what each segment has beside."""
+        own = [segment.num_tokens - self.preamble for segment in line]
+        return np.array([self.preamble, *own] if self.preamble and line else own, np.int64)
+
     def fill(self, table: TokenTable, mesh: Mesh) -> MicroBatch:
         """The micro-batch of these sequences of `table`, its lines spread over the data shards of `mesh`."""
         buffers = _Buffers((len(self.lines), self.width))
         for line, segments in enumerate(self.lines):
             for number, segment in enumerate(segments, start=1):
-                buffers.add(line, number, segment, table)
+                buffers.add(line, number, segment, self.preamble, table)
         sharding = data_sharding(mesh)
         arrays = {name: place(array, sharding) for name, array in buffers.arrays.items()}
         return MicroBatch(**arrays, packed=self.packed, shared=self.shared)
@@ -305,16 +338,23 @@ class _Buffers:
         self.used = np.zeros(shape[0], int)
         self.scored = np.zeros(shape[0], int)
 
-    def add(self, line: int, number: int, segment: Segment, table: TokenTable) -> None:
-        trunk, shared = self.used[line], segment.shared
-        self._write(line, number, 0, table.input_ids[segment.rows[0], :shared], 0)
-        for branch, row in enumerate(segment.rows, start=1 if shared else 0):
+    def add(self, line: int, number: int, segment: Segment, preamble: int, table: TokenTable) -> None:
+        shared, first = segment.shared, segment.rows[0]
+        stem = 0
+        if preamble:  # all of the line is one segment
+            number, stem = 1, number * TWIGS
+            if not self.used[line]:
+                self._write(line, number, 0, table.input_ids[first, :preamble], 0)
+        trunk = self.used[line]
+        self._write(line, number, stem, table.input_ids[first, preamble:shared], preamble)
+        for branch, row in enumerate(segment.rows, start=stem + (1 if shared else 0)):
             own = self.used[line]
             length = int(table.attention_mask[row].sum())
             self._write(line, number, branch, table.input_ids[row, shared:length], shared)
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
-            self._score(line, row, places, before + np.where(before < shared, trunk, own - shared), table)
+            begins = np.select([before < preamble, before < shared], [0, trunk - preamble], own - shared)
+            self._score(line, row, places, before + begins, table)
 
     def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
         start, stop = self.used[line], self.used[line] + len(ids)
@@ -348,10 +388,7 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
     after, imbalance = np.zeros(shards), [1.0]
     for cut in cuts:
-        held = [
-            np.array([segment.num_tokens for line in lines for segment in line], np.int64)
-            for lines in _split(cut.lines, shards)
-        ]
+        held = [np.concatenate([cut.parts(line) for line in lines]) for lines in _split(cut.lines, shards)]
         after += [part.sum() for part in held]
         costs = np.array([cost.of(part, part**2).sum() for part in held])
         if costs.any():

@@ -1,0 +1,58 @@
+"""Prompts packed into rows for the prefill."""
+
+import numpy as np
+import pytest
+
+from quatrain.ops import packing
+from quatrain.rollout.groups import Admitted, Group, pack_prompts
+from quatrain.types import Prompt
+
+
+@pytest.fixture(autouse=True)
+def _short_preambles(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+
+
+def _pack(*prompts):
+    return [
+        Admitted(Group(Prompt(i, np.array(ids, np.int32), "", {}), 7, []), i, i)
+        for i, ids in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_prompts_stand_one_behind_the_other(share):
+    """Nothing is in common, or too little: a token, or all of the shorter one but its last."""
+    packed = pack_prompts([_pack([1, 2, 3], [1, 3]), _pack([5, 6]), []], 2, 4, share=share)
+    rows = packed.input_ids.reshape(3, -1)
+    assert rows[:, :6].tolist() == [[1, 2, 3, 1, 3, 0], [5, 6, 0, 0, 0, 0], [0] * 6]
+    assert packed.segment_ids.reshape(3, -1)[0, :6].tolist() == [1, 1, 1, 2, 2, 0]
+    assert packed.positions.reshape(3, -1)[0, :6].tolist() == [0, 1, 2, 0, 1, 0]
+    assert not packed.branch_ids.any()
+    assert packed.preamble.tolist() == [0, 0, 0]
+    assert packed.starts.tolist() == [0, 3, 0, 0, 0, 0]
+    assert packed.lengths.tolist() == [3, 2, 2, 1, 1, 1]
+    assert packed.rows.tolist() == [0, 1, 0, 4, 4, 4]
+
+
+def test_what_they_begin_with_stands_once_in_each_row():
+    alike, others = _pack([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6]), _pack([7, 8, 9], [7, 8, 9])
+    packed = pack_prompts([alike, others], 1, 4, share=True)
+    assert packed.preamble.tolist() == [2, 2]  # the last token of the shortest is its own
+    assert packed.input_ids.reshape(2, -1)[:, :9].tolist() == [
+        [1, 2, 3, 3, 4, 5, 3, 6, 0],
+        [7, 8, 9, 9, 0, 0, 0, 0, 0],
+    ]
+    assert packed.positions.reshape(2, -1)[0, :9].tolist() == [0, 1, 2, 2, 3, 4, 2, 3, 0]
+    assert packed.segment_ids.reshape(2, -1)[0, :9].tolist() == [1] * 8 + [0]
+    assert packed.branch_ids.reshape(2, -1)[0, :9].tolist() == [0, 0, 1, 2, 2, 2, 3, 3, 0]
+    assert packed.starts.reshape(2, -1)[:, :3].tolist() == [[2, 3, 6], [2, 3, 0]]
+    assert packed.lengths.reshape(2, -1)[:, :3].tolist() == [[3, 5, 4], [3, 3, 1]]
+
+
+def test_prompts_are_not_shared_where_they_must_not_be():
+    packed = pack_prompts([_pack([1, 2, 3], [1, 2, 4])], 1, 2, share=False)
+    assert packed.input_ids[:6].tolist() == [1, 2, 3, 1, 2, 4]
+    assert packed.segment_ids[:6].tolist() == [1, 1, 1, 2, 2, 2]
+    assert packed.preamble.tolist() == [0]
+    assert not packed.branch_ids.any()
