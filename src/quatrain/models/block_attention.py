@@ -154,7 +154,9 @@ def _forward(
     window: int | None,
     cap: float | None,
 ) -> tuple[jax.Array, Any]:
-    q, k, v = (_heads(x, k_BTKH.shape[2]) for x in (q_BTNH, k_BTKH, v_BTKH))
+    K = k_BTKH.shape[2]
+    # One array of each: XLA would make one for the loop and another for the backward pass.
+    q, k, v = lax.optimization_barrier((_heads(q_BTNH, K), _heads(k_BTKH, K), _heads(v_BTKH, K)))
 
     def group(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
