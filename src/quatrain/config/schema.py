@@ -258,9 +258,9 @@ class UpdateConfig(Section):
     )
     share_prompts: Literal["auto", True, False] = Field(
         "auto",
-        description="Compute the prompt of a group once for all its samples, in the update and for "
-        "log-probabilities. `auto`: wherever micro-batches have a token budget and `model.attention` is auto "
-        "or xla; the result is the same.",
+        description="Compute the prompt of a group once for all its samples, and what all prompts begin with "
+        "once for each buffer, in the update and for log-probabilities. `auto`: wherever micro-batches have "
+        "a token budget and `model.attention` is auto or xla; the result is the same.",
     )
     loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")

@@ -71,8 +71,7 @@ def activations(
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
     their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
-    `cpu` the compiler fuses differently: with `none` it keeps (3 F - D) b more, and what is normed once; and
-    what the loops of block attention fill takes Q b more of a layer but with `layer`.
+    `cpu` the compiler fuses differently: with `none` it keeps (3 F - D) b more, and what is normed once.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     cpu, sharded, cast = platform == "cpu", mesh.fsdp > 1, dtype != param_dtype
@@ -81,7 +80,6 @@ def activations(
     every = products + (3 * n.hidden + 3 * n.mlp if cpu else 4 * n.hidden + norms)
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    loops = (remat != "layer") * n.queries * b
     works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms
     works -= 0 if remat == "layer" else products
 
@@ -96,7 +94,7 @@ def activations(
     gradients = _elements(param_specs(arch), partition(arch, mesh), mesh) * own_b
     return Activations(
         num_layers=arch.num_layers,
-        kept=tokens * (columns * b + statistics + loops * cpu) + in_dtype * (remat == "none"),
+        kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),
         layer=layer,
         head=head,
         gradients=0 if cpu else gradients,

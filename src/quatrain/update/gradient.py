@@ -176,13 +176,15 @@ def _accumulate(
     objective: Objective,
     holds: bool = False,
 ) -> tuple[Total, Arrays]:
-    """`total` and what `batch` adds to it; and, where it `holds` them, its residuals, written over `held`."""
+    """`total` and what `batch` adds to it; and what it `holds` (`residuals.py`), written over `held`."""
 
     def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
         loss = partial(_weighted_loss, batch=batch, policy=policy, objective=objective)
         _, vjp, stats = jax.vjp(loss, params, has_aux=True)
         residuals = residuals_of(vjp, (params, batch)) if holds else []
         (grads,) = vjp(jnp.ones((), jnp.float32))
+        if holds:
+            residuals.append(grads["embed" if policy.arch.tie_embeddings else "lm_head"][None])
         stats = {
             "sum": jax.lax.psum(stats["sum"], DATA_AXES),
             "max": jax.lax.pmax(stats["max"], DATA_AXES),

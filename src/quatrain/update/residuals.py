@@ -1,8 +1,10 @@
 """Memory for what the forward pass leaves to the backward pass, held from one micro-batch to the next.
 
-Under `gradient.py`, whose program writes it anew each time. On a CPU a program's temporaries are new pages at
-every call, which the system finds and clears one by one. What is held stays over the rollout too, which
-needs less than the update there; an accelerator's allocator has memory at hand, and its rollout needs it.
+Under `gradient.py`, whose program writes it anew each time, and beside it the gradient of the output head, an
+array as large as the residuals of several layers, which is added up in place. On a CPU a program's
+temporaries are new pages at every call, which the system finds and clears one by one. What is held stays over
+the rollout too, which needs less than the update there; an accelerator's allocator has memory at hand, and
+its rollout needs it.
 """
 
 from __future__ import annotations
