@@ -415,7 +415,7 @@ def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> 
     tokens = keys = 0.0
     for cut in cuts:
         again = cut.preamble * (cut.preamble + 1) / 2
-        tokens += float(sum(cut.parts(line).sum() for line in cut.lines))
+        tokens += float(sum(cut.work(line)[0] for line in cut.lines))
         keys += again * sum(map(bool, cut.lines))
         for segment in (segment for line in cut.lines for segment in line):
             shared, own = segment.shared, table.lengths[segment.rows] - segment.shared

@@ -31,9 +31,14 @@ def test_the_work_of_a_gradient_is_three_forward_passes(config, small_arch):
 
 
 def test_the_work_of_a_prefill_is_that_of_the_tokens_it_computed(config, small_arch):
-    seconds, flops = _stages(config, small_arch, MEDIANS)["prefill"]
+    """Of prompts of 10 tokens, the first 4 once: seen by none before them, and by all after."""
+    prompts = config.data.batch_size
+    tokens = 4.0 + prompts * 6
+    seconds, flops = _stages(config, small_arch, {**MEDIANS, "rollout/prefill_tokens": tokens})["prefill"]
     assert seconds == 1.0
-    assert flops == forward_flops(small_arch, tokens=30.0, keys=5.0, scored=config.data.batch_size)
+    keys = 4 * 2 + prompts * 6 * 7  # the mean is 2 of the first 4 tokens, and 7 of the other 6
+    expected = forward_flops(small_arch, tokens=tokens, keys=keys / tokens, scored=prompts)
+    assert flops == pytest.approx(expected)
 
 
 def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):

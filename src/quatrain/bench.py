@@ -92,11 +92,15 @@ def _stages(
     sampled = prompts * config.rollout.n * completion
     computed = medians.get("batch/tokens", 0) * (1 - medians.get("batch/shared_fraction", 0))
     whole = forward_flops(arch, tokens=computed, keys=(prompt + completion) / 2, scored=sampled)
+    prefilled = medians["rollout/prefill_tokens"]
+    left_out = prompts * prompt - prefilled  # the first tokens of all prompts but one, which see least
+    first = left_out / max(prompts - 1, 1)
+    prompt_keys = (prompts * prompt**2 - left_out * first) / 2
     sweep_s = medians["time/update_logprobs_s"]
     stages = {
         "prefill": (
             medians["rollout/prefill_s"],
-            forward_flops(arch, tokens=medians["rollout/prefill_tokens"], keys=prompt / 2, scored=prompts),
+            forward_flops(arch, tokens=prefilled, keys=prompt_keys / prefilled, scored=prompts),
         ),
         "decode": (
             medians["rollout/decode_s"],

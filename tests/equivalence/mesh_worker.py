@@ -27,6 +27,7 @@ from quatrain.config.schema import (
 )
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
+from quatrain.ops import packing
 from quatrain.parallel import hosts
 from quatrain.parallel.mesh import in_memory, whole
 from quatrain.policy import role_meshes
@@ -37,6 +38,8 @@ from quatrain.update.gradient import Policy
 from quatrain.update.learner import Learner
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
+PREAMBLE = (5, 9)
+packing.LEAST_PREAMBLE = len(PREAMBLE)
 STEPS = 3
 STOP_IDS = (1, 7, 30)
 GROUPS, SAMPLES = 5, 3
@@ -70,9 +73,10 @@ def architecture(mode: str):
 
 
 def prompts(step: int) -> list[Prompt]:
-    """5 prompts, so that no mesh of eight devices divides them, nor their 15 samples."""
+    """5 prompts, so that no mesh of eight devices divides them, nor their 15 samples; after a preamble."""
     rng = np.random.default_rng(step)
-    ids = [rng.integers(0, 63, rng.integers(1, 7)).astype(np.int32) for _ in range(GROUPS)]
+    own = [rng.integers(0, 63, rng.integers(1, 5)) for _ in range(GROUPS)]
+    ids = [np.array([*PREAMBLE, *tokens], np.int32) for tokens in own]
     return [Prompt(step * GROUPS + i, tokens, f"prompt {i}", {}) for i, tokens in enumerate(ids)]
 
 

@@ -51,17 +51,21 @@ def params(arch):
 
 @pytest.fixture(scope="session")
 def table(arch):
-    """Five groups of four ragged sequences, completions of one token and of the longest among them."""
+    """Five groups of four ragged sequences, completions of one token and of the longest among them.
+
+    All begin with 40 tokens in common.
+    """
     rng = np.random.default_rng(5)
     groups, n = 5, 4
     group_ids = np.repeat(np.arange(groups), n)
-    before = np.repeat(rng.integers(1, 80, groups), n)
+    before = np.repeat(rng.integers(41, 80, groups), n)
     completions = rng.integers(1, LONGEST + 1, groups * n)
     completions[:2] = 1, LONGEST
     columns = np.arange((before + completions).max())
     attention = columns < (before + completions)[:, None]
     completion = attention & (columns >= before[:, None])
     tokens = rng.integers(0, arch.vocab_size, attention.shape)
+    tokens[:, :40] = tokens[0, :40]
     tokens = np.where(completion, tokens, np.repeat(tokens[::n], n, axis=0))  # one prompt to a group
     advantages = np.where(completion, rng.normal(size=(groups * n, 1)), 0).astype(np.float32)
     rollout_logprobs = np.where(completion, -rng.exponential(3.0, attention.shape), 0).astype(np.float32)

@@ -24,7 +24,7 @@ SHARED = Cutting(max_tokens=800, share_prompts=True)
 def _gradient(arch, params, table, cutting, attention, dtype="float32"):
     policy = Policy(arch, temperature=0.9, dtype=dtype, attention=attention)
     objective = PolicyObjective(UpdateConfig(entropy_coef=0.1), on_policy=True)
-    batches = [batch for _, batch in micro_batches(table, cutting)]
+    batches = [batch for _, batch in micro_batches(table, cutting, policy.mesh)]
     assert len(batches) > 1
     with jax.default_matmul_precision("highest"):
         grads, stats = sum_gradients(params, batches, policy=policy, objective=objective)

@@ -129,13 +129,32 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
 def test_each_line_has_the_preamble_and_the_cap_counts_it(short_preambles):
     cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
     (cut,) = cutting.cut(_group())
-    held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.parts(line) for line in cut.lines}
-    assert {rows: parts.tolist() for rows, parts in held.items()} == {(0, 1): [2, 3], (3, 2): [2, 1, 2]}
+    held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.work(line) for line in cut.lines}
+    assert held == {(0, 1): (5, 5**2), (3, 2): (5, 2**2 + (3**2 - 2**2) + (4**2 - 2**2))}
     assert cut.width == 5
     metrics = describe_cuts(_group(), [cut], DEFAULT_COST)
     assert metrics["batch/padding_fraction"].result() == 0
     assert metrics["batch/shared_fraction"].result() == 5 / 15
     assert metrics["global_seqlen/balanced_max"].result() == 5
+
+
+def test_widths_are_of_the_ladder_with_a_preamble_too():
+    """100 tokens, then 50, 60, ... of each: widths are filled, not those of what stands beside it."""
+    own = np.arange(50, 150, 10)
+    lengths = 100 + own
+    attention = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.where(np.arange(lengths.max()) < 100, 1, 2 + np.arange(10)[:, None]) * attention
+    completion = attention & (np.arange(lengths.max()) >= 100)
+    table = TokenTable(ids.astype(np.int32), attention, completion, {}, np.arange(10))
+    for max_tokens in (300, 700, 2000):
+        cuts = Cutting(max_tokens=max_tokens, share_prompts=True).cut(table)
+        assert {cut.preamble for cut in cuts} == {100}
+        assert sorted(np.concatenate([cut.sequences for cut in cuts])) == list(range(10))
+        ladder = packing.width_ladder(max_tokens)
+        for cut in cuts:
+            filled = max(cut.work(line)[0] for line in cut.lines)
+            assert cut.width == min(width for width in ladder if width >= filled)
+    assert sum(cut.num_tokens for cut in cuts) == 1152  # 1,000 beside the preamble; a quarter of 2,000 is 512
 
 
 def test_a_preamble_is_of_tokens_that_nobody_produced_and_not_all_of_a_sequence(short_preambles):

@@ -57,7 +57,7 @@ class Packing:
     """Which sequences make up each micro-batch on each shard; A micro-batches, D shards, n sequences."""
 
     bins: tuple[tuple[np.ndarray, ...], ...]  # [A][D] int64 indices of sequences
-    widths: tuple[int, ...]  # [A] tokens of the D buffers of a micro-batch, a rung of `width_ladder`
+    widths: tuple[int, ...]  # [A] tokens of the D buffers of a micro-batch, a rung of the ladder
     max_tokens: int
     num_shards: int
     num_sequences: int
@@ -140,6 +140,7 @@ def plan_packing(
     min_micro_batches: int = 1,
     micro_batches_multiple_of: int = 1,
     cost: PackingCost = DEFAULT_COST,
+    ladder: tuple[int, ...] | None = None,
 ) -> Packing:
     """Sequences into A micro-batches of D bins, every bin of at most C = `max_tokens` tokens.
 
@@ -159,13 +160,14 @@ def plan_packing(
         min_micro_batches: fewest micro-batches.
         micro_batches_multiple_of: what A must be a multiple of (pipeline stages).
         cost: compute of a sequence; see `PackingCost`.
+        ladder: the widths a micro-batch may have, ascending up to `max_tokens`; by default `width_ladder`.
 
     Raises:
         ValueError: a length above `max_tokens` or below 1, lengths that are not [n] integers, or one of the
             other numbers below 1.
     """
     lengths = _check(lengths, max_tokens, num_shards, min_micro_batches, micro_batches_multiple_of)
-    search = _Search(lengths, max_tokens, num_shards, cost)
+    search = _Search(lengths, ladder or width_ladder(max_tokens), num_shards, cost)
     first_fit = search.pool.copy().first_fit(max_tokens)
     fewest = max(-(-int(lengths.sum()) // (max_tokens * num_shards)), min_micro_batches)
     enough = max(-(-len(first_fit) // num_shards), fewest)
@@ -281,12 +283,14 @@ class _Draft:
 class _Search:
     """The plans worth trying for one set of lengths."""
 
-    def __init__(self, lengths: np.ndarray, max_tokens: int, num_shards: int, cost: PackingCost) -> None:
+    def __init__(
+        self, lengths: np.ndarray, ladder: tuple[int, ...], num_shards: int, cost: PackingCost
+    ) -> None:
         self.lengths, self.squares, self.cost = lengths, lengths**2, cost
-        self.max_tokens, self.num_shards, self.ladder = max_tokens, num_shards, width_ladder(max_tokens)
+        self.ladder, self.max_tokens, self.num_shards = ladder, ladder[-1], num_shards
         order = np.lexsort((-np.arange(len(lengths)), lengths))
         self.pool = _Pool(lengths[order].tolist(), order.tolist())
-        self.good = max(GOOD, 1.01 * least_imbalance(lengths, max_tokens, num_shards, cost))
+        self.good = max(GOOD, 1.01 * least_imbalance(lengths, self.max_tokens, num_shards, cost))
 
     def sums(self, bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and sum of squared lengths of each bin, [len(bins)] int64."""

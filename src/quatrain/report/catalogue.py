@@ -75,7 +75,7 @@ CATALOGUE: dict[str, MetricDoc] = {
     ),
     "batch/padding_fraction": MetricDoc("fraction", "mean", "Computed tokens that are padding."),
     "batch/shared_fraction": MetricDoc(
-        "fraction", "mean", "Tokens that need no computing, because a group has its prompt in common."
+        "fraction", "mean", "Tokens that need no computing, because sequences begin with the same."
     ),
     "batch/imbalance": MetricDoc(
         "1", "max", "Cost of a micro-batch's dearest data shard over that of its mean shard."
@@ -119,7 +119,7 @@ CATALOGUE: dict[str, MetricDoc] = {
     ),
     "rollout/prefill_s": MetricDoc("s", "sum", "Part of generation that read the prompts."),
     "rollout/prefill_tokens": MetricDoc(
-        "tokens", "sum", "Prompt tokens computed: those of each group once, what all begin with once."
+        "tokens", "sum", "Prompt tokens computed: a group's once, what packed prompts begin with once a row."
     ),
     "rollout/decode_s": MetricDoc("s", "sum", "Part of generation that sampled tokens."),
     "rollout/slot_utilisation": MetricDoc(

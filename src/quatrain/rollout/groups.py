@@ -62,15 +62,19 @@ class Admitted(NamedTuple):
 Pack = list[Admitted]
 
 
-def packs_of(admitted: list[Admitted]) -> list[Pack]:
-    """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible."""
+def packs_of(admitted: list[Admitted], *, share: bool) -> list[Pack]:
+    """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible.
+
+    Where prompts may `share` it, what all of them begin with counts once for each pack.
+    """
+    preamble = _preamble(admitted) if share else 0
     packs: list[Pack] = []
     room = 0
     for item in admitted:
-        length = len(item.group.prompt.input_ids)
+        length = len(item.group.prompt.input_ids) - preamble
         if not packs or length > room:
             packs.append([])
-            room = PREFILL_TOKENS
+            room = PREFILL_TOKENS - preamble
         packs[-1].append(item)
         room -= length
     return packs

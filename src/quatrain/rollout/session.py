@@ -119,6 +119,7 @@ class Session:
         self.sampling, self.tally = sampling, Tally()
         self._sampler, self._limit = sampler, max_concurrency
         self._program = sampler.program(Draw.of(sampling, sampler.stop_ids))
+        self._share = knows_branches(sampler.attention)
         self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
@@ -247,13 +248,12 @@ class Session:
         given: list[list[Admitted]] = [[] for _ in replicas]
         for ticket, row in admitted:
             given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
-        for packs in zip_longest(*map(packs_of, given)):
+        for packs in zip_longest(*(packs_of(each, share=self._share) for each in given)):
             yield [pack or [] for pack in packs]
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        share = knows_branches(self._program.attention)
-        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], share=share)
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], share=self._share)
         self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         prompts, *first = prefill_program()(
             params, self._cache.prompts, packed, self._seed, program=self._program

@@ -59,8 +59,8 @@ class MicroBatch:
     padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
     on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
     a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
-    After a preamble the whole line is one segment: the preamble is branch 0, what group g begins with branch
-    g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
+    After a preamble the whole line is one segment: the preamble is branch 0, what the g-th group in it begins
+    with branch g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
     """
 
     input_ids: jax.Array  # [R, T] int32
@@ -184,28 +184,29 @@ class Cutting:
         if not self.share_prompts or table.group_ids is None:
             return self._packed(_whole_sequences(table), self.max_tokens, 0)
         # Long segments share more, short ones fill the buffers better.
-        groups = common_beginnings(table)
-        fractions = (self.max_tokens // k for k in (1, 2, 4))
+        groups, preamble = common_beginnings(table), common_preamble(table, self.max_tokens)
+        fractions = (preamble + (self.max_tokens - preamble) // k for k in (1, 2, 4))
         candidates = [*(shared_segments(table, groups, most) for most in fractions), _whole_sequences(table)]
-        preamble = common_preamble(table, self.max_tokens)
         plans = [self._packed(segments, self.max_tokens, preamble) for segments in candidates]
         return min(plans, key=lambda cuts: (len(cuts), sum(cut.num_tokens for cut in cuts)))
 
     def _packed(self, segments: list[Segment], max_tokens: int, preamble: int) -> list[Cut]:
         own = np.array([segment.num_tokens for segment in segments], np.int64) - preamble
         segments = [replace(segment, shared=max(segment.shared, preamble)) for segment in segments]
-        packing = plan_packing(own, max_tokens - preamble, self.num_shards, cost=self.cost)
-        widths = width_ladder(max_tokens)
+        # Of what stands beside the preamble, which all of it looks back at.
+        ladder = tuple(width - preamble for width in width_ladder(max_tokens) if width > preamble)
+        cost = replace(self.cost, linear=self.cost.linear + 2 * preamble * self.cost.quadratic)
+        packing = plan_packing(own, max_tokens - preamble, self.num_shards, cost=cost, ladder=ladder)
         return [
             Cut(
                 tuple(tuple(segments[i] for i in held) for held in bins),
                 len(bins),
-                next(width for width in widths if width >= preamble + max(own[held].sum() for held in bins)),
+                preamble + width,
                 packed=True,
                 shared=self.share_prompts,
                 preamble=preamble,
             )
-            for bins in packing.bins
+            for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
@@ -311,10 +312,13 @@ class Cut:
         """Tokens computed, padding included."""
         return len(self.lines) * self.width
 
-    def parts(self, line: tuple[Segment, ...]) -> np.ndarray:
-        """Tokens of the parts of `line`: its preamble, where it has one, and what each segment has beside."""
-        own = [segment.num_tokens - self.preamble for segment in line]
-        return np.array([self.preamble, *own] if self.preamble and line else own, np.int64)
+    def work(self, line: tuple[Segment, ...]) -> tuple[int, int]:
+        """Tokens of `line`, its preamble once, and the sum of squares that `PackingCost.of` takes."""
+        if not line:
+            return 0, 0
+        preamble = self.preamble
+        own = np.array([segment.num_tokens - preamble for segment in line], np.int64)
+        return preamble + int(own.sum()), preamble**2 + int((own * (own + 2 * preamble)).sum())
 
     def fill(self, table: TokenTable, mesh: Mesh) -> MicroBatch:
         """The micro-batch of these sequences of `table`, its lines spread over the data shards of `mesh`."""
@@ -345,7 +349,7 @@ class _Buffers:
             number, stem = 1, number * TWIGS
             if not self.used[line]:
                 self._write(line, number, 0, table.input_ids[first, :preamble], 0)
-        trunk = self.used[line]
+        begins = self.used[line]
         self._write(line, number, stem, table.input_ids[first, preamble:shared], preamble)
         for branch, row in enumerate(segment.rows, start=stem + (1 if shared else 0)):
             own = self.used[line]
@@ -353,8 +357,8 @@ class _Buffers:
             self._write(line, number, branch, table.input_ids[row, shared:length], shared)
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
-            begins = np.select([before < preamble, before < shared], [0, trunk - preamble], own - shared)
-            self._score(line, row, places, before + begins, table)
+            ahead = np.select([before < preamble, before < shared], [0, begins - preamble], own - shared)
+            self._score(line, row, places, before + ahead, table)
 
     def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
         start, stop = self.used[line], self.used[line] + len(ids)
@@ -388,9 +392,9 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
     after, imbalance = np.zeros(shards), [1.0]
     for cut in cuts:
-        held = [np.concatenate([cut.parts(line) for line in lines]) for lines in _split(cut.lines, shards)]
-        after += [part.sum() for part in held]
-        costs = np.array([cost.of(part, part**2).sum() for part in held])
+        held = [np.sum([cut.work(line) for line in lines], axis=0) for lines in _split(cut.lines, shards)]
+        after += [tokens for tokens, _ in held]
+        costs = np.array([cost.of(*each) for each in held])
         if costs.any():
             imbalance.append(costs.max() / costs.mean())
     computed, filled = sum(cut.num_tokens for cut in cuts), after.sum()
