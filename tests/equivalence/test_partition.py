@@ -122,7 +122,7 @@ def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[Token
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 100))]
+    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(3, 100)))]
 )
 def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small_params, make_batch, seed):
     """In any order, under other group ids, groups torn apart, each part cut in its own way: the same sums."""

@@ -154,7 +154,7 @@ def test_widths_are_of_the_ladder_with_a_preamble_too():
         for cut in cuts:
             filled = max(cut.work(line)[0] for line in cut.lines)
             assert cut.width == min(width for width in ladder if width >= filled)
-    assert sum(cut.num_tokens for cut in cuts) == 1152  # 1,000 beside the preamble; a quarter of 2,000 is 512
+    assert [cut.width for cut in cuts] == [1536]  # 1,050 tokens; three quarters of 2,000
 
 
 def test_a_preamble_is_of_tokens_that_nobody_produced_and_not_all_of_a_sequence(short_preambles):
