@@ -113,20 +113,6 @@ def _twigs(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
     return positions, branches
 
 
-def test_a_twig_sees_its_stem_and_the_trunk():
-    branches = jnp.array([[0, TWIGS, TWIGS + 1, TWIGS + 2, 2 * TWIGS, 2 * TWIGS + 1]])
-    positions, segments = jnp.array([[0, 1, 2, 2, 1, 2]]), jnp.ones((1, 6), jnp.int32)
-    seen = attention_mask(positions, positions, segments, segments, None, (branches, branches))
-    assert seen[0].astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 0, 0, 0, 1, 0],
-        [1, 0, 0, 0, 1, 1],
-    ]
-
-
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("rows", "width"), [(1, 90), (2, 70)])
 @pytest.mark.parametrize("split", [_branches, _twigs])

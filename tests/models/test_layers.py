@@ -7,6 +7,7 @@ import numpy as np
 from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import (
+    TWIGS,
     attention_mask,
     contract,
     expand,
@@ -96,6 +97,20 @@ def test_attention_mask():
     windowed = attention_mask(positions, positions, segments, segments, 2)[0]
     expected[2][0] = 0
     np.testing.assert_array_equal(windowed, expected)
+
+
+def test_a_twig_sees_its_stem_and_the_trunk():
+    branches = jnp.array([[0, TWIGS, TWIGS + 1, TWIGS + 2, 2 * TWIGS, 2 * TWIGS + 1]])
+    positions, segments = jnp.array([[0, 1, 2, 2, 1, 2]]), jnp.ones((1, 6), jnp.int32)
+    seen = attention_mask(positions, positions, segments, segments, None, (branches, branches))
+    assert seen[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 0, 0, 0, 1, 0],
+        [1, 0, 0, 0, 1, 1],
+    ]
 
 
 def test_softcap():

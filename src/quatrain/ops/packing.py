@@ -97,13 +97,17 @@ class Packing:
         return values[position] if isinstance(values, np.ndarray) else [values[k] for k in position]
 
 
+def common_tokens(sequences: np.ndarray) -> int:
+    """How many tokens the rows of `sequences` [n, T] begin with in common."""
+    return int(np.logical_and.accumulate((sequences == sequences[0]).all(axis=0)).sum())
+
+
 def worthwhile_preamble(sequences: np.ndarray, lengths: np.ndarray) -> int:
     """Tokens that rows of `sequences` [n, T] begin with in common and that are worth being shared, or 0.
 
     Never all of one of `lengths` [n]: its last token is its own.
     """
-    same = (sequences == sequences[0]).all(axis=0)
-    tokens = int(min(np.logical_and.accumulate(same).sum(), lengths.min() - 1))
+    tokens = min(common_tokens(sequences), int(lengths.min()) - 1)
     return tokens if tokens >= LEAST_PREAMBLE else 0
 
 

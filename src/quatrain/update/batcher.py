@@ -26,7 +26,14 @@ from quatrain.config.schema import LogprobConfig, UpdateConfig
 from quatrain.models.layers import TWIGS
 from quatrain.ops.ladder import round_up
 from quatrain.ops.losses import token_weights
-from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_ladder, worthwhile_preamble
+from quatrain.ops.packing import (
+    DEFAULT_COST,
+    PackingCost,
+    common_tokens,
+    plan_packing,
+    width_ladder,
+    worthwhile_preamble,
+)
 from quatrain.parallel.mesh import data_sharding, place
 from quatrain.types import Metric
 
@@ -275,9 +282,7 @@ def shared_segments(
 
 def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
     """Tokens that `rows` begin with in common, none of them produced by the policy."""
-    given = _given_tokens(table, rows)
-    same = (table.input_ids[rows, :given] == table.input_ids[rows[0], :given]).all(axis=0)
-    return int(np.logical_and.accumulate(same).sum())
+    return common_tokens(table.input_ids[rows, : _given_tokens(table, rows)])
 
 
 def _given_tokens(table: TokenTable, rows: np.ndarray) -> int:
