@@ -25,10 +25,14 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class Tile:
-    """How many tokens, and how many words of the vocabulary, have their logits at one time."""
+    """How many tokens, and how many words of the vocabulary, have their logits at one time.
+
+    Logits of all tokens that take `kept_bytes` or less wait for the backward pass; others are made twice.
+    """
 
     tokens: int
     words: int
+    kept_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.words < 1:
@@ -38,7 +42,7 @@ class Tile:
             )
 
 
-CPU_TILE = Tile(256, 2048)
+CPU_TILE = Tile(256, 2048, kept_bytes=2**28)
 """2 MiB of logits: they stay in a cache, and of the tokens past the live ones few are computed."""
 ACCELERATOR_TILE_BYTES = 2**29
 """Accelerators need larger products to be busy, and have the memory."""
@@ -53,6 +57,12 @@ def default_tile(vocab_size: int, platform: str = "cpu") -> Tile:
         return CPU_TILE
     most = max(1, ACCELERATOR_TILE_BYTES // (4 * vocab_size))
     return Tile(2 ** int(math.log2(most)), vocab_size)
+
+
+def kept_logits(num_tokens: int, num_words: int, tile: Tile) -> int:
+    """Bytes of logits that wait for the backward pass."""
+    size = 4 * num_tokens * num_words
+    return size if size <= tile.kept_bytes else 0
 
 
 def even_parts(total: int, most: int) -> tuple[int, int]:
@@ -78,7 +88,7 @@ def token_logprobs(
     entropy_n = logsumexp_v z[n, v] - sum_v softmax(z)[n, v] z[n, v], both in nats and float32.
 
     Forward and backward hold the logits of one tile, at the price of computing the logits (and nothing else)
-    twice. Gradients flow to `hidden` and `head`.
+    twice, where the `tile` does not let all of them be kept. Gradients flow to `hidden` and `head`.
 
     Args:
         project: (rows [v, ...] of `head`, hidden [n, D]) -> logits [n, v]: of each token and word by itself.
@@ -111,7 +121,8 @@ def token_logprobs(
     def scaled(rows: jax.Array, chunk: jax.Array) -> jax.Array:
         return project(rows, chunk).astype(jnp.float32) / jnp.float32(temperature)
 
-    outputs = _by_tiles(scaled, tile.words, vocabulary_axis, head, hidden, targets, live)
+    keep = kept_logits(num_tokens, len(head), tile) > 0
+    outputs = _by_tiles(scaled, tile.words, vocabulary_axis, keep, head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
@@ -158,24 +169,26 @@ class _Words:
         return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < earlier, -jnp.inf, logits)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _by_tiles(
     project: Project,
     most_words: int,
     axis: str | None,
+    keep: bool,
     head: jax.Array,
     hidden: jax.Array,
     targets: jax.Array,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(project, most_words, axis, head, hidden, targets, live)[0]
+    return _forward(project, most_words, axis, False, head, hidden, targets, live)[0]
 
 
 def _forward(
     project: Project,
     most_words: int,
     axis: str | None,
+    keep: bool,
     head: jax.Array,
     hidden: jax.Array,
     targets: jax.Array,
@@ -184,20 +197,24 @@ def _forward(
     words = _Words.of(len(head), most_words)
     own_targets = targets - _first_own(len(head), axis)
 
-    def one_tile(j: jax.Array, statistics: Arrays) -> Arrays:
+    def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = lax.dynamic_slice_in_dim(head, words.first(j), words.size)
 
-        def one_chunk(i: jax.Array, statistics: Arrays) -> Arrays:
-            logits = words.without_earlier(project(rows, hidden[i]), j)
+        def one_chunk(i: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            statistics, kept = carry
+            logits = project(rows, hidden[i])
+            kept = tuple(x.at[j, i].set(logits) for x in kept)
             seen = tuple(x[i] for x in statistics)
-            new = _with_tile(seen, logits, words.places(own_targets[i], j))
-            return tuple(x.at[i].set(value) for x, value in zip(statistics, new, strict=True))
+            new = _with_tile(seen, words.without_earlier(logits, j), words.places(own_targets[i], j))
+            return tuple(x.at[i].set(value) for x, value in zip(statistics, new, strict=True)), kept
 
-        return lax.fori_loop(0, live, one_chunk, statistics)
+        return lax.fori_loop(0, live, one_chunk, carry)
 
     nothing = jnp.zeros(targets.shape, jnp.float32)
     begin = (jnp.full_like(nothing, LOWEST), nothing, nothing, nothing)
-    peak, total, weighted, target = lax.fori_loop(0, words.num_tiles, one_tile, begin)
+    kept = (jnp.zeros((words.num_tiles, *targets.shape, words.size), jnp.float32),) if keep else ()
+    statistics, kept = lax.fori_loop(0, words.num_tiles, one_tile, (begin, kept))
+    peak, total, weighted, target = statistics
     if axis is not None:
         own_peak, peak = peak, lax.pmax(peak, axis)
         total, weighted = lax.psum(_below(own_peak - peak, total, weighted), axis)
@@ -207,7 +224,7 @@ def _forward(
     log_total = jnp.log(total)
     logprobs = jnp.where(computed, target - peak - log_total, 0.0)
     entropy = jnp.where(computed, log_total - weighted / total, 0.0)
-    return (logprobs, entropy), (head, hidden, own_targets, live, entropy, log_total + peak)
+    return (logprobs, entropy), (head, hidden, own_targets, live, entropy, log_total + peak, kept)
 
 
 def _with_tile(seen: Arrays, logits: jax.Array, targets: jax.Array) -> Arrays:
@@ -237,10 +254,11 @@ def _backward(
     project: Project,
     most_words: int,
     axis: str | None,
+    keep: bool,
     residuals: Any,
     cotangents: tuple[jax.Array, jax.Array],
 ) -> Any:
-    head, hidden, own_targets, live, entropy, log_total = residuals
+    head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
     words = _Words.of(len(head), most_words)
 
@@ -252,6 +270,8 @@ def _backward(
         def one_chunk(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             to_rows, to_hidden = grads
             logits, pull = jax.vjp(project, rows, hidden[i])
+            if keep:
+                logits = kept[0][j, i]
             logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
             probs = jnp.exp(logprobs)
             surprise = jnp.where(probs > 0, logprobs, 0.0) + entropy[i][:, None]
