@@ -30,6 +30,7 @@ from quatrain.models.layers import (
     rope_angles,
     rope_frequencies,
     rotate,
+    rows_times,
     softcap,
 )
 from quatrain.models.params import Gathered, Params, gather, partition
@@ -135,9 +136,9 @@ def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Ar
 
     Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
     """
-    weight = head_VD.astype(hidden.dtype)
-    scores = jnp.einsum("...D,VD->...V", hidden, weight, preferred_element_type=jnp.float32)
-    return softcap(scores, arch.final_softcap)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    scores = rows_times(rows, head_VD.astype(hidden.dtype), jnp.float32)
+    return softcap(scores.reshape(*hidden.shape[:-1], -1), arch.final_softcap)
 
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:

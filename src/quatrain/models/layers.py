@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture, RopeScaling
 from quatrain.parallel.collectives import shared_by, sum_over
@@ -22,6 +23,8 @@ Layer = Mapping[str, jax.Array]
 
 TWIGS = 2**16
 """Branch k * TWIGS + j of a segment is a twig of its branch k * TWIGS; see `attention_mask`."""
+FEW_ROWS = 64
+"""Rows that a CPU multiplies with a matrix of weights as second factor; see `rows_times`."""
 MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 
@@ -57,6 +60,18 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+def rows_times(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """x [rows, in] times weight [out, in], transposed: [rows, out], in `dtype` or that of `x`.
+
+    XLA rearranges the second factor of a product on a CPU, which for weights and a few rows, a decode step,
+    takes as long as multiplying. There the weights come first; the barrier keeps XLA from turning it round.
+    """
+    product = partial(jax.lax.dot_general, preferred_element_type=dtype)
+    if len(x) <= FEW_ROWS and jax.default_backend() == "cpu":
+        return jax.lax.optimization_barrier(product(weight, x, (((1,), (1,)), ((), ())))).T
+    return product(x, weight, (((1,), (1,)), ((), ())))
+
+
 def linear(x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None) -> jax.Array:
     """x [..., in] times a matrix [*out, in], plus the bias where the layer has one: [..., *out].
 
@@ -66,7 +81,7 @@ def linear(x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None
     gradient of the weights, a contraction over both, is three times as fast over one.
     """
     weight = layer[name]
-    y = x.reshape(-1, x.shape[-1]) @ weight.reshape(-1, x.shape[-1]).T.astype(x.dtype)
+    y = rows_times(x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype))
     y = y.reshape(*x.shape[:-1], *weight.shape[:-1])
     y = y if sum_axis is None else sum_over(y, sum_axis)
     bias = layer.get(f"{name}_bias")
