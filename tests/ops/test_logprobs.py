@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.ops.logprobs import Tile, default_tile, token_logprobs
+from quatrain.ops.logprobs import Tile, default_tile, kept_logits, token_logprobs
 
 
 def dot(rows, hidden):
@@ -43,9 +43,10 @@ def test_temperature_divides_the_logits():
     np.testing.assert_allclose(entropy, [0.5339616], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
 @pytest.mark.parametrize("words", [1, 2, 3, 4, 5, 10, 11, 16])
 @pytest.mark.parametrize("tokens", [1, 3, 5, 7])
-def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words):
+def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words, kept_bytes):
     """Tiles of each size, those that do not come out even in eleven words and seven tokens among them."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)
@@ -60,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words):
 
         return jax.jit(jax.value_and_grad(value, (0, 1)))(hidden, head)
 
-    tile = Tile(tokens, words)
+    tile = Tile(tokens, words, kept_bytes)
     ours = loss(lambda h, w: token_logprobs(dot, w, h, targets, 0.7, tile=tile))
     theirs = loss(lambda h, w: naive(h @ w.T, targets, 0.7))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
@@ -134,13 +135,31 @@ def test_softmax_is_float32_under_bfloat16_activations():
     assert gradient.dtype == jnp.bfloat16
 
 
+def test_logits_wait_for_the_backward_pass_where_there_is_room():
+    """Three products of a tile then: logits, gradients of head and hidden states; else logits once more."""
+
+    def products(kept_bytes):
+        def loss(hidden, head):
+            tile = Tile(16, 16, kept_bytes)
+            return token_logprobs(dot, head, hidden, jnp.zeros(16, jnp.int32), 1.0, tile=tile)[0].sum()
+
+        grad = jax.jit(jax.grad(loss, (0, 1)))
+        hlo = grad.lower(jnp.ones((16, 8)), jnp.ones((64, 8))).compile().as_text()
+        return hlo.count(" dot(")
+
+    assert kept_logits(16, 64, Tile(16, 16, 4096)) == 4096
+    assert kept_logits(16, 64, Tile(16, 16, 4095)) == 0
+    assert products(4096) == 3
+    assert products(4095) == 4
+
+
 def test_no_tokens():
     logprobs, entropy = given(jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), 1.0)
     assert logprobs.shape == entropy.shape == (0,)
 
 
 def test_a_tile_of_logits_is_small_on_a_cpu_and_at_most_512_mib_elsewhere():
-    assert default_tile(151936, "cpu") == default_tile(256, "cpu") == Tile(256, 2048)
+    assert default_tile(151936, "cpu") == default_tile(256, "cpu") == Tile(256, 2048, kept_bytes=2**28)
     tiles = [default_tile(v, "gpu") for v in (256, 49152, 151936, 2**30)]
     assert tiles == [Tile(524288, 256), Tile(2048, 49152), Tile(512, 151936), Tile(1, 2**30)]
 
@@ -164,8 +183,9 @@ def test_bad_input(hidden, targets, temperature, message):
         given(jnp.zeros(hidden), jnp.zeros(targets, jnp.int32), temperature)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 4 * 11 * 7], ids=["made twice", "kept"])
 @pytest.mark.parametrize("num_live", [0, 1, 5, 8, 11])
-def test_tokens_past_the_live_ones_are_not_computed(num_live):
+def test_tokens_past_the_live_ones_are_not_computed(num_live, kept_bytes):
     """Eleven tokens in chunks of 4, 4 and 3: results and gradients are those of the live tokens alone."""
     hidden, weight, targets = (
         jax.random.normal(jax.random.key(0), (11, 5)),
@@ -174,8 +194,9 @@ def test_tokens_past_the_live_ones_are_not_computed(num_live):
     )
 
     def loss(hidden, weight, count, live):
+        tile = Tile(4, 3, kept_bytes)
         logprobs, entropy = token_logprobs(
-            dot, weight, hidden, targets[: len(hidden)], 1.3, tile=Tile(4, 3), num_live=live
+            dot, weight, hidden, targets[: len(hidden)], 1.3, tile=tile, num_live=live
         )
         return jnp.where(jnp.arange(len(hidden)) < count, logprobs + 0.3 * entropy, 0.0).sum(), logprobs
 
@@ -192,9 +213,10 @@ def test_tokens_past_the_live_ones_are_not_computed(num_live):
     np.testing.assert_allclose(to_weight, weight_grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
 @pytest.mark.parametrize("forbidden", [False, True], ids=["all finite", "one device's words forbidden"])
 @pytest.mark.parametrize("words", [3, 4, 11, 16])
-def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden):
+def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden, kept_bytes):
     """Two parts of eleven words: the results of the whole, the gradient of hidden states in two parts."""
     rng = np.random.default_rng(3)
     hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)
@@ -210,7 +232,7 @@ def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden):
 
     def loss(hidden, rows, axis):
         logprobs, entropy = token_logprobs(
-            project, rows, hidden, targets, 0.7, tile=Tile(3, words), vocabulary_axis=axis
+            project, rows, hidden, targets, 0.7, tile=Tile(3, words, kept_bytes), vocabulary_axis=axis
         )
         return (by_logprob * logprobs + by_entropy * entropy).sum()
 

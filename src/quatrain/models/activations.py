@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import is_spec, param_specs, partition
-from quatrain.ops.logprobs import Tile, even_parts
+from quatrain.ops.logprobs import Tile, even_parts, kept_logits
 
 FLOAT32 = 4
 """Bytes."""
@@ -67,7 +67,7 @@ def activations(
     - while a layer works: (6 D + 3 Q + K + 6 F) b, without what `dots` has kept
     - once more for `dots`, twice for `none` and while it works: (Q + K) b where queries and keys have norms
       (K is of keys and values), 2 D b where attention and MLP end in norms
-    - while the head works: 5 D b, and 12 for each logit of a tile
+    - while the head works: 5 D b, 12 for each logit of a tile, and 4 for each that waits (`kept_logits`)
 
     Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
     their gradients: of a whole vocabulary in float32 wherever it waits for other devices. On a `platform` of
@@ -91,6 +91,7 @@ def activations(
     layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
     own_embedding = table * FLOAT32 * (cpu and not arch.tie_embeddings)
     head = tokens * 5 * n.hidden * b + 3 * FLOAT32 * together + whole_head + own_embedding
+    head += kept_logits(tokens, n.vocabulary, tile)
     gradients = _elements(param_specs(arch), partition(arch, mesh), mesh) * own_b
     return Activations(
         num_layers=arch.num_layers,

@@ -214,23 +214,22 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
             dscores = dscores.astype(q.dtype)
             return (
                 dq + product("AKXS,AKSH->AKXH", dscores, k[block]),
-                dk.at[block].add(product("AKXS,AKXH->AKSH", dscores, queries)),
-                dv.at[block].add(product("AKXS,AKXH->AKSH", weights.astype(v.dtype), dys)),
+                dk.at[block].add(product("AKHX,AKXS->AKHS", queries_AKHX, dscores)),
+                dv.at[block].add(product("AKHX,AKXS->AKHS", dys_AKHX, weights.astype(v.dtype))),
             )
 
+        # Turned once for all the products that contract over X, each of which would turn its scores instead.
+        queries_AKHX, dys_AKHX = lax.optimization_barrier((queries.swapaxes(2, 3), dys.swapaxes(2, 3)))
         (zeros,) = _made_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
         dq, dks, dvs = lax.fori_loop(0, counts.max(), look, (zeros, dks, dvs))
         return _put(dqs, dq.astype(q.dtype), i), dks, dvs
 
     groups = pattern.queries.shape
-    begin = (
-        jnp.zeros(groups + q.shape[1:], q.dtype),
-        jnp.zeros(k.shape, jnp.float32),
-        jnp.zeros(v.shape, jnp.float32),
-    )
+    by_head = jnp.zeros(k.swapaxes(2, 3).shape, jnp.float32)
+    begin = jnp.zeros(groups + q.shape[1:], q.dtype), by_head, by_head
     dq, dk, dv = lax.fori_loop(0, groups[0], group, _made_after(dy, begin))
-    dk_BTKH, dv_BTKH = (_rows(each.astype(k.dtype), (B, T, K, H)) for each in (dk, dv))
+    dk_BTKH, dv_BTKH = (_rows(each.swapaxes(2, 3).astype(k.dtype), (B, T, K, H)) for each in (dk, dv))
     return _rows(_in_order(dq, pattern), dy_BTNH.shape), dk_BTKH, dv_BTKH, None
 
 
