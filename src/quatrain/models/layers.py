@@ -24,7 +24,7 @@ Layer = Mapping[str, jax.Array]
 TWIGS = 2**16
 """Branch k * TWIGS + j of a segment is a twig of its branch k * TWIGS; see `attention_mask`."""
 FEW_ROWS = 64
-"""Rows that a CPU multiplies with a matrix of weights as second factor; see `rows_times`."""
+"""With so many rows at most, a product on a CPU has the weights as its first factor; see `rows_times`."""
 MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens, computed in tiles so that [N, V] never exists.
+"""Log-probabilities and entropies of given tokens, in tiles of [N, V], which exists only where it is small.
 
 Data flow: the decoder's hidden states -> here -> the policy loss, and the old and reference passes.
 """
