@@ -45,6 +45,7 @@ def test_a_small_run_fills_in_every_section(script, tmp_path):
     assert (exact["tokens"], rounded["tokens"]) == (2 * 8 * 12, 8 * 40)
 
 
+@pytest.mark.slow
 def test_named_sections_alone(script, tmp_path):
     """Without `decode`, there is nothing to compare log-probabilities on."""
     path = tmp_path / "figures.json"

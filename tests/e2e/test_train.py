@@ -311,7 +311,8 @@ def warm(tmp_path_factory):
     short = ("run.steps=24", "eval.every_steps=0", "eval.num_prompts=100", "eval.final_num_prompts=100")
     base = (f"run.dir={folder}", *short)
     learning = train(load_config(None, (*base, "run.name=learning"), environ={}))
-    still = train(load_config(None, (*base, "run.name=still", "optimizer.learning_rate=0"), environ={}))
+    unmoved = ("run.name=still", "optimizer.learning_rate=0", "run.steps=4")
+    still = train(load_config(None, (*base, *unmoved), environ={}))
     return learning, still
 
 

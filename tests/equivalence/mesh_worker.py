@@ -153,14 +153,14 @@ def sampled(name: str, rollouts: RolloutBatch) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Results of every layout and mode, under `layout mode name`."""
+    """Results of every layout and mode, or of those in the environment, under `layout mode name`."""
     target, *layouts = sys.argv[1:]
     if "COORDINATOR" in os.environ:
         number, own = (int(os.environ[name]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
         hosts.initialize(os.environ["COORDINATOR"], number, own, start_timeout_s=60)
     results = {}
     for layout in layouts:
-        for mode in MODES:
+        for mode in os.environ.get("MODES", " ".join(MODES)).split():
             results |= {f"{layout} {mode} {name}": value for name, value in train(layout, mode).items()}
     if hosts.is_main_process():
         np.savez(target, **results)

@@ -11,7 +11,13 @@ from quatrain.update.gradient import Policy, table_logprobs
 
 
 @pytest.mark.parametrize(
-    ("temperature", "n", "slots"), [(0.6, 4, None), (1.0, 4, 6), (1.7, 4, 3), (1.0, 1, None), (1.0, 1, 4)]
+    ("temperature", "n", "slots"),
+    [
+        (0.6, 4, None),
+        (1.7, 4, 3),
+        (1.0, 1, 4),
+        *(pytest.param(1.0, *sizes, marks=pytest.mark.slow) for sizes in ((4, 6), (1, None))),
+    ],
 )
 def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperature, n, slots):
     """With prompts shared (n of 4) or not, and slots refilled (fewer than sequences) or not."""

@@ -105,7 +105,7 @@ def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, famil
     np.testing.assert_allclose(batch.rollout_logprobs[rows, columns], chosen, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, family):
     """Of those that are admitted together: all five, or two and those that follow."""
     arch = _family_arch(small_arch, family)
