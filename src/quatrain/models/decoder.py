@@ -136,9 +136,7 @@ def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Ar
 
     Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    scores = rows_times(rows, head_VD.astype(hidden.dtype), jnp.float32)
-    return softcap(scores.reshape(*hidden.shape[:-1], -1), arch.final_softcap)
+    return softcap(rows_times(hidden, head_VD, jnp.float32), arch.final_softcap)
 
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:

@@ -61,28 +61,30 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rows_times(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """x [rows, in] times weight [out, in], transposed: [rows, out], in `dtype` or that of `x`.
+    """x [..., in] times a matrix [*out, in]: [..., *out], in `dtype` or that of `x`.
+
+    Weights are cast to the dtype of `x`. Rows and columns are joined for the product: on a CPU the
+    gradient of the weights, a contraction over both, is three times as fast over one.
 
     XLA rearranges the second factor of a product on a CPU, which for weights and a few rows, a decode step,
     takes as long as multiplying. There the weights come first; the barrier keeps XLA from turning it round.
     """
-    product = partial(jax.lax.dot_general, preferred_element_type=dtype)
-    if len(x) <= FEW_ROWS and jax.default_backend() == "cpu":
-        return jax.lax.optimization_barrier(product(weight, x, (((1,), (1,)), ((), ())))).T
-    return product(x, weight, (((1,), (1,)), ((), ())))
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype)
+    along_in = (((1,), (1,)), ((), ()))
+    product = partial(jax.lax.dot_general, dimension_numbers=along_in, preferred_element_type=dtype)
+    if len(rows) <= FEW_ROWS and jax.default_backend() == "cpu":
+        y = jax.lax.optimization_barrier(product(matrix, rows)).T
+    else:
+        y = product(rows, matrix)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 def linear(x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None) -> jax.Array:
     """x [..., in] times a matrix [*out, in], plus the bias where the layer has one: [..., *out].
 
     Along `sum_axis` of a mesh each device has a part of the inputs, and the products are added up.
-
-    Weights are cast to the activations' dtype. Rows and columns are joined for the product: on a CPU the
-    gradient of the weights, a contraction over both, is three times as fast over one.
     """
-    weight = layer[name]
-    y = rows_times(x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype))
-    y = y.reshape(*x.shape[:-1], *weight.shape[:-1])
+    y = rows_times(x, layer[name])
     y = y if sum_axis is None else sum_over(y, sum_axis)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
