@@ -13,8 +13,7 @@ from quatrain.models.layers import TWIGS, attention_mask
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_TOKENS", 8)
-    monkeypatch.setattr(module, "BLOCKS_AT_ONCE", {"cpu": 3})
+    monkeypatch.setattr(module, "CUTS", {"cpu": module.Cut(block=8, queries=3, keys=2)})
 
 
 def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

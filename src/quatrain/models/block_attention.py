@@ -3,8 +3,9 @@
 Called by the decoder for forward passes without a cache, where XLA computes attention itself. A row may hold
 many packed sequences: the work follows what each token sees, not the length of the row.
 
-Shapes: L tokens in blocks of S, M blocks, worked on A at a time; N query heads, K key/value heads, G = N / K,
-H head size, X = G x S queries of one key/value head.
+Shapes: L tokens in blocks of S, M blocks, worked on A at a time, which look at W key blocks at a time;
+N query heads, K key/value heads, G = N / K, H head size, X = G x S queries of one key/value head, and
+Y = W x S keys.
 """
 
 from __future__ import annotations
@@ -20,9 +21,20 @@ from jax import lax
 
 from quatrain.models.layers import MASKED, TWIGS, attention_mask, softcap
 
-BLOCK_TOKENS = 64
-BLOCKS_AT_ONCE = {"cpu": 4}
-"""By platform. A CPU is fastest on what its caches hold; elsewhere all at once keep the device busy."""
+
+@dataclass(frozen=True)
+class Cut:
+    """How finely rows are cut, and how much is worked on at a time."""
+
+    block: int  # tokens, S
+    queries: int | None  # blocks of queries, A; None is all
+    keys: int  # key blocks that each of them looks at, W
+
+
+CUTS = {"cpu": Cut(block=32, queries=8, keys=2)}
+"""By platform. A CPU is fastest on what its caches hold, and small blocks waste less of it."""
+OTHERS = Cut(block=64, queries=None, keys=1)
+"""All queries at once keep an accelerator busy."""
 FAR = np.iinfo(np.int32).max
 
 
@@ -35,7 +47,7 @@ class BlockPattern:
     """
 
     queries: jax.Array  # [groups, A] int32, block numbers
-    keys: jax.Array  # [groups, A, M] int32, key blocks to look at, first `counts` of them
+    keys: jax.Array  # [groups, A, M / W, W] int32, key blocks to look at, the first `counts` of them
     counts: jax.Array  # [groups, A] int32
     rank: jax.Array  # [M] int32, where block m is in the order of the groups
     positions: jax.Array  # [M, S] int32
@@ -53,17 +65,27 @@ def block_pattern(
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
+    cut = _cut()
     positions, own, branches = _blocks(positions), _blocks(own), _blocks(branch_ids)
     allowed = _may_see(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
-    keys = jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32)
+    keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), cut.keys, axis=1)
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
-    size = _group_size(len(counts))
-    padding = -len(counts) % size
-    grouped = jnp.pad(order, (0, padding)).reshape(-1, size)
-    live = jnp.pad(jnp.ones_like(order), (0, padding)).reshape(-1, size)
+    at_once = min(cut.queries or len(counts), len(counts))
+    grouped, live = (_in_groups(x, at_once, axis=0) for x in (order, jnp.ones_like(order)))
     rank = jnp.argsort(order).astype(jnp.int32)
     return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own, branches)
+
+
+def _cut() -> Cut:
+    return CUTS.get(jax.default_backend(), OTHERS)
+
+
+def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """[..., M, ...] as [..., groups, size, ...], padded with 0."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % size)
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 def _may_see(positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None) -> jax.Array:
@@ -119,11 +141,8 @@ def block_attention(
 
 def _blocks(values: jax.Array) -> jax.Array:
     """[L, ...] as [M, S, ...], rows joined, padded with 0."""
-    tokens = values.shape[0] * values.shape[1]
-    size = min(BLOCK_TOKENS, tokens)
-    flat = values.reshape(tokens, *values.shape[2:])
-    flat = jnp.pad(flat, [(0, -tokens % size)] + [(0, 0)] * (flat.ndim - 1))
-    return flat.reshape(-1, size, *flat.shape[1:])
+    flat = values.reshape(-1, *values.shape[2:])
+    return _in_groups(flat, min(_cut().block, len(flat)), axis=0)
 
 
 def _heads(x_BTNH: jax.Array, K: int) -> jax.Array:
@@ -165,18 +184,21 @@ def _forward(
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             peak, total, y = carry
             block = keys[:, j]
-            scores, seen = _scores(queries, k[block], pattern, blocks, block, j < counts, window, cap)
+            scores, seen = _scores(queries, _joined(k, block), pattern, blocks, block, j, counts, window, cap)
             new_peak = jnp.maximum(peak, jnp.where(seen, scores, MASKED).max(axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
             shrink = jnp.exp(peak - new_peak)
             product = jnp.einsum(
-                "AKXS,AKSH->AKXH", weights.astype(v.dtype), v[block], preferred_element_type=jnp.float32
+                "AKXY,AKYH->AKXH",
+                weights.astype(v.dtype),
+                _joined(v, block),
+                preferred_element_type=jnp.float32,
             )
             return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
 
         empty = jnp.zeros(queries.shape[:-1], jnp.float32)
         begin = jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)
-        peak, total, y = lax.fori_loop(0, counts.max(), look, _made_after(queries, begin))
+        peak, total, y = lax.fori_loop(0, _looks(keys, counts), look, _made_after(queries, begin))
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
         return _put(ys, (y / safe[..., None]).astype(q.dtype), i), _put(log_totals, peak + jnp.log(safe), i)
@@ -204,25 +226,25 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             dq, dk, dv = carry
             block = keys[:, j]
-            scores, seen = _scores(queries, k[block], pattern, blocks, block, j < counts, window, cap)
+            scores, seen = _scores(queries, _joined(k, block), pattern, blocks, block, j, counts, window, cap)
             weights = jnp.where(seen, jnp.exp(scores - norms[..., None]), 0.0)
             product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-            dweights = product("AKXH,AKSH->AKXS", dys, v[block])
+            dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, block))
             dscores = weights * (dweights - alongs[..., None])
             if cap is not None:
                 dscores = dscores * (1 - jnp.square(scores / cap))
             dscores = dscores.astype(q.dtype)
             return (
-                dq + product("AKXS,AKSH->AKXH", dscores, k[block]),
-                dk.at[block].add(product("AKHX,AKXS->AKHS", queries_AKHX, dscores)),
-                dv.at[block].add(product("AKHX,AKXS->AKHS", dys_AKHX, weights.astype(v.dtype))),
+                dq + product("AKXY,AKYH->AKXH", dscores, _joined(k, block)),
+                _add(dk, block, product("AKHX,AKXY->AKHY", queries_AKHX, dscores)),
+                _add(dv, block, product("AKHX,AKXY->AKHY", dys_AKHX, weights.astype(v.dtype))),
             )
 
         # Turned once for all the products that contract over X, each of which would turn its scores instead.
         queries_AKHX, dys_AKHX = lax.optimization_barrier((queries.swapaxes(2, 3), dys.swapaxes(2, 3)))
         (zeros,) = _made_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
-        dq, dks, dvs = lax.fori_loop(0, counts.max(), look, (zeros, dks, dvs))
+        dq, dks, dvs = lax.fori_loop(0, _looks(keys, counts), look, (zeros, dks, dvs))
         return _put(dqs, dq.astype(q.dtype), i), dks, dvs
 
     groups = pattern.queries.shape
@@ -241,6 +263,24 @@ def _put(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(whole, part, i, 0)
 
 
+def _looks(keys: jax.Array, counts: jax.Array) -> jax.Array:
+    """How often one has to look at W of `keys` [A, M / W, W] to have looked at the first `counts` of each."""
+    return -(-counts.max() // keys.shape[-1])
+
+
+def _joined(x_MKSH: jax.Array, blocks_AW: jax.Array) -> jax.Array:
+    """Those blocks, side by side: [A, K, Y, H]."""
+    x_AWKSH = x_MKSH[blocks_AW]
+    A, W, K, S, H = x_AWKSH.shape
+    return x_AWKSH.swapaxes(1, 2).reshape(A, K, W * S, H)
+
+
+def _add(x_MKHS: jax.Array, blocks_AW: jax.Array, change_AKHY: jax.Array) -> jax.Array:
+    """x with the change of each of those blocks."""
+    parts_AKHWS = change_AKHY.reshape(*change_AKHY.shape[:-1], blocks_AW.shape[1], -1)
+    return x_MKHS.at[blocks_AW].add(jnp.moveaxis(parts_AKHWS, 3, 1))
+
+
 def _made_after(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Constants that a loop begins with, made when `there` is.
 
@@ -250,28 +290,33 @@ def _made_after(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax
 
 
 def _scores(
-    queries: jax.Array,
-    keys: jax.Array,
+    queries_AKXH: jax.Array,
+    keys_AKYH: jax.Array,
     pattern: BlockPattern,
-    query_blocks: jax.Array,
-    key_blocks: jax.Array,
-    live: jax.Array,
+    query_blocks_A: jax.Array,
+    key_blocks_AW: jax.Array,
+    look: jax.Array,
+    counts_A: jax.Array,
     window: int | None,
     cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores [A, K, X, S] of A pairs of blocks, and which of them count [A, 1, X, S]."""
-    scores = jnp.einsum("AKXH,AKSH->AKXS", queries, keys, preferred_element_type=jnp.float32)
+    """Scores [A, K, X, Y] of a look of A query blocks at W key blocks each, and which count [A, 1, X, Y]."""
+    scores = jnp.einsum("AKXH,AKYH->AKXY", queries_AKXH, keys_AKYH, preferred_element_type=jnp.float32)
+    A, W = key_blocks_AW.shape
+    live = look * W + jnp.arange(W) < counts_A[:, None]
+    # Blocks that are not to be looked at are those of nobody.
+    segments = jnp.where(live[..., None], pattern.segment_ids[key_blocks_AW], 0)
+    keys = (x[key_blocks_AW] for x in (pattern.positions, pattern.branch_ids))
+    positions, branches, segments = (x.reshape(A, -1) for x in (*keys, segments))
     seen = attention_mask(
-        pattern.positions[query_blocks],
-        pattern.positions[key_blocks],
-        pattern.segment_ids[query_blocks],
-        pattern.segment_ids[key_blocks],
+        pattern.positions[query_blocks_A],
+        positions,
+        pattern.segment_ids[query_blocks_A],
+        segments,
         window,
-        (pattern.branch_ids[query_blocks], pattern.branch_ids[key_blocks]),
+        (pattern.branch_ids[query_blocks_A], branches),
     )
-    seen = seen & live[:, None, None]
-    groups = queries.shape[2] // seen.shape[1]
-    return softcap(scores, cap), jnp.tile(seen, (1, groups, 1))[:, None]
+    return softcap(scores, cap), jnp.tile(seen, (1, queries_AKXH.shape[2] // seen.shape[1], 1))[:, None]
 
 
 def _in_order(grouped: jax.Array, pattern: BlockPattern) -> jax.Array:
