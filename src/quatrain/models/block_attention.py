@@ -24,7 +24,7 @@ from quatrain.models.layers import MASKED, TWIGS, attention_mask, softcap
 
 @dataclass(frozen=True)
 class Cut:
-    """How finely rows are cut, and how much is worked on at a time."""
+    """How finely rows are cut into blocks, and how many are worked on at a time."""
 
     block: int  # tokens, S
     queries: int | None  # blocks of queries, A; None is all
@@ -32,10 +32,14 @@ class Cut:
 
 
 CUTS = {"cpu": Cut(block=32, queries=8, keys=2)}
-"""By platform. A CPU is fastest on what its caches hold, and small blocks waste less of it."""
-OTHERS = Cut(block=64, queries=None, keys=1)
+"""A CPU is fastest on what its caches hold, and small blocks leave less that nobody sees."""
+CUT_ELSEWHERE = Cut(block=64, queries=None, keys=1)
 """All queries at once keep an accelerator busy."""
 FAR = np.iinfo(np.int32).max
+
+
+def _cut() -> Cut:
+    return CUTS.get(jax.default_backend(), CUT_ELSEWHERE)
 
 
 @jax.tree_util.register_dataclass
@@ -62,10 +66,10 @@ def block_pattern(
 
     A segment lies within one row and its branches one after another, in the order of their numbers.
     """
+    cut = _cut()
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
-    cut = _cut()
     positions, own, branches = _blocks(positions), _blocks(own), _blocks(branch_ids)
     allowed = _may_see(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
@@ -75,10 +79,6 @@ def block_pattern(
     grouped, live = (_in_groups(x, at_once, axis=0) for x in (order, jnp.ones_like(order)))
     rank = jnp.argsort(order).astype(jnp.int32)
     return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own, branches)
-
-
-def _cut() -> Cut:
-    return CUTS.get(jax.default_backend(), OTHERS)
 
 
 def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
@@ -159,10 +159,6 @@ def _rows(x_MKXH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     S = X * K // N
     x_MSNH = x_MKXH.reshape(M, K, N // K, S, H).transpose(0, 3, 1, 2, 4)
     return x_MSNH.reshape(M * S, N, H)[: B * T].reshape(B, T, N, H)
-
-
-def _group_size(blocks: int) -> int:
-    return min(BLOCKS_AT_ONCE.get(jax.default_backend(), blocks), blocks)
 
 
 def _forward(
