@@ -28,13 +28,13 @@ class Cut:
 
     block: int  # tokens, S
     queries: int | None  # blocks of queries, A; None is all
-    keys: int  # key blocks that each of them looks at, W
+    keys: int  # key blocks that each of them looks at at a time, W
 
 
 CUTS = {"cpu": Cut(block=32, queries=8, keys=2)}
 """A CPU is fastest on what its caches hold, and small blocks leave less that nobody sees."""
 CUT_ELSEWHERE = Cut(block=64, queries=None, keys=1)
-"""All queries at once keep an accelerator busy."""
+"""An accelerator is kept busy by all queries at once, whatever the number of keys."""
 FAR = np.iinfo(np.int32).max
 
 
@@ -51,7 +51,7 @@ class BlockPattern:
     """
 
     queries: jax.Array  # [groups, A] int32, block numbers
-    keys: jax.Array  # [groups, A, M / W, W] int32, key blocks to look at, the first `counts` of them
+    keys: jax.Array  # [groups, A, ceil(M / W), W] int32, key blocks to look at, first `counts` of them
     counts: jax.Array  # [groups, A] int32
     rank: jax.Array  # [M] int32, where block m is in the order of the groups
     positions: jax.Array  # [M, S] int32
@@ -82,7 +82,7 @@ def block_pattern(
 
 
 def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
-    """[..., M, ...] as [..., groups, size, ...], padded with 0."""
+    """[..., n, ...] as [..., ceil(n / size), size, ...], padded with 0."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, padding).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
@@ -179,15 +179,15 @@ def _forward(
 
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             peak, total, y = carry
-            block = keys[:, j]
-            scores, seen = _scores(queries, _joined(k, block), pattern, blocks, block, j, counts, window, cap)
+            at = keys[:, j]
+            scores, seen = _scores(queries, _joined(k, at), pattern, blocks, at, j, counts, window, cap)
             new_peak = jnp.maximum(peak, jnp.where(seen, scores, MASKED).max(axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
             shrink = jnp.exp(peak - new_peak)
             product = jnp.einsum(
                 "AKXY,AKYH->AKXH",
                 weights.astype(v.dtype),
-                _joined(v, block),
+                _joined(v, at),
                 preferred_element_type=jnp.float32,
             )
             return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
@@ -221,19 +221,19 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
 
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             dq, dk, dv = carry
-            block = keys[:, j]
-            scores, seen = _scores(queries, _joined(k, block), pattern, blocks, block, j, counts, window, cap)
+            at = keys[:, j]
+            scores, seen = _scores(queries, _joined(k, at), pattern, blocks, at, j, counts, window, cap)
             weights = jnp.where(seen, jnp.exp(scores - norms[..., None]), 0.0)
             product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-            dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, block))
+            dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, at))
             dscores = weights * (dweights - alongs[..., None])
             if cap is not None:
                 dscores = dscores * (1 - jnp.square(scores / cap))
             dscores = dscores.astype(q.dtype)
             return (
-                dq + product("AKXY,AKYH->AKXH", dscores, _joined(k, block)),
-                _add(dk, block, product("AKHX,AKXY->AKHY", queries_AKHX, dscores)),
-                _add(dv, block, product("AKHX,AKXY->AKHY", dys_AKHX, weights.astype(v.dtype))),
+                dq + product("AKXY,AKYH->AKXH", dscores, _joined(k, at)),
+                _add(dk, at, product("AKHX,AKXY->AKHY", queries_AKHX, dscores)),
+                _add(dv, at, product("AKHX,AKXY->AKHY", dys_AKHX, weights.astype(v.dtype))),
             )
 
         # Turned once for all the products that contract over X, each of which would turn its scores instead.
@@ -260,7 +260,7 @@ def _put(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _looks(keys: jax.Array, counts: jax.Array) -> jax.Array:
-    """How often one has to look at W of `keys` [A, M / W, W] to have looked at the first `counts` of each."""
+    """How often to look at W of `keys` [A, ceil(M / W), W] until the first `counts` [A] of each are seen."""
     return -(-counts.max() // keys.shape[-1])
 
 
@@ -300,7 +300,7 @@ def _scores(
     scores = jnp.einsum("AKXH,AKYH->AKXY", queries_AKXH, keys_AKYH, preferred_element_type=jnp.float32)
     A, W = key_blocks_AW.shape
     live = look * W + jnp.arange(W) < counts_A[:, None]
-    # Blocks that are not to be looked at are those of nobody.
+    # What is past the counts is of nobody: it may be a block looked at already, or one nobody asked for.
     segments = jnp.where(live[..., None], pattern.segment_ids[key_blocks_AW], 0)
     keys = (x[key_blocks_AW] for x in (pattern.positions, pattern.branch_ids))
     positions, branches, segments = (x.reshape(A, -1) for x in (*keys, segments))
