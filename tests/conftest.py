@@ -34,16 +34,6 @@ def _room_for_programs():
         gc.collect()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _programs_compiled_once(tmp_path_factory):
-    """A program that two tests build alike is compiled for the first and loaded for the second.
-
-    `rollout/compilations` and the like count both: JAX's event covers compiling and loading.
-    """
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     return builtin_tokenizer()
