@@ -222,7 +222,8 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
         def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             dq, dk, dv = carry
             at = keys[:, j]
-            scores, seen = _scores(queries, _joined(k, at), pattern, blocks, at, j, counts, window, cap)
+            keys_AKYH = _joined(k, at)
+            scores, seen = _scores(queries, keys_AKYH, pattern, blocks, at, j, counts, window, cap)
             weights = jnp.where(seen, jnp.exp(scores - norms[..., None]), 0.0)
             product = partial(jnp.einsum, preferred_element_type=jnp.float32)
             dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, at))
@@ -231,7 +232,7 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
                 dscores = dscores * (1 - jnp.square(scores / cap))
             dscores = dscores.astype(q.dtype)
             return (
-                dq + product("AKXY,AKYH->AKXH", dscores, _joined(k, at)),
+                dq + product("AKXY,AKYH->AKXH", dscores, keys_AKYH),
                 _add(dk, at, product("AKHX,AKXY->AKHY", queries_AKHX, dscores)),
                 _add(dv, at, product("AKHX,AKXY->AKHY", dys_AKHX, weights.astype(v.dtype))),
             )
