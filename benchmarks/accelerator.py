@@ -45,19 +45,21 @@ import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.models.architecture import Architecture
+from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import REMAT
 from quatrain.models.flops import forward_flops
-from quatrain.models.kernels import choose_attention
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
 from quatrain.parallel.compilations import COMPILE_EVENT
 from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
-from quatrain.update.batcher import Cut, Cutting, MicroBatch, TokenTable, describe_cuts
+from quatrain.update.cuts import Cut, Cutting, describe_cuts
 from quatrain.update.gradient import Policy, init_optimizer, optimizer_step, table_logprobs
 from quatrain.update.learner import PolicyObjective
+from quatrain.update.micro_batch import MicroBatch, fill
 from quatrain.update.optimizer import build_optimizer
+from quatrain.update.table import TokenTable
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = (("xla", "shared"), ("pallas", "packed"), ("cudnn", "rows"), ("xla", "packed"))
@@ -276,7 +278,7 @@ class Bench:
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(
-            policy, [cut.fill(table, policy.mesh) for cut in cuts]
+            policy, [fill(cut, table, policy.mesh) for cut in cuts]
         )
         step_s = statistics.median(seconds[1:])
         rate = flops / step_s / 1e12

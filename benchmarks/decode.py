@@ -31,11 +31,11 @@ from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.decoder import logits
 from quatrain.models.families import Architecture
 from quatrain.models.layers import linear
-from quatrain.models.load import load_model
 from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.scheduler import Scheduler
 from quatrain.types import Prompt
+from quatrain.weights.load import load_model
 
 
 def main() -> None:

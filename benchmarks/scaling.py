@@ -482,7 +482,7 @@ class Programs:
         import jax.numpy as jnp
 
         from quatrain.parallel.mesh import data_sharding
-        from quatrain.update.batcher import TOKEN_COLUMNS, MicroBatch
+        from quatrain.update.micro_batch import TOKEN_COLUMNS, MicroBatch
 
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
         dtypes = dict.fromkeys(integers, jnp.int32) | dict.fromkeys(TOKEN_COLUMNS, jnp.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quatrain import cli
-from quatrain.parallel import hosts
+from quatrain.cluster import processes as hosts
 
 COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")

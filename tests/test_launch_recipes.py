@@ -16,8 +16,8 @@ import typer
 import yaml
 
 from quatrain import cli
+from quatrain.cluster.detect import Place, detect
 from quatrain.config.load import load_config
-from quatrain.parallel.clusters import Place, detect
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCH = REPOSITORY / "launch"

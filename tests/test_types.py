@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from quatrain.types import AdvantagedBatch, Metric, Prompt, RewardedBatch, RolloutBatch, describe
+from quatrain.metrics import Metric, describe
+from quatrain.types import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
 
 ATTENTION = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], bool)
 COMPLETION = np.array([[0, 0, 1, 1], [0, 1, 0, 0]], bool)

@@ -148,8 +148,8 @@ def evaluate(
     """Measure a model's accuracy on the evaluation prompts."""
     resolved = _resolve(config, set_)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
+        from quatrain.cluster.processes import is_main_process
         from quatrain.evaluate import evaluate_run
-        from quatrain.parallel.hosts import is_main_process
 
         numbers = evaluate_run(resolved)
         if is_main_process():
@@ -192,7 +192,7 @@ def launch(
     ] = None,
 ) -> None:
     """Run a command in several processes on this machine's CPU, as on several hosts."""
-    from quatrain.parallel.launch import launch as run
+    from quatrain.cluster.launch import launch as run
 
     status = run(command or (), processes=processes, devices_per_process=devices_per_process, port=port)
     raise typer.Exit(status)
@@ -257,15 +257,15 @@ def plan(
         )
     resolved = _resolve(config, set_)
     if params:
-        from quatrain.placement import placement
-        from quatrain.report import device_memory as report
+        from quatrain.plan import device_memory as report
+        from quatrain.plan.placement import placement
 
         memory = None if device_memory is None else report.parse_bytes(device_memory)
         placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
         typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
         return
-    from quatrain.config.plan import plan as plan_batches
-    from quatrain.config.plan import render
+    from quatrain.plan.batches import plan as plan_batches
+    from quatrain.plan.batches import render
 
     batch_plan = plan_batches(resolved.config, devices=devices, processes=processes)
     typer.echo(json.dumps(batch_plan.to_dict(), indent=2) if as_json else render(batch_plan))
@@ -326,7 +326,7 @@ def _together(
 
     Does nothing in a process that is alone.
     """
-    from quatrain.parallel import hosts
+    from quatrain.cluster import processes as hosts
 
     settings = resolved.config.distributed
     hosts.initialize(
@@ -349,10 +349,10 @@ def _one_configuration(resolved: Resolved) -> Resolved:
 
     What every process derives, process 0 decides: a name made of the time is another in each.
     """
+    from quatrain.cluster.processes import assert_same, gather_objects
     from quatrain.config.derive import value_at
     from quatrain.config.dump import plain
     from quatrain.config.load import DERIVED
-    from quatrain.parallel.hosts import assert_same, gather_objects
 
     derived = {key for key, layer in resolved.provenance.items() if layer == DERIVED}
     first, *others = gather_objects({key: value_at(resolved.config, key) for key in sorted(derived)})
@@ -438,7 +438,7 @@ def main() -> None:
 
 def _with_others() -> ModuleType | None:
     """The module of the processes that run this command together; None in one that is alone."""
-    hosts = sys.modules.get("quatrain.parallel.hosts")
+    hosts = sys.modules.get("quatrain.cluster.processes")
     return hosts if hosts is not None and hosts.joined() else None
 
 

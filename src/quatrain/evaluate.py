@@ -11,17 +11,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from quatrain.cluster.processes import decided_by_main
 from quatrain.config.load import Resolved
 from quatrain.config.schema import EvalConfig
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.parallel.hosts import decided_by_main
+from quatrain.metrics import Metric
 from quatrain.policy import build_engine, load_policy
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
 from quatrain.reward.functions import has_format, is_correct
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Metric, Prompt, RolloutBatch
+from quatrain.types import Prompt, RolloutBatch
 
 ANSWER_COLUMN = "answer"
 """Accuracy needs this column; without it only rewards are reported."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.checkpoint import Checkpointer
+from quatrain.cluster.processes import is_main_process
 from quatrain.config.load import load_config
 from quatrain.models.families import Architecture
-from quatrain.models.hf import save_hf
-from quatrain.parallel.hosts import is_main_process
 from quatrain.policy import load_policy
+from quatrain.weights.hf import save_hf
 
 ANY_DEVICES = (
     "mesh=auto",

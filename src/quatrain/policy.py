@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from quatrain.cluster.processes import num_processes
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
+from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
-from quatrain.models.kernels import choose_attention
-from quatrain.models.load import load_model
-from quatrain.parallel.hosts import num_processes
 from quatrain.parallel.mesh import in_memory, make_mesh, role_mesh
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.gradient import Policy
+from quatrain.weights.load import load_model
 
 
 @dataclass(frozen=True)

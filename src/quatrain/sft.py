@@ -7,10 +7,10 @@ from typing import Any
 
 from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
+from quatrain.metrics import Metric
 from quatrain.policy import LoadedPolicy, build_policy
-from quatrain.types import Metric
-from quatrain.update.batcher import Cutting
-from quatrain.update.supervised import SupervisedLearner
+from quatrain.update.cuts import Cutting
+from quatrain.update.sft import SupervisedLearner
 
 
 def warm_start_data(config: Config, tokenizer: Any) -> DemonstrationSource:

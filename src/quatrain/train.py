@@ -18,18 +18,19 @@ import jax
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.checkpoint import Checkpointer
+from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
-from quatrain.config.plan import plan as batch_plan
-from quatrain.config.plan import render
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
+from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
-from quatrain.parallel.hosts import decided_by_main, num_processes
 from quatrain.parallel.mesh import in_memory
+from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batches import render
 from quatrain.policy import build_engine, build_policy, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
@@ -38,7 +39,7 @@ from quatrain.report.sinks import Report
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine, RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
-from quatrain.types import AdvantagedBatch, Metric, Metrics
+from quatrain.types import AdvantagedBatch
 from quatrain.update.learner import Learner, TooManyBadSteps, TrainState
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import pytest
 from quatrain.models.flops import linear_parameters
 from quatrain.models.params import num_params
 from quatrain.ops import packing
-from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.cuts import Cutting
+from quatrain.update.table import TokenTable
 
 
 @pytest.fixture(scope="module")

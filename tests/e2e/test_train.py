@@ -11,12 +11,12 @@ import pytest
 from quatrain.config.load import load_config
 from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
+from quatrain.metrics import Metric
 from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.train import logprob_diff_warning, supervise, train
-from quatrain.types import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 
 SMALL = (

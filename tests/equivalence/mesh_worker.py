@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
 from quatrain.config.schema import (
     AdvantageConfig,
@@ -28,7 +29,6 @@ from quatrain.config.schema import (
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
-from quatrain.parallel import hosts
 from quatrain.parallel.mesh import in_memory, whole
 from quatrain.policy import role_meshes
 from quatrain.rollout.engine import RolloutEngine

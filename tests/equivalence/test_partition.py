@@ -10,9 +10,11 @@ from quatrain.config.schema import UpdateConfig
 from quatrain.models.params import init_params
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.parallel.mesh import one_device
-from quatrain.update.batcher import Cutting, TokenTable, micro_batches
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
 from quatrain.update.learner import PolicyObjective
+from quatrain.update.micro_batch import micro_batches
+from quatrain.update.table import TokenTable
 
 OBJECTIVES = {
     "clip": {},

@@ -6,8 +6,9 @@ import pytest
 from quatrain.config.schema import RolloutConfig
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
-from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, table_logprobs
+from quatrain.update.table import TokenTable
 
 
 @pytest.mark.parametrize(

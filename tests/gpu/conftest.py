@@ -11,7 +11,7 @@ import pytest
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import init_params
-from quatrain.update.batcher import TokenTable
+from quatrain.update.table import TokenTable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))  # reference.py
 

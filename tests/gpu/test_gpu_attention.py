@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from reference import attention
 
+from quatrain.models.attention.kernels import choose_attention, cudnn_attention, pallas_attention
 from quatrain.models.decoder import forward
-from quatrain.models.kernels import choose_attention, cudnn_attention, pallas_attention
 from quatrain.models.layers import attention_mask
 
 pytestmark = [

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import UpdateConfig
-from quatrain.update.batcher import Cutting, micro_batches
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, sum_gradients
 from quatrain.update.learner import PolicyObjective
+from quatrain.update.micro_batch import micro_batches
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,9 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
-from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, table_logprobs
+from quatrain.update.table import TokenTable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ from goldens import CASES, read_golden, weights_crc
 
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture, builtin_architecture
-from quatrain.models.hf import load_hf
 from quatrain.models.params import init_params
+from quatrain.weights.hf import load_hf
 
 TOLERANCE = 1e-4
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost

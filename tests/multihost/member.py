@@ -11,7 +11,7 @@ import sys
 
 import jax
 
-from quatrain.parallel import hosts
+from quatrain.cluster import processes as hosts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("mode")

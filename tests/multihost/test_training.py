@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_rows
-from quatrain.models.hf import save_hf
 from quatrain.report.metrics import read_metrics
 from quatrain.train import train
+from quatrain.weights.hf import save_hf
 
 # Of a test that fails; none waits that long.
 TIMEOUT_S = 400

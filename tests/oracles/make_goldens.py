@@ -22,7 +22,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from goldens import CASES, GOLDEN, draw, weights_crc
 
-from quatrain.models.hf import load_hf, save_hf
+from quatrain.weights.hf import load_hf, save_hf
 
 ROWS, TOKENS, PREFILL = 3, 40, 25
 SMALL: dict[str, Any] = {

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import numpy as np
 
+from quatrain.metrics import describe
 from quatrain.report.catalogue import PAGE, metrics_page, unknown_metrics
 from quatrain.report.metrics import StageTimer
-from quatrain.types import describe
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,9 +3,9 @@ import math
 
 import pytest
 
+from quatrain.metrics import Metric
 from quatrain.report import metrics as module
 from quatrain.report.metrics import MetricsFile, StageTimer, metrics_row, read_metrics, reduce_metrics
-from quatrain.types import Metric
 
 
 def test_each_metric_is_reduced_once_and_empty_means_are_left_out():

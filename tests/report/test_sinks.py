@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import LoggingConfig
+from quatrain.metrics import Metric
 from quatrain.report import sinks as module
 from quatrain.report.metrics import read_metrics
 from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
-from quatrain.types import AdvantagedBatch, Metric, RewardedBatch, RolloutBatch
+from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 
 def plain(text: str) -> str:

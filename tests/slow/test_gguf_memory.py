@@ -16,7 +16,7 @@ PROBE = """
 import re, sys
 from pathlib import Path
 import gguf, jax, jax.numpy as jnp
-from quatrain.models.gguf import load_gguf
+from quatrain.weights.gguf import load_gguf
 jax.block_until_ready(jnp.zeros(1) + 1)
 peak_bytes = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak_bytes()

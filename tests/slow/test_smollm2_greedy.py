@@ -10,9 +10,9 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer, render
-from quatrain.models.gguf import load_gguf
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
+from quatrain.weights.gguf import load_gguf
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,8 +7,10 @@ import numpy as np
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.params import abstract_params
 from quatrain.parallel.mesh import one_device
-from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, gradient_program
+from quatrain.update.micro_batch import fill
+from quatrain.update.table import TokenTable
 
 
 def _surprise(logprobs, entropy, batch):
@@ -41,7 +43,7 @@ def test_remat_saves_memory(small_arch):
     cutting = Cutting.of(config, Policy(arch).packing_cost, num_shards=1, share_prompts=False)
     (cut,) = cutting.cut(table)
     none, dots, layer = (
-        _temporary_bytes(arch, cut.fill(table, one_device()), remat) for remat in ("none", "dots", "layer")
+        _temporary_bytes(arch, fill(cut, table, one_device()), remat) for remat in ("none", "dots", "layer")
     )
     kept = arch.num_layers * 1024 * 4 * arch.hidden_size  # the input of each layer
     assert kept < layer < 0.8 * dots

@@ -11,9 +11,10 @@ from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import in_memory
 from quatrain.types import AdvantagedBatch
-from quatrain.update.batcher import Cutting, TokenTable
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, table_logprobs
 from quatrain.update.learner import Learner, TooManyBadSteps
+from quatrain.update.table import TokenTable
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ from quatrain.models.params import abstract_params
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
-from quatrain.update.batcher import Cutting, TokenTable, micro_batches
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, gradient_program, sum_gradients
+from quatrain.update.micro_batch import micro_batches
 from quatrain.update.residuals import ResidualMemory, residual_memory
+from quatrain.update.table import TokenTable
 
 
 def _surprise(logprobs, entropy, batch):

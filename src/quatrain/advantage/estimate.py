@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from quatrain.config.schema import AdvantageConfig
+from quatrain.metrics import Metric, describe
 from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_SCALES, check_scale
-from quatrain.types import AdvantagedBatch, Metric, RewardedBatch, describe
+from quatrain.types import AdvantagedBatch, RewardedBatch
 
 
 class AdvantageEstimator:

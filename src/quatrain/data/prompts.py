@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grain
 import numpy as np
 
+from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
 from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
-from quatrain.parallel.hosts import assert_same, gather_objects, joined, num_processes, process_index
 from quatrain.types import Prompt, PromptText
 
 if TYPE_CHECKING:

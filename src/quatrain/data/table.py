@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.parallel.hosts import gather_objects
+from quatrain.cluster.processes import gather_objects
 from quatrain.types import Prompt, PromptText
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
-from quatrain.gguf_header import read_header
+from quatrain.weights.gguf_header import read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

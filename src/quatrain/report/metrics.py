@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quatrain.types import Metric
+from quatrain.metrics import Metric
 
 AVERAGED_STEPS = 10
 """Steps that `time/<stage>_s_mean10` averages over."""

@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from quatrain.parallel.hosts import is_main_process
+from quatrain.cluster.processes import is_main_process
 
 PLAIN_INTERVAL_S = 2.0
 """Least seconds between two plain lines of a phase; its first and last step are always printed."""

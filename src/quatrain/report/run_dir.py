@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.parallel.hosts import decided_by_main, gather_objects, is_main_process
+from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
 from quatrain.report.metrics import MetricsFile
 
 AUTO = "auto"

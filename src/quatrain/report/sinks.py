@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.cluster.processes import is_main_process
 from quatrain.config.schema import LoggingConfig
-from quatrain.parallel.hosts import is_main_process
+from quatrain.metrics import Metric
 from quatrain.report.metrics import MetricsFile, reduce_metrics
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.report.run_dir import RunDir, checkpoint_steps
-from quatrain.types import AdvantagedBatch, Metric
+from quatrain.types import AdvantagedBatch
 
 Redact = Callable[[str], str]
 _root_log = logging.getLogger("quatrain")

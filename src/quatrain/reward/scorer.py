@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from quatrain.config.schema import RewardConfig
+from quatrain.metrics import Metric, describe
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
-from quatrain.types import Metric, RewardedBatch, RolloutBatch, describe
+from quatrain.types import RewardedBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RewardScorer:
     """The reward functions of `config`, each with its weight.
 
     `decide` calls what it is given and returns its result; of several processes in one alone, which tells the
-    others (`parallel.hosts.decided_by_main`), as a user's functions need not come out the same in each.
+    others (`cluster.processes.decided_by_main`), as a user's functions need not come out the same in each.
     Raises ValueError when a function cannot be imported or called.
     """
 

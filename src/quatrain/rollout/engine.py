@@ -20,15 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
+from quatrain.metrics import Metric, describe
 from quatrain.models.families import Architecture
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.hosts import gather_objects
 from quatrain.parallel.mesh import mesh_shape, moved, one_device, shardings
 from quatrain.rollout.decode import Sampling
 from quatrain.rollout.session import Group, Sampler, Session, Tally
-from quatrain.types import Metric, Prompt, RolloutBatch, describe
+from quatrain.types import Prompt, RolloutBatch
 
 CACHE_SHARE = 0.5
 """Part of an accelerator's free memory that the cache may take; of a host's memory, half as much."""

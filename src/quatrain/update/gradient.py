@@ -18,9 +18,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quatrain.config.mesh import MeshShape
+from quatrain.metrics import Metric
+from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, vocabulary_axis
 from quatrain.models.families import Architecture
-from quatrain.models.kernels import choose_attention
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_tile, token_logprobs
 from quatrain.ops.packing import PackingCost
@@ -28,9 +29,10 @@ from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
 from quatrain.parallel.compilations import with_barriers
 from quatrain.parallel.host_memory import compiling_leaves_nothing
 from quatrain.parallel.mesh import DATA_AXES, filled, in_memory, mesh_shape, moved, one_device, shardings
-from quatrain.types import Metric
-from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
+from quatrain.update.cuts import Cutting
+from quatrain.update.micro_batch import MicroBatch, micro_batches
 from quatrain.update.residuals import Arrays, ResidualMemory, each_its_own, residuals_of
+from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
 """A gradient and summed metrics."""

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.metrics import Metric
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import in_memory
-from quatrain.types import AdvantagedBatch, Metric
-from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, describe_cuts, mini_batches
+from quatrain.types import AdvantagedBatch
+from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import (
     Policy,
     TokenMetrics,
@@ -31,8 +32,10 @@ from quatrain.update.gradient import (
     optimizer_step,
     table_logprobs,
 )
+from quatrain.update.micro_batch import MicroBatch, fill
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
+from quatrain.update.table import TokenTable, mini_batches
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +237,7 @@ class Learner:
             return state
         began = time.perf_counter()
         cuts = self.cutting.cut(mini)
-        batches = [cut.fill(mini, self.policy.mesh) for cut in cuts]
+        batches = [fill(cut, mini, self.policy.mesh) for cut in cuts]
         totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(

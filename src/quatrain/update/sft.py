@@ -13,12 +13,14 @@ import jax
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
+from quatrain.metrics import Metric
 from quatrain.parallel.mesh import in_memory
-from quatrain.types import Metric
-from quatrain.update.batcher import Cutting, MicroBatch, TokenTable, micro_batches
+from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
+from quatrain.update.micro_batch import MicroBatch, micro_batches
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.residuals import residual_memory
+from quatrain.update.table import TokenTable
 
 TokenPair = tuple[np.ndarray, np.ndarray]
 """Prompt ids [P] and completion ids [C]."""

@@ -11,17 +11,17 @@ from jax.sharding import AbstractMesh, NamedSharding
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import UpdateConfig
-from quatrain.models.activations import activations, elements_on_device
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
 from quatrain.ops.logprobs import default_tile
 from quatrain.parallel.mesh import one_device
-from quatrain.placement import placement
-from quatrain.report.device_memory import parse_bytes, render
-from quatrain.update.batcher import MicroBatch
+from quatrain.plan.activations import activations, elements_on_device
+from quatrain.plan.device_memory import parse_bytes, render
+from quatrain.plan.placement import placement
 from quatrain.update.gradient import Policy, _nothing_yet, gradient_program, init_optimizer
 from quatrain.update.learner import PolicyObjective
+from quatrain.update.micro_batch import MicroBatch
 from quatrain.update.optimizer import build_optimizer
 
 QWEN_7B = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from reference import attention
 
-from quatrain.models import block_attention as module
-from quatrain.models.block_attention import block_attention, block_pattern
+from quatrain.models.attention import blocks as module
+from quatrain.models.attention.blocks import block_attention, block_pattern
 from quatrain.models.layers import TWIGS, attention_mask
 
 

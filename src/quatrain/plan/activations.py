@@ -2,7 +2,7 @@
 
 Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows the
 decoder and the tiles of the head; what it is held against is the compiler's own count
-(`tests/test_placement.py`).
+(`tests/plan/test_placement.py`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from quatrain.parallel import roll_call
-from quatrain.parallel.clusters import Place, detect
+from quatrain.cluster import roll_call
+from quatrain.cluster.detect import Place, detect
 
 FAILED = 1
 # JAX's runtime connects processes that were all there a moment ago.

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from reference import attention
 
-from quatrain.models import kernels
+from quatrain.models.attention import kernels
+from quatrain.models.attention.kernels import choose_attention, pallas_attention, splash_attention
 from quatrain.models.families import builtin_architecture
-from quatrain.models.kernels import choose_attention, pallas_attention, splash_attention
 from quatrain.models.layers import attention_mask
 
 TINY = builtin_architecture("tiny", 100, ())

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.config.load import load_config
-from quatrain.config.plan import plan, render
 from quatrain.ops.packing import plan_packing
+from quatrain.plan.batches import plan, render
 
 PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
 FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from quatrain.models import kernels
-from quatrain.models.block_attention import BlockPattern, block_attention, block_pattern
+from quatrain.models.attention import kernels
+from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
 
 Seen = BlockPattern | jax.Array
 """What an implementation needs to know of the rows: made once, used by all layers with the same window."""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quatrain import cli
-from quatrain.parallel.launch import launch
+from quatrain.cluster.launch import launch
 
 # What a process finds out about its own place, before the options that `launch` adds.
 ECHO = "import os, sys; print(sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
@@ -119,7 +119,7 @@ def is_running(pid):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all(number, tmp_path):
     script = (
-        "import sys\nfrom quatrain.parallel.launch import launch\n"
+        "import sys\nfrom quatrain.cluster.launch import launch\n"
         "program = (sys.executable, '-c', "
         "'import os, time; print(os.getpid(), flush=True); time.sleep(600)')\n"
         "sys.exit(launch(['train'], processes=2, devices_per_process=1, program=program, grace_s=5))"
@@ -177,7 +177,7 @@ def test_the_command_line_hands_over(quatrain, monkeypatch):
         calls.append((list(command), options))
         return 7
 
-    monkeypatch.setattr("quatrain.parallel.launch.launch", note)
+    monkeypatch.setattr("quatrain.cluster.launch.launch", note)
     arguments = ("--processes", "3", "--devices-per-process", "4", "--port", "70", "--")
     command = ("train", "c.yaml", "--set", "seed=3", "--resume", "auto")
     assert quatrain("launch", *arguments, *command)[0] == 7

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.families import Architecture, builtin_architecture
-from quatrain.models.hf import hub_architecture, load_hf, read_architecture, resolve_hub
 from quatrain.models.params import Params, init_params
+from quatrain.weights.hf import hub_architecture, load_hf, read_architecture, resolve_hub
 
 BUILTIN = "builtin:"
 
@@ -48,7 +48,7 @@ def load_model(
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
     if path.endswith(".gguf"):
-        from quatrain.models.gguf import load_gguf
+        from quatrain.weights.gguf import load_gguf
 
         return Model(*load_gguf(local_path(path), dtype, mesh))
     return Model(*load_hf(model_directory(path), dtype, mesh))
@@ -67,7 +67,7 @@ def load_architecture(
             raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
         return builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
     if path.endswith(".gguf"):
-        from quatrain.models.gguf import gguf_architecture
+        from quatrain.weights.gguf import gguf_architecture
 
         return gguf_architecture(local_path(path))
     if not local_path(path).exists() and HUB_ID.fullmatch(path):

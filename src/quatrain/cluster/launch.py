@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
-from quatrain.parallel.roll_call import ANOTHER_FAILED
+from quatrain.cluster.roll_call import ANOTHER_FAILED
 
 COMMANDS = ("train", "eval", "sft")
 # Given by `launch` to each process.

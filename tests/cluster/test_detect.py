@@ -1,7 +1,7 @@
 import pytest
 
-from quatrain.parallel import clusters
-from quatrain.parallel.clusters import Place, detect, first_host
+from quatrain.cluster import detect as clusters
+from quatrain.cluster.detect import Place, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4097",

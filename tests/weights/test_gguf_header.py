@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quatrain.gguf_header import read_header
+from quatrain.weights.gguf_header import read_header
 
 
 def write_small(path: Path) -> Path:

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.gguf_header import GGUFHeader, TensorInfo, read_header
 from quatrain.models.families import Architecture, RopeScaling, TensorName, tensor_names
 from quatrain.models.layers import rope_frequencies
 from quatrain.models.params import Params, assemble
+from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
 
 ARCHITECTURES = ("llama", "qwen2")
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")

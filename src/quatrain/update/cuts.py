@@ -1,31 +1,20 @@
-"""Cuts an advantaged batch into mini-batches of whole groups and these into micro-batches for the device.
+"""Cuts a mini-batch into micro-batches: which sequences stand in which line, and how wide the lines are.
 
-Data flow: `AdvantagedBatch` -> `TokenTable` (per-token columns of the whole batch) -> `mini_batches` (row
-numbers) -> `Cutting.cut` (which sequences share a micro-batch) -> `MicroBatch` of static shape. Token weights
-are computed from the whole mini-batch before it is cut, so no cut can change the gradient.
-
-A micro-batch has R lines of T positions: in fixed mode a line holds one sequence, with a token budget it
-holds one data shard's share of whole sequences, one after another. Where prompts are shared, the sequences of
-a group stand together, the tokens they begin with in common once; and what all sequences begin with, their
-preamble, stands once in each line, first. Scored tokens are listed per line, K = T
-places for them: those the list does not fill cost nothing, and so there is one shape less to compile.
+Data flow: `TokenTable` -> `Cutting.cut` -> `Cut` -> `micro_batch`. In fixed mode a line holds one sequence;
+with a token budget it holds one data shard's share of whole sequences, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from quatrain.config.schema import LogprobConfig, UpdateConfig
-from quatrain.models.layers import TWIGS
+from quatrain.metrics import Metric
 from quatrain.ops.ladder import round_up
-from quatrain.ops.losses import token_weights
 from quatrain.ops.packing import (
     DEFAULT_COST,
     PackingCost,
@@ -34,110 +23,9 @@ from quatrain.ops.packing import (
     width_ladder,
     worthwhile_preamble,
 )
-from quatrain.parallel.mesh import data_sharding, place
-from quatrain.types import Metric
+from quatrain.update.table import TokenTable
 
 T = TypeVar("T")
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "input_ids",
-        "positions",
-        "segment_ids",
-        "branch_ids",
-        "predictors",
-        "targets",
-        "mask",
-        "weights",
-        "advantages",
-        "rollout_logprobs",
-        "old_logprobs",
-        "ref_logprobs",
-    ],
-    meta_fields=["packed", "shared"],
-)
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward/backward sees. Scored tokens are listed per line, so the head runs on them alone.
-
-    `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
-    padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
-    on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
-    a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
-    After a preamble the whole line is one segment: the preamble is branch 0, what the g-th group in it begins
-    with branch g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
-    """
-
-    input_ids: jax.Array  # [R, T] int32
-    positions: jax.Array  # [R, T] int32
-    segment_ids: jax.Array  # [R, T] int32, 0 on padding
-    branch_ids: jax.Array  # [R, T] int32, see `layers.attention_mask`
-    predictors: jax.Array  # [R, K] int32
-    targets: jax.Array  # [R, K] int32
-    mask: jax.Array  # [R, K] bool
-    weights: jax.Array  # [R, K] float32
-    advantages: jax.Array  # [R, K] float32
-    rollout_logprobs: jax.Array  # [R, K] float32
-    old_logprobs: jax.Array  # [R, K] float32
-    ref_logprobs: jax.Array  # [R, K] float32
-    packed: bool = False
-    """Lines may hold several segments; static."""
-    shared: bool = False
-    """Segments may have branches; static."""
-
-
-TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
-
-
-@dataclass(frozen=True)
-class TokenTable:
-    """B sequences with the per-token columns [B, T] that the objective reads; absent columns are zeros.
-
-    Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
-    """
-
-    input_ids: np.ndarray
-    attention_mask: np.ndarray
-    completion_mask: np.ndarray
-    columns: dict[str, np.ndarray]
-    group_ids: np.ndarray | None = None
-
-    def with_columns(self, **columns: np.ndarray) -> TokenTable:
-        """This table with `columns` added or replaced."""
-        return replace(self, columns={**self.columns, **columns})
-
-    def take(self, rows: np.ndarray) -> TokenTable:
-        """The sequences `rows` of this table."""
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        groups = None if self.group_ids is None else self.group_ids[rows]
-        return TokenTable(
-            self.input_ids[rows], self.attention_mask[rows], self.completion_mask[rows], columns, groups
-        )
-
-    def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
-        """This table with the token weights of `aggregation` over all its sequences."""
-        return self.with_columns(weights=token_weights(aggregation, self.completion_mask, max_new_tokens))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[B] int64, prompt and completion tokens of each sequence."""
-        return self.attention_mask.sum(axis=1)
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
-def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Row numbers of each mini-batch: whole groups in random order, sizes differing by at most one group.
-
-    `group_ids` [B]; `size` groups per mini-batch at most, so ceil(groups / size) mini-batches.
-    """
-    groups, membership = np.unique(group_ids, return_inverse=True)
-    order = rng.permutation(len(groups))
-    count = -(-len(groups) // size)
-    return [np.flatnonzero(np.isin(membership, part)) for part in np.array_split(order, count)]
 
 
 @dataclass(frozen=True)
@@ -324,71 +212,6 @@ class Cut:
         preamble = self.preamble
         own = np.array([segment.num_tokens - preamble for segment in line], np.int64)
         return preamble + int(own.sum()), preamble**2 + int((own * (own + 2 * preamble)).sum())
-
-    def fill(self, table: TokenTable, mesh: Mesh) -> MicroBatch:
-        """The micro-batch of these sequences of `table`, its lines spread over the data shards of `mesh`."""
-        buffers = _Buffers((len(self.lines), self.width))
-        for line, segments in enumerate(self.lines):
-            for number, segment in enumerate(segments, start=1):
-                buffers.add(line, number, segment, self.preamble, table)
-        sharding = data_sharding(mesh)
-        arrays = {name: place(array, sharding) for name, array in buffers.arrays.items()}
-        return MicroBatch(**arrays, packed=self.packed, shared=self.shared)
-
-
-class _Buffers:
-    """The arrays of a micro-batch while they are filled, and how far each line is."""
-
-    def __init__(self, shape: tuple[int, int]):
-        integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
-        self.arrays = {name: np.zeros(shape, np.int32) for name in integers}
-        self.arrays |= {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
-        self.arrays["mask"] = np.zeros(shape, bool)
-        self.used = np.zeros(shape[0], int)
-        self.scored = np.zeros(shape[0], int)
-
-    def add(self, line: int, number: int, segment: Segment, preamble: int, table: TokenTable) -> None:
-        shared, first = segment.shared, segment.rows[0]
-        stem = 0
-        if preamble:  # all of the line is one segment
-            number, stem = 1, number * TWIGS
-            if not self.used[line]:
-                self._write(line, number, 0, table.input_ids[first, :preamble], 0)
-        begins = self.used[line]
-        self._write(line, number, stem, table.input_ids[first, preamble:shared], preamble)
-        for branch, row in enumerate(segment.rows, start=stem + (1 if shared else 0)):
-            own = self.used[line]
-            length = int(table.attention_mask[row].sum())
-            self._write(line, number, branch, table.input_ids[row, shared:length], shared)
-            places = np.flatnonzero(table.completion_mask[row])
-            before = places - 1
-            ahead = np.select([before < preamble, before < shared], [0, begins - preamble], own - shared)
-            self._score(line, row, places, before + ahead, table)
-
-    def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
-        start, stop = self.used[line], self.used[line] + len(ids)
-        self.arrays["input_ids"][line, start:stop] = ids
-        self.arrays["positions"][line, start:stop] = first_position + np.arange(len(ids))
-        self.arrays["segment_ids"][line, start:stop] = number
-        self.arrays["branch_ids"][line, start:stop] = branch
-        self.used[line] = stop
-
-    def _score(
-        self, line: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
-    ) -> None:
-        start, stop = self.scored[line], self.scored[line] + len(places)
-        self.arrays["predictors"][line, start:stop] = predictors
-        self.arrays["targets"][line, start:stop] = table.input_ids[row, places]
-        self.arrays["mask"][line, start:stop] = True
-        for name, values in table.columns.items():
-            self.arrays[name][line, start:stop] = values[row, places]
-        self.scored[line] = stop
-
-
-def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """(row numbers, in the order their scored tokens come; micro-batch) for each part of `table`."""
-    for cut in cutting.cut(table):
-        yield cut.sequences, cut.fill(table, mesh)
 
 
 def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:

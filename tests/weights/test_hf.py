@@ -11,10 +11,10 @@ import pytest
 from goldens import CASES, read_golden
 from safetensors.numpy import load_file, save_file
 
-from quatrain.models import hf
 from quatrain.models.families import builtin_architecture
-from quatrain.models.hf import load_hf, save_hf
 from quatrain.models.params import abstract_params, init_params
+from quatrain.weights import hf
+from quatrain.weights.hf import load_hf, save_hf
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_broken_directories_are_errors(saved, tmp_path):
 MEASURE = """
 import sys
 import jax
-from quatrain.models.hf import load_hf
+from quatrain.weights.hf import load_hf
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

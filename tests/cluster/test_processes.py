@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from quatrain.parallel import hosts
-from quatrain.parallel.hosts import (
+from quatrain.cluster import processes as hosts
+from quatrain.cluster.processes import (
     abandon,
     assert_same,
     gather_objects,

@@ -5,16 +5,9 @@ from quatrain.models.layers import TWIGS
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
-from quatrain.update.batcher import (
-    Cutting,
-    TokenTable,
-    common_beginnings,
-    common_preamble,
-    describe_cuts,
-    micro_batches,
-    mini_batches,
-    shared_segments,
-)
+from quatrain.update.cuts import Cutting, common_beginnings, common_preamble, describe_cuts, shared_segments
+from quatrain.update.micro_batch import micro_batches
+from quatrain.update.table import TokenTable, mini_batches
 
 
 def _table() -> TokenTable:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from quatrain.cluster.processes import is_main_process
 from quatrain.config.places import local_path
 from quatrain.models.families import (
     Architecture,
@@ -28,7 +29,6 @@ from quatrain.models.families import (
     token_ids,
 )
 from quatrain.models.params import Params, assemble, leaf_at
-from quatrain.parallel.hosts import is_main_process
 from quatrain.parallel.mesh import whole
 
 SINGLE = "model.safetensors"

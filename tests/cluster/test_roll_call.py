@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quatrain.parallel import roll_call
-from quatrain.parallel.roll_call import Lines, answer_roll, call_roll
+from quatrain.cluster import roll_call
+from quatrain.cluster.roll_call import Lines, answer_roll, call_roll
 
 
 @pytest.fixture

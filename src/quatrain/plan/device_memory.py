@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quatrain.config.mesh import MeshShape
-from quatrain.config.plan import GAP, WIDTH
 from quatrain.config.roles import Roles
+from quatrain.plan.batches import GAP, WIDTH
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 TRAIN, REFERENCE = "train", "reference"

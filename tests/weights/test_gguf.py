@@ -15,8 +15,8 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from quatrain.models.families import RopeScaling
-from quatrain.models.gguf import gguf_architecture, load_gguf
 from quatrain.models.layers import rope_frequencies
+from quatrain.weights.gguf import gguf_architecture, load_gguf
 
 HIDDEN, MLP, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 12, 2, 4, 2, 64
 Tensors = dict[str, tuple[np.ndarray, T]]

@@ -19,14 +19,13 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.models.activations import Activations, activations, elements_on_device
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
-from quatrain.models.load import BUILTIN, load_architecture
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
 from quatrain.ops.logprobs import default_tile
-from quatrain.report.device_memory import (
+from quatrain.plan.activations import Activations, activations, elements_on_device
+from quatrain.plan.device_memory import (
     GRADIENT,
     PHASES,
     REFERENCE,
@@ -41,6 +40,7 @@ from quatrain.report.device_memory import (
 from quatrain.rollout.engine import CACHE_SHARE
 from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
+from quatrain.weights.load import BUILTIN, load_architecture
 
 PLATFORM = "accelerator"
 """Devices are planned for that have memory of their own, wherever the plan is made."""

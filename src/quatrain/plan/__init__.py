@@ -1,0 +1,1 @@
+"""What a run will need, before it starts: its batches, and the memory of each device."""

@@ -1,0 +1,141 @@
+"""One micro-batch as arrays of static shape on the devices.
+
+Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `gradient`.
+
+A micro-batch has R lines of T positions (`cuts.py`). Where prompts are shared, the sequences of a group stand
+together, the tokens they begin with in common once; and what all sequences begin with, their preamble, stands
+once in each line, first. Scored tokens are listed per line, K = T places for them: those the list does not
+fill cost nothing, and so there is one shape less to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from quatrain.models.layers import TWIGS
+from quatrain.parallel.mesh import data_sharding, place
+from quatrain.update.cuts import Cut, Cutting, Segment
+from quatrain.update.table import TokenTable
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "input_ids",
+        "positions",
+        "segment_ids",
+        "branch_ids",
+        "predictors",
+        "targets",
+        "mask",
+        "weights",
+        "advantages",
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+    ],
+    meta_fields=["packed", "shared"],
+)
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward/backward sees. Scored tokens are listed per line, so the head runs on them alone.
+
+    `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
+    padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
+    on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
+    a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
+    After a preamble the whole line is one segment: the preamble is branch 0, what the g-th group in it begins
+    with branch g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
+    """
+
+    input_ids: jax.Array  # [R, T] int32
+    positions: jax.Array  # [R, T] int32
+    segment_ids: jax.Array  # [R, T] int32, 0 on padding
+    branch_ids: jax.Array  # [R, T] int32, see `layers.attention_mask`
+    predictors: jax.Array  # [R, K] int32
+    targets: jax.Array  # [R, K] int32
+    mask: jax.Array  # [R, K] bool
+    weights: jax.Array  # [R, K] float32
+    advantages: jax.Array  # [R, K] float32
+    rollout_logprobs: jax.Array  # [R, K] float32
+    old_logprobs: jax.Array  # [R, K] float32
+    ref_logprobs: jax.Array  # [R, K] float32
+    packed: bool = False
+    """Lines may hold several segments; static."""
+    shared: bool = False
+    """Segments may have branches; static."""
+
+
+TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+
+
+def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
+    """The micro-batch of `cut`, made of rows of `table`; its lines lie on the data shards of `mesh`."""
+    buffers = _Buffers((len(cut.lines), cut.width))
+    for line, segments in enumerate(cut.lines):
+        for number, segment in enumerate(segments, start=1):
+            buffers.add(line, number, segment, cut.preamble, table)
+    sharding = data_sharding(mesh)
+    arrays = {name: place(array, sharding) for name, array in buffers.arrays.items()}
+    return MicroBatch(**arrays, packed=cut.packed, shared=cut.shared)
+
+
+def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+    """(row numbers, in the order their scored tokens come; micro-batch) for each part of `table`."""
+    for cut in cutting.cut(table):
+        yield cut.sequences, fill(cut, table, mesh)
+
+
+class _Buffers:
+    """The arrays of a micro-batch while they are filled, and how far each line is."""
+
+    def __init__(self, shape: tuple[int, int]):
+        integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
+        self.arrays = {name: np.zeros(shape, np.int32) for name in integers}
+        self.arrays |= {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
+        self.arrays["mask"] = np.zeros(shape, bool)
+        self.used = np.zeros(shape[0], int)
+        self.scored = np.zeros(shape[0], int)
+
+    def add(self, line: int, number: int, segment: Segment, preamble: int, table: TokenTable) -> None:
+        shared, first = segment.shared, segment.rows[0]
+        stem = 0
+        if preamble:  # all of the line is one segment
+            number, stem = 1, number * TWIGS
+            if not self.used[line]:
+                self._write(line, number, 0, table.input_ids[first, :preamble], 0)
+        begins = self.used[line]
+        self._write(line, number, stem, table.input_ids[first, preamble:shared], preamble)
+        for branch, row in enumerate(segment.rows, start=stem + (1 if shared else 0)):
+            own = self.used[line]
+            length = int(table.attention_mask[row].sum())
+            self._write(line, number, branch, table.input_ids[row, shared:length], shared)
+            places = np.flatnonzero(table.completion_mask[row])
+            before = places - 1
+            ahead = np.select([before < preamble, before < shared], [0, begins - preamble], own - shared)
+            self._score(line, row, places, before + ahead, table)
+
+    def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+        start, stop = self.used[line], self.used[line] + len(ids)
+        self.arrays["input_ids"][line, start:stop] = ids
+        self.arrays["positions"][line, start:stop] = first_position + np.arange(len(ids))
+        self.arrays["segment_ids"][line, start:stop] = number
+        self.arrays["branch_ids"][line, start:stop] = branch
+        self.used[line] = stop
+
+    def _score(
+        self, line: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
+    ) -> None:
+        start, stop = self.scored[line], self.scored[line] + len(places)
+        self.arrays["predictors"][line, start:stop] = predictors
+        self.arrays["targets"][line, start:stop] = table.input_ids[row, places]
+        self.arrays["mask"][line, start:stop] = True
+        for name, values in table.columns.items():
+            self.arrays[name][line, start:stop] = values[row, places]
+        self.scored[line] = stop

@@ -1,0 +1,63 @@
+"""A rollout batch as a table: sequences, and the per-token columns that the objective reads.
+
+Data flow: `AdvantagedBatch` -> `TokenTable` -> `mini_batches` (row numbers) -> `cuts` (which sequences share
+a micro-batch) -> `micro_batch` (arrays of static shape). Token weights are computed from the whole mini-batch
+before it is cut, so no cut can change the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quatrain.ops.losses import token_weights
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """B sequences with the per-token columns [B, T] that the objective reads; absent columns are zeros.
+
+    Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
+    """
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    completion_mask: np.ndarray
+    columns: dict[str, np.ndarray]
+    group_ids: np.ndarray | None = None
+
+    def with_columns(self, **columns: np.ndarray) -> TokenTable:
+        """This table with `columns` added or replaced."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def take(self, rows: np.ndarray) -> TokenTable:
+        """The sequences `rows` of this table."""
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        groups = None if self.group_ids is None else self.group_ids[rows]
+        return TokenTable(
+            self.input_ids[rows], self.attention_mask[rows], self.completion_mask[rows], columns, groups
+        )
+
+    def weighted(self, aggregation: str, max_new_tokens: int) -> TokenTable:
+        """This table with the token weights of `aggregation` over all its sequences."""
+        return self.with_columns(weights=token_weights(aggregation, self.completion_mask, max_new_tokens))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] int64, prompt and completion tokens of each sequence."""
+        return self.attention_mask.sum(axis=1)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Row numbers of each mini-batch: whole groups in random order, sizes differing by at most one group.
+
+    `group_ids` [B]; `size` groups per mini-batch at most, so ceil(groups / size) mini-batches.
+    """
+    groups, membership = np.unique(group_ids, return_inverse=True)
+    order = rng.permutation(len(groups))
+    count = -(-len(groups) // size)
+    return [np.flatnonzero(np.isin(membership, part)) for part in np.array_split(order, count)]
