@@ -13,7 +13,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.params import init_params
 from quatrain.update.table import TokenTable
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))  # reference.py
+sys.path.insert(0, str(Path(__file__).parents[1]))  # reference.py
 
 LONGEST = 90
 """Completion tokens of `table`'s longest sequence: more than a block of any attention has."""

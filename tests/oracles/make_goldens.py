@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from goldens import CASES, GOLDEN, draw, weights_crc
 
 from quatrain.weights.hf import load_hf, save_hf
