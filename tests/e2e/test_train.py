@@ -16,7 +16,8 @@ from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
 from quatrain.rollout.engine import RolloutEngine
-from quatrain.train import logprob_diff_warning, supervise, train
+from quatrain.run import logprob_diff_warning
+from quatrain.train import supervise, train
 from quatrain.update.learner import Learner, TooManyBadSteps
 
 SMALL = (

@@ -1,0 +1,367 @@
+"""What surrounds the training loop: folder and resume, evaluation, checkpoints, report, export.
+
+Stands under `train.py`: a `Run` is made of the configuration before anything is computed, and lives from the
+first line of the log to the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from quatrain.advantage.estimate import AdvantageEstimator
+from quatrain.checkpoint import Checkpointer
+from quatrain.cluster.processes import decided_by_main, num_processes
+from quatrain.config.dump import dump_yaml, plain
+from quatrain.config.environment import redact
+from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
+from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.evaluate import evaluate, finite_numbers, left_out
+from quatrain.export import export_policy
+from quatrain.metrics import Metric, Metrics
+from quatrain.models.params import abstract_params
+from quatrain.parallel.mesh import in_memory
+from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batches import render
+from quatrain.policy import build_engine, load_policy
+from quatrain.report.metrics import StageTimer
+from quatrain.report.progress import Progress
+from quatrain.report.run_dir import RunDir
+from quatrain.report.sinks import Report
+from quatrain.rollout.engine import RolloutProgress
+from quatrain.sft import warm_start, warm_start_data
+from quatrain.stages import Stages, build_learner, build_scorer
+from quatrain.types import AdvantagedBatch, Prompt
+from quatrain.update.learner import TrainState
+
+logger = logging.getLogger(__name__)
+NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to: metrics of the evaluations before and after, and where its files are."""
+
+    run: Path
+    steps: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+@contextmanager
+def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
+    """What the run is made of, in its folder, then its report around everything that is computed.
+
+    Bad input is found before the report starts, and leaves neither a folder nor a change in that of a
+    resumed run.
+    """
+    config = resolved.config
+    assert config.run.name is not None, "run.name is derived before it comes here"
+    folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
+    if folder.resumed:  # under the name it has, whatever a configuration given anew would call it
+        run_section = config.run.model_copy(update={"name": folder.name})
+        resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
+    try:
+        if not folder.resumed:
+            folder.write_config(dump_yaml(resolved))
+        run = Run(resolved, folder)
+    except BaseException:
+        folder.discard()
+        raise
+    run.report = Report(
+        folder,
+        config.logging,
+        redact=lambda text: redact(text, os.environ),
+        run_config=plain(resolved),
+    )
+    with closing(run.report):
+        try:
+            with closing(run.checkpoints):
+                yield run
+        except BaseException as error:
+            run.report.failed(error)
+            raise
+
+
+class Run:
+    """One run: its folder, policy, data and stages; `progress` is set while something is computed."""
+
+    report: Report
+    progress: Progress
+
+    def __init__(self, resolved: Resolved, folder: RunDir):
+        self.resolved, self.config, self.folder = resolved, resolved.config, folder
+        config = self.config
+        self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
+        self.reference = Checkpointer(folder.path / "reference")
+        if folder.resumed:
+            self._check_resumable()
+        self.timer = StageTimer()
+        self.loaded = load_policy(config)
+        self.scorer = build_scorer(config)
+        self.prompts = self._load_prompts(config.data.train)
+        self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
+        self.engine = build_engine(config, self.loaded, on_progress=self._show_decoding)
+        self.advantage = AdvantageEstimator(config.advantage)
+        warm = config.sft.steps and not folder.resumed
+        self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
+        per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
+        self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
+        self.before: dict[str, float] = {}
+        self.accuracy: float | None = None
+
+    @property
+    def step_size(self) -> str:
+        """Prompts and samples of a training step, in words."""
+        return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
+
+    def next_prompts(self, train_step: int) -> list[Prompt]:
+        """The prompts of training step number `train_step`, from 0."""
+        return self.prompts.batch(train_step, self.config.data.batch_size)
+
+    def _load_prompts(self, spec: str) -> PromptSource:
+        return load_prompts(
+            spec,
+            self.config.data,
+            self.loaded.tokenizer,
+            seed=self.config.seed,
+            required_columns=self.scorer.required_columns,
+        )
+
+    def announce(self, plan: str) -> None:
+        """Report what the run is going to do, with its batch plan and the prompts left out."""
+        self.report.event(f"run {self.folder.name}: {plan}")
+        batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
+        for line in render(batches).splitlines():
+            self.report.event(line)
+        data, sft = self.config.data, self.config.sft
+        for spec, source in (
+            (data.train, self.prompts),
+            (data.eval, self.heldout),
+            (f"demonstrations of {sft.data or data.train}", self.demonstrations),
+        ):
+            if source is not None and source.skipped + source.truncated:
+                self.report.event(
+                    f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
+                    f"data.max_prompt_length={data.max_prompt_length} tokens"
+                )
+
+    def begin(self) -> tuple[TrainState, Stages]:
+        """The state training starts from (warm start or checkpoint) and the stages around it."""
+        config = self.config
+        params = self.loaded.params if self.folder.resumed else self.warm_start()
+        self.loaded = replace(self.loaded, params=None)
+        reference = self._reference(params) if config.update.kl_coef else None
+        learner = build_learner(config, self.loaded, steps=self.steps, reference=reference)
+        stages = Stages(self.engine, self.scorer, self.advantage, learner)
+        state = stages.update.init(params)
+        if self.folder.resumed:
+            state = self._restore(state)
+        else:
+            self.evaluate_first(state.params, config.eval.num_prompts)
+        return state, stages
+
+    def warm_start(self, *, log_every_step: bool = False) -> Any:
+        """The parameters after the supervised steps, or as they were loaded where there are none."""
+        if self.demonstrations is None:
+            return self.loaded.params
+        steps = self.config.sft.steps
+        self.progress.phase("warm start", total=steps)
+
+        def on_step(step: int, metrics: Metrics) -> None:
+            self.progress.step(step)
+            if log_every_step:
+                self.report.log(step, metrics)
+            elif step == steps:
+                self.report.log(0, metrics)
+
+        with self.timer.stage("sft"):
+            return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
+
+    def _reference(self, params: Any) -> Any:
+        """A frozen copy of the policy training started from, kept beside the checkpoints for resuming.
+
+        On the devices of its role, in their memory or their host's.
+        """
+        mesh = self.loaded.meshes.reference
+        like = abstract_params(self.loaded.arch, self.config.model.param_dtype, mesh)
+        with closing(self.reference) as store:
+            if not self.folder.resumed:
+                store.save(0, {"params": params}, {})
+            _, arrays, _ = store.restore({"params": like})
+        return in_memory("host" if self.config.offload.reference else "device", arrays["params"])
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Shows that `stage` of a training step runs, and counts its seconds."""
+        self.progress.stage(stage)
+        return self.timer.stage(stage)
+
+    def _show_decoding(self, decoding: RolloutProgress) -> None:
+        self.progress.detail(str(decoding))
+
+    def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
+        """Log the metrics and samples of a training step, and show them."""
+        step_s = self.timer.seconds("step")
+        rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
+        tokens_per_s = float(rollouts.attention_mask.sum()) / step_s
+        metrics = {
+            **rollouts.metrics,
+            **rewarded.metrics,
+            **advantaged.metrics,
+            **update,
+            **self.timer.metrics(),
+            "throughput/tokens_per_s": Metric(tokens_per_s),
+            "data/skipped_prompts": Metric(self.prompts.skipped, reduction="sum"),
+            "data/truncated_prompts": Metric(self.prompts.truncated, reduction="sum"),
+        }
+        self.report.log(step, metrics)
+        self.report.samples(step, advantaged)
+        gap = logprob_diff_warning(self.config, update)
+        if gap is not None:
+            logger.warning("step %d: %s", step, gap)
+        self.progress.step(
+            step,
+            reward=metrics["reward/mean"].result() if "reward/mean" in metrics else None,
+            accuracy=self.accuracy,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def evaluate_first(self, params: Any, count: int | None) -> None:
+        """Evaluate `params` before training, on `count` prompts (None: all)."""
+        self.before = self._evaluate(params, 0, count, "evaluation before training")
+
+    def evaluate_last(self, params: Any, step: int) -> dict[str, float]:
+        """The numbers of the evaluation after the last step."""
+        return self._evaluate(params, step, self.config.eval.final_num_prompts, "final evaluation")
+
+    def evaluate_when_due(self, state: TrainState) -> None:
+        """Evaluate every `eval.every_steps` training steps, except after the last."""
+        every = self.config.eval.every_steps
+        if every and state.train_step % every == 0 and state.train_step < self.steps:
+            self._evaluate(state.params, state.train_step, self.config.eval.num_prompts, "evaluation")
+
+    def _evaluate(self, params: Any, step: int, count: int | None, name: str) -> dict[str, float]:
+        if self.heldout is None:
+            return {}
+        self.progress.stage(name)
+        self.engine.sync_weights(params, step)
+        with self.timer.stage("eval"):
+            metrics = evaluate(
+                self.engine,
+                self.scorer,
+                self.heldout.head(count),
+                self.config.eval,
+                on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
+            )
+        self.report.log(step, {**metrics, **left_out(self.heldout), **self.timer.metrics()})
+        numbers = finite_numbers(metrics)
+        self.accuracy = numbers.get("eval/accuracy_strict")
+        return numbers
+
+    def save_when_due(self, state: TrainState) -> None:
+        """Save a checkpoint every `checkpoint.every_steps` training steps, and after the last."""
+        every, last = self.config.checkpoint.every_steps, state.train_step == self.steps
+        if last or (every and state.train_step % every == 0):
+            self.save(state)
+            self.report.log(state.train_step, self.timer.metrics())
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint of `state`, unless there is one of its step or a later one."""
+        latest = decided_by_main(self.checkpoints.latest_step)
+        if latest is not None and state.train_step <= latest:
+            return
+        self.progress.stage("checkpoint")
+        with self.timer.stage("checkpoint"):
+            self.checkpoints.save(
+                state.train_step,
+                {"params": state.params, "opt_state": state.opt_state},
+                {
+                    "step": state.step,
+                    "train_step": state.train_step,
+                    "bad_steps": state.bad_steps,
+                    "config": _kept_on_resume(self.config),
+                    "before": self.before,
+                    "accuracy": self.accuracy,
+                },
+            )
+
+    def _check_resumable(self) -> None:
+        """The stream of prompts and the reference policy are those of the run so far."""
+        saved = self.checkpoints.read_host()["config"]
+        for key, value in _kept_on_resume(self.config).items():
+            if value != saved[key]:
+                raise ValueError(
+                    f"a run is resumed with its own {key}: {self.folder.path} has {saved[key]}, got {value}; "
+                    f"set {key} back, or start another run"
+                )
+        if self.config.update.kl_coef and not self.reference.steps():
+            raise ValueError(
+                "a run keeps the policy its KL is taken to when it starts with update.kl_coef above 0: "
+                f"{self.folder.path} has none, got update.kl_coef {self.config.update.kl_coef}; "
+                "set update.kl_coef back to 0, or start another run"
+            )
+
+    def _restore(self, state: TrainState) -> TrainState:
+        target = {"params": state.params, "opt_state": state.opt_state}
+        step, arrays, host = self.checkpoints.restore(target)
+        self.folder.rewind(step)
+        self.folder.write_config(dump_yaml(self.resolved))
+        self.before, self.accuracy = host["before"], host["accuracy"]
+        return replace(
+            state, **arrays, step=host["step"], train_step=host["train_step"], bad_steps=host["bad_steps"]
+        )
+
+    def export(self, params: Any) -> None:
+        """Write the model for transformers, and wait for the last checkpoint."""
+        self.progress.stage("export")
+        export_policy(self.folder.final, self.loaded.arch, params, self.loaded.tokenizer)
+        self.checkpoints.wait()
+
+    def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
+        """Report what the run came to."""
+        event = self.report.event
+        for key, name in (("eval/accuracy_strict", "accuracy"), ("eval/reward", "reward")):
+            if key in after:
+                before = f"{self.before[key]:.3f} before, " if key in self.before else ""
+                event(f"held-out {name}: {before}{after[key]:.3f} after {steps} steps")
+        event(f"metrics, samples, checkpoints and log: {self.folder.path}")
+        event(f"the trained model, for transformers: {self.folder.final}")
+        if self.config.model.path.startswith("builtin:"):
+            event(f"next, a real model: {NEXT_COMMAND}")
+        return Summary(self.folder.path, steps, self.before, after)
+
+
+def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
+    """What to tell of a step whose sampler and trainer disagree by more than `rollout.logprob_diff_warning`.
+
+    None where they do not, where no token was trained on, and where the key is null.
+    """
+    limit, mean = config.rollout.logprob_diff_warning, update.get("rollout/logprob_diff_mean")
+    if limit is None or mean is None or not mean.result() > limit:
+        return None
+    return (
+        f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats in the mean, "
+        f"{update['rollout/logprob_diff_max'].result():.3g} at most, and rollout.logprob_diff_warning is "
+        f"{limit:g}: the gradient is not that of the policy that was sampled from. Sample without "
+        "rollout.top_p, top_k and min_p, take fewer or smaller optimizer steps on a rollout batch, or set "
+        f"model.dtype to float32 (it is {config.model.dtype}); null switches this warning off"
+    )
+
+
+def _kept_on_resume(config: Config) -> dict[str, Any]:
+    """The keys behind the stream of prompts and random numbers: a checkpoint is a place in that stream."""
+    return {
+        "seed": config.seed,
+        "data.train": config.data.train,
+        "data.batch_size": config.data.batch_size,
+        "rollout.n": config.rollout.n,
+    }
