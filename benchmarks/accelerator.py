@@ -56,8 +56,8 @@ from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
 from quatrain.update.cuts import Cut, Cutting, describe_cuts
 from quatrain.update.gradient import Policy, init_optimizer, optimizer_step, table_logprobs
-from quatrain.update.learner import PolicyObjective
 from quatrain.update.micro_batch import MicroBatch, fill
+from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.table import TokenTable
 
@@ -296,7 +296,7 @@ class Bench:
         """Seconds of each optimizer step, the first of which compiles, and the norm of the last gradient."""
         params = init_params(policy.arch, _key())
         state, seconds = init_optimizer(self.optimizer, params), []
-        objective = PolicyObjective(UpdateConfig(), on_policy=True)
+        objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
         for _ in range(self.scale.steps + 1):
             began = time.perf_counter()
             params, state, applied, metrics = optimizer_step(

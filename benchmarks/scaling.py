@@ -448,7 +448,7 @@ class Programs:
         from quatrain.config.schema import UpdateConfig
         from quatrain.parallel.mesh import make_mesh
         from quatrain.update.gradient import Policy, _weighted_loss
-        from quatrain.update.learner import PolicyObjective
+        from quatrain.update.objective import PolicyObjective
 
         self.case, self.arch = case, case.arch
         near = mesh_utils.create_device_mesh(case.mesh, devices, allow_split_physical_axes=True)
@@ -456,7 +456,7 @@ class Programs:
             make_mesh(shape, list(near.flat)) for shape in (case.mesh, case.rollout)
         )
         self.policy = Policy(self.arch, dtype=case.dtype, remat="layer", mesh=self.mesh)
-        self.objective = PolicyObjective(UpdateConfig(mini_batch_size=1), on_policy=True)
+        self.objective = PolicyObjective.of(UpdateConfig(mini_batch_size=1), on_policy=True)
         self.params = self._params(self.mesh, jnp.dtype(case.param_dtype))
         loss = partial(_weighted_loss, policy=self.policy, objective=self.objective)
         self.stats = jax.eval_shape(loss, self.params, self._batch())[1]
@@ -482,16 +482,17 @@ class Programs:
         import jax.numpy as jnp
 
         from quatrain.parallel.mesh import data_sharding
-        from quatrain.update.micro_batch import TOKEN_COLUMNS, MicroBatch
+        from quatrain.update.micro_batch import MicroBatch
 
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
-        dtypes = dict.fromkeys(integers, jnp.int32) | dict.fromkeys(TOKEN_COLUMNS, jnp.float32)
+        dtypes = dict.fromkeys((*integers, "sequence_ids"), jnp.int32) | {"mask": jnp.bool_}
+        floats = ("weights", "advantages", "rollout_logprobs")
         shape, place = (self.case.mesh.num_data_shards, self.case.tokens), data_sharding(self.mesh)
-        arrays = {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-            for name, dtype in (dtypes | {"mask": jnp.bool_}).items()
-        }
-        return MicroBatch(**arrays, packed=True)  # type: ignore[arg-type]
+        arrays, columns = (
+            {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in each.items()}
+            for each in (dtypes, dict.fromkeys(floats, jnp.float32))
+        )
+        return MicroBatch(**arrays, columns=columns, packed=True)  # type: ignore[arg-type]
 
     def _total(self) -> Any:
         import jax

@@ -262,17 +262,13 @@ def test_no_signal_is_counted_and_skipped(tmp_path):
     assert summary.after == summary.before
 
 
-def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path, monkeypatch):
-    from quatrain.update import learner
-
-    poisoned = learner.PolicyObjective.__call__
-
-    def not_a_number(self, logprobs, entropy, batch):
-        loss, means, peaks = poisoned(self, logprobs, entropy, batch)
-        return loss * float("nan"), means, peaks
-
-    monkeypatch.setattr(learner.PolicyObjective, "__call__", not_a_number)
-    resolved = _resolved(tmp_path, "bad", "update.max_bad_steps=2", "update.clip_low=0.111")
+def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
+    (tmp_path / "loss.py").write_text(
+        "from quatrain.ops.tokens import TokenLoss\n\n\n"
+        "def not_a_number(tokens):\n    return TokenLoss(tokens.logprobs * float('nan'))\n"
+    )
+    loss = f"update.loss={tmp_path / 'loss.py'}:not_a_number"
+    resolved = _resolved(tmp_path, "bad", "update.max_bad_steps=2", loss)
     with pytest.raises(TooManyBadSteps, match="max_bad_steps=2"):
         train(resolved)
     run = tmp_path / "bad"

@@ -12,8 +12,8 @@ from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
-from quatrain.update.learner import PolicyObjective
 from quatrain.update.micro_batch import micro_batches
+from quatrain.update.objective import PolicyObjective
 from quatrain.update.table import TokenTable
 
 OBJECTIVES = {
@@ -102,7 +102,7 @@ MORE_CUTTINGS = (
 def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss, aggregation, name, cuttings):
     """`make_batch` has completions of no token, of one, and of the longest."""
     config = UpdateConfig(loss=loss, **OBJECTIVES[name])
-    objective = PolicyObjective(config, on_policy=False)
+    objective = PolicyObjective.of(config, on_policy=False)
     table = _table(small_arch, small_params, make_batch(20), 1).weighted(aggregation, LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
@@ -132,7 +132,7 @@ def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[Token
 def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small_params, make_batch, seed):
     """In any order, under other group ids, groups torn apart, each part cut in its own way: the same sums."""
     rng = np.random.default_rng(seed)
-    objective = PolicyObjective(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
+    objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
     batch = make_batch(30 + seed, groups=int(rng.integers(1, 6)))
     table = _table(small_arch, small_params, batch, seed, preamble=PREAMBLE * (seed % 3 == 1))
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
@@ -158,7 +158,7 @@ def test_a_preamble_computed_once_changes_nothing(small_arch, small_params, make
     """Wherever lines end, and where layers do not see far enough back for all of it."""
     kinds = ("full_attention", "full_attention" if window is None else "sliding_attention")
     arch = replace(small_arch, layer_types=kinds, sliding_window=window)
-    objective = PolicyObjective(UpdateConfig(kl_coef=0.1), on_policy=False)
+    objective = PolicyObjective.of(UpdateConfig(kl_coef=0.1), on_policy=False)
     table = _table(arch, small_params, make_batch(26, groups=5), 6, preamble=PREAMBLE)
     table = table.weighted("token_mean", LONGEST)
     expected = _gradient(arch, small_params, table, ALL_ROWS, objective)
@@ -174,7 +174,7 @@ def test_a_preamble_computed_once_changes_nothing(small_arch, small_params, make
 @pytest.mark.parametrize("cutting", [Cutting(rows=4), Cutting(max_tokens=64)], ids=["fixed", "budget"])
 def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
     """A row is the same alone and beside a far longer one."""
-    objective = PolicyObjective(UpdateConfig(), on_policy=False)
+    objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(small_arch, small_params, make_batch(23), 3).weighted("seq_mean_token_sum", LONGEST)
     wide = replace(
         table,
@@ -235,7 +235,7 @@ def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
     }[family]
     arch = replace(small_arch, family=family, **traits)
     params = init_params(arch, jax.random.key(3))
-    objective = PolicyObjective(UpdateConfig(), on_policy=False)
+    objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)
     padded = _gradient(arch, params, table, Cutting(rows=3), objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded[0])) > 1e-3

@@ -9,8 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from quatrain.ops.losses import LOSS_AGGREGATIONS, ppo_clip, token_weights
+from quatrain.ops.tokens import ScoredTokens
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
+
+
+def clipped(logprobs, old_logprobs, advantages, **options):
+    """`ppo_clip` of one row of tokens: the loss, and 1 where a token was clipped."""
+    columns = {"old_logprobs": old_logprobs, "advantages": advantages}
+    zeros = jnp.zeros(jnp.shape(logprobs), jnp.int32)
+    result = ppo_clip(ScoredTokens(logprobs, zeros, zeros == 0, zeros, columns), **options)
+    kinds = ("clip_low", "clip_high", "clip_dual")
+    total = sum(result.means[f"{name}_fraction"] for name in kinds)
+    np.testing.assert_array_equal(result.means["clip_fraction"], total)
+    return result.loss, {name: result.means[f"{name}_fraction"] for name in kinds}
 
 
 def losses(ratios, advantages, **options):
@@ -19,7 +31,7 @@ def losses(ratios, advantages, **options):
     advantages = jnp.asarray(advantages, jnp.float32)
 
     def total(logprobs):
-        loss, hits = ppo_clip(logprobs, old, advantages, **CLIP | options)
+        loss, hits = clipped(logprobs, old, advantages, **CLIP | options)
         return loss.sum(), (loss, hits)
 
     gradient, (loss, hits) = jax.grad(total, has_aux=True)(logprobs)
@@ -58,9 +70,9 @@ def test_ratio_one_has_the_gradient_of_reinforce_even_without_room():
 def test_log_ratios_stop_at_twenty():
     logprobs, old = jnp.array([0.0, -5000.0, 0.0]), jnp.array([-5000.0, 0.0, -5000.0])
     advantages = jnp.array([-1.0, 1.0, 0.0])
-    loss, _ = ppo_clip(logprobs, old, advantages, **CLIP)
+    loss, _ = clipped(logprobs, old, advantages, **CLIP)
     np.testing.assert_allclose(loss, [np.exp(20), -np.exp(-20), 0.0], rtol=1e-5)
-    gradient = jax.grad(lambda x: ppo_clip(x, old, advantages, **CLIP)[0].sum())(logprobs)
+    gradient = jax.grad(lambda x: clipped(x, old, advantages, **CLIP)[0].sum())(logprobs)
     np.testing.assert_array_equal(gradient, [0.0, 0.0, 0.0])
 
 
@@ -71,7 +83,7 @@ def test_log_ratios_stop_at_twenty():
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
 )
 def test_equals_the_max_and_min_of_the_papers(log_ratio, advantages, dual_clip):
-    loss, _ = ppo_clip(
+    loss, _ = clipped(
         jnp.asarray(log_ratio),
         jnp.zeros(8),
         jnp.asarray(advantages),

@@ -20,8 +20,8 @@ from quatrain.plan.activations import activations, elements_on_device
 from quatrain.plan.device_memory import parse_bytes, render
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import Policy, _nothing_yet, gradient_program, init_optimizer
-from quatrain.update.learner import PolicyObjective
 from quatrain.update.micro_batch import MicroBatch
+from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
 QWEN_7B = {
@@ -158,11 +158,12 @@ def test_columns_of_the_cache(final, tokens, columns):
 
 def compiled_bytes(arch, tokens, remat):
     """What the compiler's own memory analysis says that the gradient needs beside arguments and results."""
-    policy, objective = Policy(arch, remat=remat), PolicyObjective(UpdateConfig(), True)
+    policy, objective = Policy(arch, remat=remat), PolicyObjective.of(UpdateConfig(), on_policy=True)
     integers, floats, bools = (
         jax.ShapeDtypeStruct((1, tokens), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
     )
-    batch = MicroBatch(*(integers,) * 6, bools, *(floats,) * 5, packed=True, shared=True)
+    columns = dict.fromkeys(("weights", "advantages", "rollout_logprobs"), floats)
+    batch = MicroBatch(*(integers,) * 6, bools, integers, columns, packed=True, shared=True)
     params = abstract_params(arch)
     total = jax.eval_shape(partial(_nothing_yet, policy=policy, objective=objective), params, batch)
     program = gradient_program().lower(params, total, batch, policy=policy, objective=objective)

@@ -28,7 +28,7 @@ def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
     assert batch.predictors[0, :1].tolist() == [1]
     assert batch.targets[1, :2].tolist() == [9, 11]  # the token between them is not the policy's
     assert batch.predictors[1, :2].tolist() == [0, 2]
-    assert batch.advantages[1, :2].tolist() == [2.0, 2.0]
+    assert batch.columns["advantages"][1, :2].tolist() == [2.0, 2.0]
     assert batch.segment_ids[0].tolist() == [1, 1, 1] + [0] * 13
     assert not last.mask.any()
     assert not last.segment_ids[1].any()  # the last micro-batch is padded with an empty row
@@ -43,7 +43,7 @@ def test_packed_sequences_stand_one_after_another():
     assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 2, 3, 3, 0]]
     assert batch.targets[0, :3].tolist() == [7, 9, 11]
     assert batch.predictors[0, :3].tolist() == [1, 3, 5]
-    assert batch.advantages[0, :3].tolist() == [1.0, 2.0, 2.0]
+    assert batch.columns["advantages"][0, :3].tolist() == [1.0, 2.0, 2.0]
     assert batch.mask[0].tolist() == [True] * 3 + [False] * 7
 
 
@@ -186,9 +186,14 @@ def test_only_tokens_that_are_equal_are_shared():
     assert alone == {(3,): (2, 3), (0,): (0, 5), (1,): (0, 3), (2,): (0, 4)}
 
 
-def test_absent_columns_are_zero():
+def test_a_micro_batch_has_the_columns_of_its_table():
     _, batch = next(micro_batches(_table(), Cutting(rows=3), one_device()))
-    assert not np.asarray(batch.old_logprobs).any()
+    assert set(batch.columns) == {"advantages"}
+
+
+def test_sequences_of_a_row_are_numbered_where_they_have_scored_tokens():
+    ((_, batch),) = micro_batches(_table(), Cutting(max_tokens=10), one_device())
+    assert batch.sequence_ids[0, :3].tolist() == [0, 1, 1]  # the third sequence has none
 
 
 def test_cuts_are_described():

@@ -6,6 +6,7 @@ import numpy as np
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.params import abstract_params
+from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, gradient_program
@@ -13,8 +14,8 @@ from quatrain.update.micro_batch import fill
 from quatrain.update.table import TokenTable
 
 
-def _surprise(logprobs, entropy, batch):
-    return -logprobs, {}, {}
+def _surprise(tokens):
+    return TokenLoss(-tokens.logprobs)
 
 
 def _temporary_bytes(arch, batch, remat: str) -> int:

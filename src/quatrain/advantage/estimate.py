@@ -5,42 +5,99 @@ Line 3 of a training step: `RewardedBatch` -> `AdvantageEstimator.estimate` -> `
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import numpy as np
 
 from quatrain.config.schema import AdvantageConfig
 from quatrain.metrics import Metric, describe
 from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_SCALES, check_scale
 from quatrain.types import AdvantagedBatch, RewardedBatch
+from quatrain.user_code import find_function, own_arguments
+
+INPUTS = ("rewards", "group_ids", "completion_mask")
+"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool."""
 
 
 class AdvantageEstimator:
-    """The estimator named in `config`, with its scale; null is the estimator's own default.
+    """The estimator named in `config`, with its arguments; a null scale is the estimator's own default.
 
-    Raises ValueError for a scale the estimator does not know.
+    An estimator is a function of some of `INPUTS`, and of arguments from `advantage.args`, which returns one
+    advantage per sequence [B] or one per token [B, T]; entries outside the completion mask are ignored.
+    Raises ValueError for an estimator that cannot be imported, and for arguments that it does not take.
     """
 
     def __init__(self, config: AdvantageConfig):
-        self._estimator = ADVANTAGE_ESTIMATORS[config.estimator]
-        self._scale = config.scale or ADVANTAGE_SCALES[config.estimator][0]
-        check_scale(config.estimator, self._scale)
+        self._name = f"advantage estimator {config.estimator!r}"
+        self._function = find_function(config.estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
+        given = dict(config.args)
+        if config.scale is not None:
+            if "scale" in given:
+                raise ValueError("advantage.args has scale; set the key advantage.scale instead")
+            if config.estimator in ADVANTAGE_SCALES:
+                check_scale(config.estimator, config.scale)
+            given["scale"] = config.scale
+        self._arguments = own_arguments(
+            self._function, self._name, inputs=INPUTS, shared={}, given=given, key="advantage.args"
+        )
+        self._inputs = [name for name in INPUTS if name in inspect.signature(self._function).parameters]
+        if "rewards" not in self._inputs:
+            raise ValueError(
+                f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
+                f"its inputs are {', '.join(INPUTS)}"
+            )
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
-        """One advantage per sequence by its group, the same for each of its completion tokens.
+        """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
 
         A batch in which every group has zero signal is no error: its advantages are all 0 and
-        `advantage/zero_signal_fraction` is 1. The other metrics are over the sequences with a reward.
+        `advantage/zero_signal_fraction` is 1. The other metrics are over the sequences with a reward (their
+        tokens, where the estimator returns [B, T]). Raises ValueError where the estimator fails, changes its
+        inputs, or returns another shape or a value that is not finite.
         """
         rollouts = rewarded.rollouts
-        per_sequence = self._estimator(rewarded.rewards, rollouts.group_ids, self._scale)
-        advantages = np.where(rollouts.completion_mask, per_sequence[:, None], np.float32(0))
-        scored = per_sequence[~np.isnan(rewarded.rewards)]
-        metrics = describe("advantage", scored, ("mean", "std", "min", "max"))
-        metrics["advantage/zero_signal_fraction"] = _zero_signal(per_sequence, rollouts.group_ids)
+        estimated = self._estimated(rewarded)
+        mask = rollouts.completion_mask
+        advantages = np.where(mask, estimated.reshape(len(mask), -1), np.float32(0))
+        scored = ~np.isnan(rewarded.rewards)
+        described = estimated[scored] if estimated.ndim == 1 else advantages[mask & scored[:, None]]
+        metrics = describe("advantage", described, ("mean", "std", "min", "max"))
+        signal = np.asarray((estimated if estimated.ndim == 1 else advantages.any(axis=1)) != 0)
+        metrics["advantage/zero_signal_fraction"] = _zero_signal(signal, rollouts.group_ids)
         return AdvantagedBatch(rewarded, advantages, metrics)
 
+    def _estimated(self, rewarded: RewardedBatch) -> np.ndarray:
+        """What the estimator returns: [B] or [B, T] float32, finite on completion tokens."""
+        mask = rewarded.rollouts.completion_mask
+        inputs = {
+            "rewards": rewarded.rewards,
+            "group_ids": rewarded.rollouts.group_ids,
+            "completion_mask": mask,
+        }
+        try:
+            returned: Any = self._function(**{name: inputs[name] for name in self._inputs}, **self._arguments)
+        except Exception as error:
+            read_only = "read-only" in str(error)
+            remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""
+            raise ValueError(f"{self._name} failed: {type(error).__name__}: {error}{remedy}") from error
+        estimated = np.asarray(returned)
+        shapes = [mask.shape[:1], mask.shape]
+        if estimated.shape not in shapes or not np.issubdtype(estimated.dtype, np.number):
+            raise ValueError(
+                f"{self._name} must return numbers, one per sequence {shapes[0]} or one per token "
+                f"{shapes[1]}; it returned {estimated.dtype} of shape {estimated.shape}"
+            )
+        if not np.isfinite(estimated if estimated.ndim == 1 else estimated[mask]).all():
+            raise ValueError(
+                f"{self._name} must return finite advantages; among them is NaN or infinity; a reward is NaN "
+                "where nothing was scored: give such a sequence 0"
+            )
+        return estimated.astype(np.float32)
 
-def _zero_signal(advantages: np.ndarray, group_ids: np.ndarray) -> Metric:
-    """Groups whose advantages are all zero, over groups."""
+
+def _zero_signal(signal: np.ndarray, group_ids: np.ndarray) -> Metric:
+    """Groups without a sequence that has `signal` [B], over groups."""
     ids, groups = np.unique(group_ids, return_inverse=True)
-    with_signal = np.unique(groups[advantages != 0])
+    with_signal = np.unique(groups[signal])
     return Metric(len(ids) - len(with_signal), len(ids))

@@ -37,7 +37,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "model.tokenizer": config.model.path,
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
-        "advantage.scale": ADVANTAGE_SCALES[config.advantage.estimator][0],
+        "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
         "update.mini_batch_size": config.data.batch_size,
         **_micro_batches(config),
         "logging.wandb": _wandb(environ),

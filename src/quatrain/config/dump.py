@@ -54,7 +54,7 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
     indent = "  " * depth
     for name, value in values.items():
         key = prefix + name
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             if depth == 0:
                 yield ""
             yield f"{indent}{_scalar(name)}:"

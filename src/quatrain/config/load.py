@@ -138,7 +138,7 @@ class _Merge:
         layers: dict[str, str] = {}
         for key in valid_keys():
             value = value_at(config, key)
-            names = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+            names = [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]
             layers |= {name: self._layers.get(name, DEFAULT) for name in names}
         return layers
 

@@ -6,9 +6,11 @@ Stands under every room: a stage receives its own section, never the root. Impor
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -63,6 +65,32 @@ ADVANTAGE_SCALES = {
     "reinforce": ("batch", "none"),
 }
 """The values of `advantage.scale` each estimator knows, its default first; that of `ops/advantages.py`."""
+POLICY_LOSSES = ("ppo_clip",)
+"""The built-in values of `update.loss`: those of `ops/losses.py`."""
+SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
+"""Keys of `update` that a policy loss takes by naming an argument like them, without a default."""
+
+
+def _names_function(builtin: Iterable[str]) -> AfterValidator:
+    """A validator of text that is one of `builtin`, or names a function of the user's own."""
+    names = tuple(builtin)
+
+    def check(value: str) -> str:
+        if value not in names and ":" not in value:
+            raise PydanticCustomError(
+                "function_name",
+                "must be {names}, or a function of your own as path/file.py:function",
+                {"names": " or ".join(names)},
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+EstimatorName = Annotated[str, _names_function(ADVANTAGE_SCALES)]
+LossName = Annotated[str, _names_function(POLICY_LOSSES)]
+Argument = float | int | bool | str | None
+"""A value that the configuration can hand to a function."""
 
 
 class Section(BaseModel):
@@ -225,13 +253,18 @@ class RewardConfig(Section):
 class AdvantageConfig(Section):
     """Line 3: rewards to advantages."""
 
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
-        "grpo", description="Advantage estimator."
+    estimator: EstimatorName = Field(
+        "grpo",
+        description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce`, or a function of your own "
+        "as `path/file.py:function` or `package.module:function`.",
+    )
+    args: dict[Text, Argument] = Field(
+        {}, description="Arguments of the estimator beside its inputs, by name; checked at the start."
     )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
         description="Standard deviation that divides the advantage (`grpo`, `reinforce`); derived: group for "
-        "grpo, batch for reinforce, else none.",
+        "grpo, batch for reinforce, none for `dr_grpo` and `rloo`.",
     )
 
 
@@ -262,7 +295,14 @@ class UpdateConfig(Section):
         "once for each buffer, in the update and for log-probabilities. `auto`: wherever micro-batches have "
         "a token budget and `model.attention` is auto or xla; the result is the same.",
     )
-    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
+    loss: LossName = Field(
+        "ppo_clip",
+        description="Policy loss: `ppo_clip`, or a function of your own as `path/file.py:function` or "
+        "`package.module:function`.",
+    )
+    loss_args: dict[Text, Argument] = Field(
+        {}, description="Arguments of the loss beside the tokens, by name; checked at the start."
+    )
     clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + this.")
     dual_clip: float | None = Field(
@@ -465,8 +505,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _scale_is_used(self) -> Self:
         scale, estimator = self.advantage.scale, self.advantage.estimator
-        known = ADVANTAGE_SCALES[estimator]
-        if scale is not None and scale not in known:
+        known = ADVANTAGE_SCALES.get(estimator)
+        if scale is not None and known and scale not in known:
             raise PydanticCustomError(
                 "across_sections",
                 "must be {known} for advantage.estimator {estimator}; set that, or null to derive it",

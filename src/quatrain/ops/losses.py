@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from quatrain.ops.kl import MAX_LOG_RATIO
+from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 
 def ppo_clip(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    tokens: ScoredTokens, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
     """Clipped surrogate loss of each token, with asymmetric bounds and an optional dual clip.
 
     With r = exp(clamp(logprobs - old_logprobs, -20, 20)):
@@ -31,20 +25,20 @@ def ppo_clip(
     loss = min(that, -c A). A clipped token has gradient zero; a ratio exactly on a bound is not clipped.
 
     Args:
-        logprobs: log-probabilities under the policy being trained, any shape; the gradient flows here.
-        old_logprobs: log-probabilities the ratio is taken to, same shape.
-        advantages: same shape.
+        tokens: reads `logprobs`, `old_logprobs` and `advantages`.
         clip_low, clip_high: distances of the bounds from 1, >= 0.
         dual_clip: c > 1, or None for no dual clip.
 
     Returns:
-        (token_loss, indicators), all float32 and of the same shape. `indicators` maps `clip_low` (A < 0 and
-        r below its bound), `clip_high` (A > 0 and r above its bound) and `clip_dual` (A < 0 and r > c; all
-        zero without a dual clip) to 1.0 where the token was so clipped. The three exclude each other.
+        The token loss, float32, and as means the fractions of tokens that were clipped: `clip_low_fraction`
+        (A < 0 and r below its bound), `clip_high_fraction` (A > 0 and r above its bound) and
+        `clip_dual_fraction` (A < 0 and r > c; zero without a dual clip), which exclude each other, and their
+        sum, `clip_fraction`.
 
     Source: PPO (arXiv 1707.06347), asymmetric bounds DAPO (2503.14476), dual clip (1912.09729).
     """
-    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages = tokens.advantages
+    log_ratio = jnp.clip(tokens.logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
@@ -53,11 +47,15 @@ def ppo_clip(
     used = jnp.where(low, 1 - clip_low, jnp.where(high, 1 + clip_high, ratio))
     if dual_clip is not None:
         used = jnp.where(dual, dual_clip, used)
-    indicators = {"clip_low": low, "clip_high": high, "clip_dual": dual}
-    return -used * advantages, {name: hit.astype(jnp.float32) for name, hit in indicators.items()}
+    clipped = {"clip_low": low, "clip_high": high, "clip_dual": dual}
+    hits = {f"{name}_fraction": hit.astype(jnp.float32) for name, hit in clipped.items()}
+    return TokenLoss(
+        -used * advantages, {"clip_fraction": jnp.stack(list(hits.values())).sum(axis=0), **hits}
+    )
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[jax.Array, dict[str, jax.Array]]]] = {"ppo_clip": ppo_clip}
+POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo_clip": ppo_clip}
+"""(tokens, **arguments of its own) -> token loss; arguments without a default are keys of `update`."""
 
 
 def token_mean(mask: np.ndarray, max_new_tokens: int) -> np.ndarray:

@@ -5,17 +5,12 @@ Line 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedBa
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import logging
-import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,13 +19,13 @@ from quatrain.config.schema import RewardConfig
 from quatrain.metrics import Metric, describe
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
 from quatrain.types import RewardedBatch, RolloutBatch
+from quatrain.user_code import VARIADIC, find_function
 
 logger = logging.getLogger(__name__)
 
 ERROR_REWARD = -1.0
 """Raw reward of a sample on which a function fails."""
 _STATS = ("mean", "std", "min", "max")
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class RewardScorer:
@@ -201,62 +196,15 @@ def _short_names(specs: Sequence[str]) -> dict[str, str]:
 
 
 def _load(spec: str, name: str, weight: float) -> _Function:
-    function = _find(spec)
-    if not callable(function):
-        raise ValueError(f"reward function {spec!r} must be callable; it is a {type(function).__name__}")
+    function = find_function(spec, BUILTIN_FUNCTIONS, "reward function")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # some callables written in C have no signature
         return _Function(spec, name, function, weight, None, ())
     if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
         raise ValueError(f"reward function {spec!r} takes positional-only arguments; it is called by keyword")
-    named = [p for p in parameters if p.kind not in _VARIADIC]
+    named = [p for p in parameters if p.kind not in VARIADIC]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     required = [p.name for p in named if p.default is p.empty and p.name not in ("prompts", "completions")]
     accepts = None if takes_any else frozenset(p.name for p in named)
     return _Function(spec, name, function, weight, accepts, tuple(required))
-
-
-def _find(spec: str) -> Callable[..., Any]:
-    where, colon, attribute = spec.rpartition(":")
-    if not colon:
-        if spec in BUILTIN_FUNCTIONS:
-            return BUILTIN_FUNCTIONS[spec]
-        raise ValueError(
-            f"reward function {spec!r} is unknown; built in are {', '.join(BUILTIN_FUNCTIONS)}; your own is "
-            f"`package.module:function` or `path/file.py:function`"
-        )
-    module = _import_file(spec, Path(where).expanduser()) if where.endswith(".py") else _import(spec, where)
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        raise ValueError(f"reward function {spec!r}: {where} has no attribute {attribute!r}") from error
-
-
-def _import(spec: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise ValueError(
-            f"reward function {spec!r}: {module} cannot be imported ({type(error).__name__}: {error}); "
-            f"install it, or give the file as `path/file.py:function`"
-        ) from error
-
-
-def _import_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"reward function {spec!r}: no such file (looked in {path.parent.absolute()})")
-    name = "quatrain_reward_" + re.sub(r"\W", "_", str(path.absolute()))
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(
-            f"reward function {spec!r}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    return module

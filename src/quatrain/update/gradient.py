@@ -7,7 +7,7 @@ of weight x token loss; the gradient is the plain sum over micro-batches and not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import default_tile, token_logprobs
 from quatrain.ops.packing import PackingCost
+from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
 from quatrain.parallel.compilations import with_barriers
 from quatrain.parallel.host_memory import compiling_leaves_nothing
@@ -36,10 +37,8 @@ from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
 """A gradient and summed metrics."""
-TokenMetrics = dict[str, jax.Array]
-Objective = Callable[[jax.Array, jax.Array, MicroBatch], tuple[jax.Array, TokenMetrics, TokenMetrics]]
-"""(logprobs [R, K], entropy [R, K], micro-batch) -> (token loss [R, K], metrics logged as the mean over
-tokens, metrics logged as the largest over tokens; each [R, K] under its logged name)."""
+Objective = Callable[[ScoredTokens], TokenLoss]
+"""Static in compiled functions; its metrics have the names they are logged under."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,7 @@ score_program = with_barriers(_score, static_argnames=("policy",))
 def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
     """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
     result = np.zeros(table.completion_mask.shape, np.float32)
+    table = replace(table, columns={})  # so that one program scores tables of any columns
     for sequences, batch in micro_batches(table, cutting, policy.mesh):
         with compiling_leaves_nothing():
             scored, mask = (np.asarray(x) for x in score_program()(params, batch, policy=policy))
@@ -158,13 +158,14 @@ def _summed(
     logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch, objective: Objective
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
     """The loss of scored tokens [R, K], and what is reported of them: sums and greatest values."""
-    token_loss, means, peaks = objective(logprobs, entropy, batch)
-    mask = batch.mask
-    loss = jnp.sum(jnp.where(mask, batch.weights * token_loss, 0.0))
-    sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in means.items()}
+    columns, mask = dict(batch.columns), batch.mask
+    weights = columns.pop("weights")
+    token = objective(ScoredTokens(logprobs, entropy, mask, batch.sequence_ids, columns))
+    loss = jnp.sum(jnp.where(mask, weights * token.loss, 0.0))
+    sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in token.means.items()}
     return loss, {
         "sum": {"loss": loss, "tokens": jnp.sum(mask, dtype=jnp.float32), **sums},
-        "max": {name: jnp.max(jnp.where(mask, values, -jnp.inf)) for name, values in peaks.items()},
+        "max": {name: jnp.max(jnp.where(mask, values, -jnp.inf)) for name, values in token.peaks.items()},
     }
 
 

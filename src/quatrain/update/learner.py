@@ -14,25 +14,22 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
-from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
-from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import in_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import (
     Policy,
-    TokenMetrics,
     init_optimizer,
     optimizer_step,
     table_logprobs,
 )
-from quatrain.update.micro_batch import MicroBatch, fill
+from quatrain.update.micro_batch import fill
+from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
 from quatrain.update.table import TokenTable, mini_batches
@@ -68,46 +65,6 @@ class TooManyBadSteps(RuntimeError):
         self.batch = batch
 
 
-@dataclass(frozen=True)
-class PolicyObjective:
-    """Policy loss + KL to the reference - entropy bonus, per token; static in compiled functions."""
-
-    config: UpdateConfig
-    on_policy: bool
-    """Old log-probabilities are the current ones: a single optimizer step per rollout batch."""
-
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch
-    ) -> tuple[jax.Array, TokenMetrics, TokenMetrics]:
-        """Token loss [R, K], mean metrics and peak metrics: a `gradient.Objective`."""
-        config = self.config
-        old = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
-        policy_loss, clipped = POLICY_LOSSES[config.loss](
-            logprobs,
-            old,
-            batch.advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
-        loss = policy_loss - config.entropy_coef * entropy
-        ratio = jnp.exp(jnp.clip(logprobs - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        gap = jnp.abs(logprobs - batch.rollout_logprobs)
-        means = {
-            "update/policy_loss": policy_loss,
-            "update/entropy": entropy,
-            "update/ratio_mean": ratio,
-            "update/clip_fraction": jnp.stack(list(clipped.values())).sum(axis=0),
-            "rollout/logprob_diff_mean": gap,
-            **{f"update/{name}_fraction": hits for name, hits in clipped.items()},
-        }
-        if config.kl_coef:
-            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, batch.ref_logprobs)
-            loss = loss + config.kl_coef * kl
-            means["update/kl"] = kl
-        return loss, means, {"update/ratio_max": ratio, "rollout/logprob_diff_max": gap}
-
-
 class Learner:
     """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
 
@@ -133,6 +90,7 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
+        PolicyObjective.of(update, on_policy=True).check()
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
@@ -172,7 +130,7 @@ class Learner:
         on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
         table = self._table(state.params, batch, on_policy)
         prepared = time.perf_counter()
-        objective = PolicyObjective(self.config, on_policy)
+        objective = PolicyObjective.of(self.config, on_policy=on_policy)
         totals = _Totals()
         hopeless = False
         for rows in self._mini_batches(group_ids, state.train_step):

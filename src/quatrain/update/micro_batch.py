@@ -10,7 +10,7 @@ fill cost nothing, and so there is one shape less to compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,11 +34,8 @@ from quatrain.update.table import TokenTable
         "predictors",
         "targets",
         "mask",
-        "weights",
-        "advantages",
-        "rollout_logprobs",
-        "old_logprobs",
-        "ref_logprobs",
+        "sequence_ids",
+        "columns",
     ],
     meta_fields=["packed", "shared"],
 )
@@ -47,7 +44,8 @@ class MicroBatch:
     """What one forward/backward sees. Scored tokens are listed per line, so the head runs on them alone.
 
     `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
-    padding of that list, which is at its end and where `weights` and all else are 0. Segments count from 1
+    padding of that list, which is at its end and where all columns are 0. `sequence_ids` count the sequences
+    of a line from 0. `columns` are those of the token table. Segments count from 1
     on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
     a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
     After a preamble the whole line is one segment: the preamble is branch 0, what the g-th group in it begins
@@ -61,29 +59,26 @@ class MicroBatch:
     predictors: jax.Array  # [R, K] int32
     targets: jax.Array  # [R, K] int32
     mask: jax.Array  # [R, K] bool
-    weights: jax.Array  # [R, K] float32
-    advantages: jax.Array  # [R, K] float32
-    rollout_logprobs: jax.Array  # [R, K] float32
-    old_logprobs: jax.Array  # [R, K] float32
-    ref_logprobs: jax.Array  # [R, K] float32
+    sequence_ids: jax.Array  # [R, K] int32
+    columns: dict[str, jax.Array]  # [R, K] float32 each
     packed: bool = False
     """Lines may hold several segments; static."""
     shared: bool = False
     """Segments may have branches; static."""
 
 
-TOKEN_COLUMNS = ("weights", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
-
-
 def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its lines lie on the data shards of `mesh`."""
-    buffers = _Buffers((len(cut.lines), cut.width))
+    buffers = _Buffers((len(cut.lines), cut.width), tuple(table.columns))
     for line, segments in enumerate(cut.lines):
         for number, segment in enumerate(segments, start=1):
             buffers.add(line, number, segment, cut.preamble, table)
     sharding = data_sharding(mesh)
-    arrays = {name: place(array, sharding) for name, array in buffers.arrays.items()}
-    return MicroBatch(**arrays, packed=cut.packed, shared=cut.shared)
+    arrays, columns = (
+        {name: place(array, sharding) for name, array in each.items()}
+        for each in (buffers.arrays, buffers.columns)
+    )
+    return MicroBatch(**arrays, columns=columns, packed=cut.packed, shared=cut.shared)
 
 
 def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
@@ -95,11 +90,12 @@ def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[t
 class _Buffers:
     """The arrays of a micro-batch while they are filled, and how far each line is."""
 
-    def __init__(self, shape: tuple[int, int]):
+    def __init__(self, shape: tuple[int, int], columns: Sequence[str]):
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
-        self.arrays = {name: np.zeros(shape, np.int32) for name in integers}
-        self.arrays |= {name: np.zeros(shape, np.float32) for name in TOKEN_COLUMNS}
+        self.arrays = {name: np.zeros(shape, np.int32) for name in (*integers, "sequence_ids")}
         self.arrays["mask"] = np.zeros(shape, bool)
+        self.columns = {name: np.zeros(shape, np.float32) for name in columns}
+        self.sequences = np.zeros(shape[0], int)
         self.used = np.zeros(shape[0], int)
         self.scored = np.zeros(shape[0], int)
 
@@ -136,6 +132,8 @@ class _Buffers:
         self.arrays["predictors"][line, start:stop] = predictors
         self.arrays["targets"][line, start:stop] = table.input_ids[row, places]
         self.arrays["mask"][line, start:stop] = True
+        self.arrays["sequence_ids"][line, start:stop] = self.sequences[line]
         for name, values in table.columns.items():
-            self.arrays[name][line, start:stop] = values[row, places]
+            self.columns[name][line, start:stop] = values[row, places]
         self.scored[line] = stop
+        self.sequences[line] += len(places) > 0

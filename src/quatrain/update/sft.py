@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
 from quatrain.metrics import Metric
+from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.mesh import in_memory
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, TokenMetrics, init_optimizer, optimizer_step
-from quatrain.update.micro_batch import MicroBatch, micro_batches
+from quatrain.update.gradient import Policy, init_optimizer, optimizer_step
+from quatrain.update.micro_batch import micro_batches
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.residuals import residual_memory
 from quatrain.update.table import TokenTable
@@ -26,11 +26,10 @@ TokenPair = tuple[np.ndarray, np.ndarray]
 """Prompt ids [P] and completion ids [C]."""
 
 
-def negative_log_likelihood(
-    logprobs: jax.Array, entropy: jax.Array, batch: MicroBatch
-) -> tuple[jax.Array, TokenMetrics, TokenMetrics]:
+def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
     """-log p of each demonstrated token: a `gradient.Objective`."""
-    return -logprobs, {"sft/loss": -logprobs, "sft/entropy": entropy}, {}
+    loss = -tokens.logprobs
+    return TokenLoss(loss, {"sft/loss": loss, "sft/entropy": tokens.entropy})
 
 
 class SupervisedLearner:

@@ -1,0 +1,109 @@
+"""What a loss sees of a micro-batch, and what it returns.
+
+Data flow: `update/gradient.py` makes a `ScoredTokens` of the forward pass and the micro-batch's columns -> a
+policy loss, built in (`ops/losses.py`) or a user's own -> `TokenLoss`, which is weighted and summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+BROUGHT_BY = {
+    "advantages": "the advantage stage",
+    "rollout_logprobs": "the rollout",
+    "old_logprobs": "training by reinforcement",
+    "ref_logprobs": "update.kl_coef above 0, which loads the frozen reference",
+}
+"""What brings each column that not every objective has."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The scored tokens of a micro-batch: R rows of at most K tokens, padded at the end of each row.
+
+    All arrays are [R, K]; log-probabilities and entropy are in nats at the sampling temperature, float32. The
+    gradient flows through `logprobs` and `entropy` alone. A sequence lies in one row and is never cut, so a
+    sum over it (`sequence_sum`) is the same however the batch is cut into micro-batches. Tokens of different
+    sequences of a row may stand in any order.
+    """
+
+    logprobs: jax.Array
+    """Log-probability of each token under the policy being trained."""
+    entropy: jax.Array
+    """Entropy of the distribution each token was drawn from, under the policy being trained."""
+    mask: jax.Array
+    """bool: False on padding, where everything else is 0."""
+    sequence_ids: jax.Array
+    """int32: equal for two tokens of a row where they belong to the same sequence; in [0, K)."""
+    columns: Mapping[str, jax.Array] = field(default_factory=dict)
+    """The other arrays by name, as far as the configuration brings them; see the properties."""
+
+    @property
+    def old_logprobs(self) -> jax.Array:
+        """Log-probabilities that the ratio is taken to."""
+        return self.column("old_logprobs")
+
+    @property
+    def rollout_logprobs(self) -> jax.Array:
+        """Log-probabilities under the distribution the sampler drew from."""
+        return self.column("rollout_logprobs")
+
+    @property
+    def ref_logprobs(self) -> jax.Array:
+        """Log-probabilities under the frozen reference; with `update.kl_coef` above 0 only."""
+        return self.column("ref_logprobs")
+
+    @property
+    def advantages(self) -> jax.Array:
+        """Advantage of each token."""
+        return self.column("advantages")
+
+    def column(self, name: str) -> jax.Array:
+        """The array `name`; raises ValueError where this objective does not have it."""
+        if name not in self.columns:
+            remedy = f"{name} comes with {BROUGHT_BY[name]}" if name in BROUGHT_BY else "use one of these"
+            raise ValueError(
+                f"a loss reads arrays that its micro-batches have: got {name!r}; they have "
+                f"{', '.join(['logprobs', 'entropy', 'mask', *sorted(self.columns)])}; {remedy}"
+            )
+        return self.columns[name]
+
+    def sequence_sum(self, values: jax.Array) -> jax.Array:
+        """[R, K]: for each token, the sum of `values` [R, K] over its sequence; 0 on padding."""
+        values = jnp.where(self.mask, values, 0)
+        num_ids = self.mask.shape[1]
+
+        def of_row(row: jax.Array, ids: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(row, ids, num_segments=num_ids)[ids]
+
+        return jnp.where(self.mask, jax.vmap(of_row)(values, self.sequence_ids), 0)
+
+    @property
+    def sequence_lengths(self) -> jax.Array:
+        """[R, K] float32: for each token, the number of scored tokens of its sequence; 0 on padding."""
+        return self.sequence_sum(jnp.ones(self.mask.shape, jnp.float32))
+
+    def sequence_mean(self, values: jax.Array) -> jax.Array:
+        """[R, K]: for each token, the mean of `values` [R, K] over its sequence; 0 on padding."""
+        return self.sequence_sum(values) / jnp.maximum(self.sequence_lengths, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a loss returns: a loss for each scored token, and numbers to log; all arrays [R, K].
+
+    The loss of a mini-batch is the sum of `loss` times the token weights of `update.loss_aggregation`. Values
+    on padding are ignored.
+    """
+
+    loss: jax.Array
+    means: Mapping[str, jax.Array] = field(default_factory=dict)
+    """Logged as `update/<name>`: the mean over tokens."""
+    peaks: Mapping[str, jax.Array] = field(default_factory=dict)
+    """Logged as `update/<name>`: the largest over tokens."""

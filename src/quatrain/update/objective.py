@@ -1,0 +1,137 @@
+"""The objective of reinforcement learning: policy loss, KL to the reference and entropy bonus per token.
+
+Made by `learner.py` of its configuration, run by `gradient.py` on each micro-batch. The policy loss is one of
+`ops/losses.py`, or a user's own function of `ScoredTokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from quatrain.config.schema import SHARED_LOSS_ARGUMENTS, UpdateConfig
+from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
+from quatrain.ops.losses import POLICY_LOSSES
+from quatrain.ops.tokens import ScoredTokens, TokenLoss
+from quatrain.user_code import find_function, own_arguments, tokens_parameter
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Policy loss + KL to the reference - entropy bonus, per token: a `gradient.Objective`."""
+
+    name: str
+    """The loss as the configuration has it, for errors."""
+    loss: Callable[..., TokenLoss]
+    arguments: tuple[tuple[str, Any], ...]
+    on_policy: bool
+    """Old log-probabilities are the current ones: a single optimizer step per rollout batch."""
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+    @classmethod
+    def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
+        """The objective of `config`.
+
+        Raises ValueError for a loss that cannot be imported, and for arguments that it does not take.
+        """
+        name = f"policy loss {config.loss!r}"
+        loss = find_function(config.loss, POLICY_LOSSES, "policy loss")
+        arguments = own_arguments(
+            loss,
+            name,
+            inputs=tokens_parameter(loss, name),
+            shared={key: getattr(config, key) for key in SHARED_LOSS_ARGUMENTS},
+            given=config.loss_args,
+            key="update.loss_args",
+        )
+        _refuse_unused(config, name, arguments)
+        return cls(
+            name,
+            loss,
+            tuple(sorted(arguments.items())),
+            on_policy,
+            config.kl_coef,
+            config.kl_estimator,
+            config.entropy_coef,
+        )
+
+    def __call__(self, tokens: ScoredTokens) -> TokenLoss:
+        """Token loss [R, K] and its metrics under the names they are logged with."""
+        logprobs, entropy = tokens.logprobs, tokens.entropy
+        if self.on_policy:
+            tokens = _with_old_logprobs(tokens, jax.lax.stop_gradient(logprobs))
+        policy = self._policy_loss(tokens)
+        loss = policy.loss - self.entropy_coef * entropy
+        ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        gap = jnp.abs(logprobs - tokens.rollout_logprobs)
+        means = {
+            "update/policy_loss": policy.loss,
+            "update/entropy": entropy,
+            "update/ratio_mean": ratio,
+            "rollout/logprob_diff_mean": gap,
+            **{f"update/{name}": values for name, values in policy.means.items()},
+        }
+        peaks = {
+            "update/ratio_max": ratio,
+            "rollout/logprob_diff_max": gap,
+            **{f"update/{name}": values for name, values in policy.peaks.items()},
+        }
+        if self.kl_coef:
+            kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
+            loss = loss + self.kl_coef * kl
+            means["update/kl"] = kl
+        return TokenLoss(loss, means, peaks)
+
+    def _policy_loss(self, tokens: ScoredTokens) -> TokenLoss:
+        result = self.loss(tokens, **dict(self.arguments))
+        if not isinstance(result, TokenLoss):
+            raise ValueError(
+                f"{self.name} must return a TokenLoss; it returned {type(result).__name__}; "
+                "wrap the token losses: TokenLoss(loss)"
+            )
+        for name, values in {"loss": result.loss, **result.means, **result.peaks}.items():
+            if jnp.shape(values) != tokens.mask.shape:
+                raise ValueError(
+                    f"{self.name} must return one number per token, shape {tokens.mask.shape}; "
+                    f"{name!r} has shape {jnp.shape(values)}"
+                )
+        return result
+
+    def check(self) -> None:
+        """Trace the objective on abstract tokens, as a run would: raises ValueError where the loss fails.
+
+        What it asks for and does not have, what it returns in another shape, and what it raises is an error
+        before anything is computed.
+        """
+        floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+        names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
+        columns = dict.fromkeys((*names, "ref_logprobs") if self.kl_coef else names, floats)
+        mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
+        ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        try:
+            jax.eval_shape(self, ScoredTokens(floats, floats, mask, ids, columns))
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot be used: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+
+
+def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:
+    return replace(tokens, columns={**tokens.columns, "old_logprobs": old_logprobs})
+
+
+def _refuse_unused(config: UpdateConfig, name: str, arguments: dict[str, Any]) -> None:
+    """Raises ValueError where a key of the update was changed that the loss does not read."""
+    for key in SHARED_LOSS_ARGUMENTS:
+        value, default = getattr(config, key), UpdateConfig.model_fields[key].default
+        if key not in arguments and value != default:
+            raise ValueError(
+                f"update.{key} is {value}, which {name} does not take; leave it at its default ({default}), "
+                f"or set update.loss_args.{key} where the loss has an argument of that name"
+            )
