@@ -43,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quatrain.backend import this_backend
 from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.kernels import choose_attention
@@ -265,7 +266,7 @@ class Bench:
         """Seconds of an optimizer step, and the share of the rate of matrix products."""
         scale = self.scale
         dtype, packed, shared = "bfloat16", layout != "rows", layout == "shared"
-        choose = partial(choose_attention, arch=arch, platform=jax.default_backend(), dtype=dtype)
+        choose = partial(choose_attention, arch=arch, platform=this_backend().kind, dtype=dtype)
         try:
             choose(attention, packed=packed, shared=shared)
         except ValueError as error:
@@ -346,7 +347,7 @@ def _engine(
     arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
 ) -> RolloutEngine:
     """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
-    attention = choose_attention("auto", arch, platform=jax.default_backend(), dtype=dtype, packed=True)
+    attention = choose_attention("auto", arch, platform=this_backend().kind, dtype=dtype, packed=True)
     config = RolloutConfig(n=n, max_new_tokens=new_tokens)
     return RolloutEngine(
         arch,

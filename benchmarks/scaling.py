@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from unittest import mock
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from quatrain.config.mesh import MeshShape, resolve_mesh
 if TYPE_CHECKING:
     import jax
 
+    from quatrain.backend import Backend
     from quatrain.models.architecture import Architecture
 
 NUM_LAYERS = 28
@@ -372,9 +372,9 @@ def item_bytes(dtype: str) -> int:
 
 def scored_places(case: Case) -> int:
     """Tokens the head has places for: those of the line, in tiles of equal size."""
-    from quatrain.ops.logprobs import default_tile, even_parts
+    from quatrain.ops.logprobs import even_parts
 
-    tile = default_tile(case.arch.vocab_size, "tpu" if case.topology else "cpu")
+    tile = _backend(case).tile(case.arch.vocab_size)
     chunks, size = even_parts(case.tokens, tile.tokens)
     return chunks * size
 
@@ -384,16 +384,22 @@ def measure(case: Case) -> dict[str, Any]:
     import jax
 
     devices = _devices(case)
-    with mock.patch("jax.default_backend", return_value="tpu" if case.topology else "cpu"):
-        programs = Programs(case, devices)
-        report: dict[str, Any] = {"jax": jax.__version__, "num_metrics": programs.num_metrics}
-        report["missing"] = programs.missing()
-        for part in case.parts:
-            try:
-                report[part] = _compiled(getattr(programs, part), case, part)
-            except jax.errors.JaxRuntimeError as error:  # a compiler for TPUs refuses what does not fit
-                report[part] = {"error": str(error)[:1500]}
+    programs = Programs(case, devices)
+    report: dict[str, Any] = {"jax": jax.__version__, "num_metrics": programs.num_metrics}
+    report["missing"] = programs.missing()
+    for part in case.parts:
+        try:
+            report[part] = _compiled(getattr(programs, part), case, part)
+        except jax.errors.JaxRuntimeError as error:  # a compiler for TPUs refuses what does not fit
+            report[part] = {"error": str(error)[:1500]}
     return report
+
+
+def _backend(case: Case) -> Backend:
+    """The settings of the devices that a case is compiled for, which need not be here."""
+    from quatrain.backend import backend_of
+
+    return backend_of("tpu" if case.topology else "cpu")
 
 
 def _devices(case: Case) -> list[jax.Device]:
@@ -455,7 +461,9 @@ class Programs:
         self.mesh, self.rollout_mesh = (
             make_mesh(shape, list(near.flat)) for shape in (case.mesh, case.rollout)
         )
-        self.policy = Policy(self.arch, dtype=case.dtype, remat="layer", mesh=self.mesh)
+        self.policy = Policy(
+            self.arch, dtype=case.dtype, remat="layer", mesh=self.mesh, backend=_backend(case)
+        )
         self.objective = PolicyObjective.of(UpdateConfig(mini_batch_size=1), on_policy=True)
         self.params = self._params(self.mesh, jnp.dtype(case.param_dtype))
         loss = partial(_weighted_loss, policy=self.policy, objective=self.objective)
@@ -519,7 +527,7 @@ class Programs:
         """Of one micro-batch."""
         from quatrain.update.gradient import gradient_program
 
-        return cast(Any, gradient_program()).lower(
+        return cast(Any, gradient_program(self.policy.backend)).lower(
             self.params, self._total(), self._batch(), policy=self.policy, objective=self.objective
         )
 
@@ -558,7 +566,8 @@ class Programs:
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards
-        program = Program(self.arch, Draw(1.0, 1.0, 0, 0.0, 1024, (0,)), dtype, "xla", self.rollout_mesh)
+        draw = Draw(1.0, 1.0, 0, 0.0, 1024, (0,))
+        program = Program(self.arch, draw, dtype, "xla", self.rollout_mesh, _backend(case))
 
         def array(spec: Any, dtype: Any, *sizes: int) -> Any:
             place = NamedSharding(self.rollout_mesh, spec)
@@ -580,7 +589,7 @@ class Programs:
             each(jnp.int32, case.slots),
             each(jnp.int32, case.prompts),
         )
-        return decode_program().lower(
+        return decode_program(program.backend).lower(
             self._params(self.rollout_mesh, jnp.dtype(case.param_dtype), matrices=dtype),
             cache(case.slots, case.own_columns),
             cache(case.prompts, case.prompt_columns),

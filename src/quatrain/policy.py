@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from quatrain.backend import this_backend
 from quatrain.cluster.processes import num_processes
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
@@ -122,7 +123,7 @@ def build_engine(
 
 def _attention(config: Config, arch: Architecture, *, packed: bool = True, prompts: bool = False) -> str:
     """The attention of `model.attention` on this platform; raises ValueError for one that cannot be had."""
-    name, platform, dtype = config.model.attention, jax.default_backend(), config.model.dtype
+    name, platform, dtype = config.model.attention, this_backend().kind, config.model.dtype
     if prompts and name == "cudnn":
         name = "auto"  # the engine packs prompts, which cuDNN cannot keep apart
     return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)

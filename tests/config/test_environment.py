@@ -23,6 +23,8 @@ from quatrain.config.errors import ConfigError
         ("K=a b", "a b"),
         ("K=a=b", "a=b"),
         ("K=it's", "it's"),
+        ("K=${HOME}$HOME", "${HOME}$HOME"),
+        ("K='a\nb'", "a\nb"),
     ],
 )
 def test_a_line(line, value):
@@ -50,6 +52,11 @@ def test_a_malformed_line_is_named_by_its_number_and_never_shown(line):
     with pytest.raises(ConfigError, match=r"^some/\.env, line 2: expected KEY=VALUE") as caught:
         parse_dotenv(f"A=1\n{line}\n", "some/.env")
     assert "hunter2" not in str(caught.value)
+
+
+def test_blank_lines_and_comments_count_as_lines():
+    with pytest.raises(ConfigError, match=r"^some/\.env, line 6: expected KEY=VALUE"):
+        parse_dotenv("# one\n\nA='two\nlines'\n\nhunter2\n", "some/.env")
 
 
 def test_a_variable_set_twice_is_refused():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from reference import attention
 
+from quatrain.backend import this_backend
 from quatrain.models.attention.kernels import choose_attention, cudnn_attention, pallas_attention
 from quatrain.models.decoder import forward
 from quatrain.models.layers import attention_mask
@@ -90,7 +91,7 @@ def test_output_and_gradients_are_those_of_dense_attention(kernel, dtype, rows, 
 )
 def test_auto_runs_what_it_chose(arch, params, dtype, packed, chosen):
     """Its call is in the program, and hidden states are those of the attention that XLA computes."""
-    name = choose_attention("auto", arch, platform=jax.default_backend(), dtype=dtype, packed=packed)
+    name = choose_attention("auto", arch, platform=this_backend().kind, dtype=dtype, packed=packed)
     assert name == chosen
     rows = PACKED if packed else ALONE
     segments, positions = _rows(rows, 310)

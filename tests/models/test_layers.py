@@ -1,15 +1,16 @@
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quatrain.backend import CPU
 from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import (
-    FEW_ROWS,
     TWIGS,
     attention_mask,
     contract,
@@ -22,7 +23,7 @@ from quatrain.models.layers import (
     rows_times,
     softcap,
 )
-from quatrain.parallel.compilations import with_barriers
+from quatrain.parallel.compilations import jit_for_backend
 
 
 def test_rms_norm():
@@ -36,16 +37,17 @@ def test_rms_norm():
     assert rms_norm(x.astype(jnp.bfloat16), jnp.ones(2), 1e-6).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, CPU.few_rows, CPU.few_rows + 1])
 def test_products_of_few_rows_have_the_weights_first_on_a_cpu(rows):
     """The compiled program's, too: XLA would turn a product round whose result is transposed."""
     x, weight = (jax.random.normal(jax.random.key(0), shape) for shape in ((rows, 32), (48, 32)))
-    program = with_barriers(rows_times)()
+    program = jit_for_backend(partial(rows_times, few_rows=CPU.few_rows))(CPU)
     np.testing.assert_allclose(program(x, weight), np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
-    assert rows_times(x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), jnp.float32).dtype == jnp.float32
+    in_bfloat16 = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), jnp.float32
+    assert rows_times(*in_bfloat16, few_rows=CPU.few_rows).dtype == jnp.float32
     hlo = program.lower(x, weight).compile().as_text()
     products = re.findall(r" = f32\[([\d,]+)\]\S* dot\(", hlo)
-    assert products == [f"48,{rows}" if rows <= FEW_ROWS else f"{rows},48"]
+    assert products == [f"48,{rows}" if rows <= CPU.few_rows else f"{rows},48"]
 
 
 def test_linear_casts_weights_and_adds_a_bias_where_there_is_one():

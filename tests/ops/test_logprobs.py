@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.ops.logprobs import Tile, default_tile, kept_logits, token_logprobs
+from quatrain.ops.logprobs import Tile, kept_logits, token_logprobs
 
 
 def dot(rows, hidden):
@@ -156,12 +156,6 @@ def test_logits_wait_for_the_backward_pass_where_there_is_room():
 def test_no_tokens():
     logprobs, entropy = given(jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), 1.0)
     assert logprobs.shape == entropy.shape == (0,)
-
-
-def test_a_tile_of_logits_is_small_on_a_cpu_and_at_most_512_mib_elsewhere():
-    assert default_tile(151936, "cpu") == default_tile(256, "cpu") == Tile(256, 2048, kept_bytes=2**28)
-    tiles = [default_tile(v, "gpu") for v in (256, 49152, 151936, 2**30)]
-    assert tiles == [Tile(524288, 256), Tile(2048, 49152), Tile(512, 151936), Tile(1, 2**30)]
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 5)])

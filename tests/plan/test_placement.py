@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
+from quatrain.backend import CPU
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
-from quatrain.ops.logprobs import default_tile
 from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
 from quatrain.plan.device_memory import parse_bytes, render
@@ -166,7 +166,7 @@ def compiled_bytes(arch, tokens, remat):
     batch = MicroBatch(*(integers,) * 6, bools, integers, columns, packed=True, shared=True)
     params = abstract_params(arch)
     total = jax.eval_shape(partial(_nothing_yet, policy=policy, objective=objective), params, batch)
-    program = gradient_program().lower(params, total, batch, policy=policy, objective=objective)
+    program = gradient_program(policy.backend).lower(params, total, batch, policy=policy, objective=objective)
     return program.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -182,7 +182,7 @@ def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
     estimate = activations(
         arch,
         tokens=tokens,
-        tile=default_tile(arch.vocab_size, "cpu"),
+        tile=CPU.tile(arch.vocab_size),
         remat=remat,
         dtype="float32",
         param_dtype="float32",

@@ -23,8 +23,9 @@ def _temporary_bytes(arch, batch, remat: str) -> int:
     params = abstract_params(arch)
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
     stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
-    lowered = gradient_program().lower(
-        params, (total, stats), batch, policy=Policy(arch, remat=remat), objective=_surprise
+    policy = Policy(arch, remat=remat)
+    lowered = gradient_program(policy.backend).lower(
+        params, (total, stats), batch, policy=policy, objective=_surprise
     )
     return lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.models.params import abstract_params
+from quatrain.backend import CPU, backend_of
+from quatrain.models.params import abstract_params, output_head_name
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, gradient_program, sum_gradients
 from quatrain.update.micro_batch import micro_batches
-from quatrain.update.residuals import ResidualMemory, residual_memory
+from quatrain.update.residuals import HeldGradient, ResidualMemory, residual_memory
 from quatrain.update.table import TokenTable
 
 
@@ -88,9 +89,10 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
     stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
     static = {"policy": Policy(arch, remat="dots"), "objective": _surprise}
-    program = gradient_program()
+    program = gradient_program(CPU)
+    holding = static | {"gradient": HeldGradient(output_head_name(arch))}
     args = params, (total, stats), batch
-    _, held = program.eval_shape(*args, **static, holds=True)
+    _, held = program.eval_shape(*args, **holding)
     num_bytes = sum(x.size * x.dtype.itemsize for x in held)
     heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim  # turned, and attention's result
     layer = 8 * 64 * 4 * (2 * arch.hidden_size + heads + 2 * arch.intermediate_size)
@@ -98,11 +100,11 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
     head = 4 * arch.vocab_size * (arch.hidden_size + 8 * 64)  # its gradient, and logits
     assert num_bytes == arch.num_layers * layer + last + head
 
-    def temporary(*held, **holds):
-        compiled = program.lower(*args, *held, **static, **holds).compile()
+    def temporary(*held, **static):
+        compiled = program.lower(*args, *held, **static).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert 0.6 * num_bytes < temporary() - temporary(held, holds=True) <= num_bytes
+    assert 0.6 * num_bytes < temporary(**static) - temporary(held, **holding) <= num_bytes
 
 
 def test_what_did_not_come_back_is_made_anew(small_arch, small_params, monkeypatch):
@@ -116,8 +118,8 @@ def test_what_did_not_come_back_is_made_anew(small_arch, small_params, monkeypat
     assert memory.lent[0]
 
 
-def test_only_a_cpu_holds_residuals(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert isinstance(residual_memory(), ResidualMemory)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert residual_memory() is None
+def test_only_a_cpu_that_recomputes_holds_residuals():
+    assert isinstance(residual_memory(CPU, "layer"), ResidualMemory)
+    assert isinstance(residual_memory(CPU, "dots"), ResidualMemory)
+    assert residual_memory(CPU, "none") is None
+    assert residual_memory(backend_of("tpu"), "layer") is None

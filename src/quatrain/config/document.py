@@ -62,8 +62,9 @@ values are written out there; where you change what they follow from, set them t
 
 Keys and passwords (`WANDB_API_KEY`, `HF_TOKEN`) come from the environment or from a `.env` file, never from a
 configuration. The file is the first that exists of `.env` in the repository (or the working directory,
-outside one) and `~/.env`; it fills only variables that are not set. `.env.example` shows the form, and git
-ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and whether
+outside one) and `~/.env`; it fills only variables that are not set. `.env.example` shows the form, which is
+python-dotenv's without the substitution of `${NAME}`; an error in the file names the line and does not show
+it. Git ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and whether
 `WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`, `*_TOKEN`,
 `*_SECRET` or `*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
 

@@ -6,11 +6,14 @@ front of every log, configuration dump and run file.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+
+from dotenv.parser import parse_stream
 
 from quatrain.config.errors import ConfigError
 
@@ -22,9 +25,6 @@ SWITCHES = frozenset({"true", "false", "none", "null"})
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET)$|PASSWORD|PASSWD", re.IGNORECASE
 )
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=(?P<rest>.*)$")
-_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:#.*)?$""")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def is_secret_name(name: str) -> bool:
@@ -54,35 +54,24 @@ def find_dotenv(directory: Path, home: Path | None) -> Path | None:
 
 
 def parse_dotenv(text: str, source: str) -> dict[str, str]:
-    """The variables of a `.env` file: `KEY=VALUE` lines, with `export`, quotes and `#` comments.
+    """The variables of a `.env` file, as python-dotenv reads it, without substitution of `${NAME}` in values.
 
-    Raises ConfigError for any other line, naming `source` and its number, never its text: it may be secret.
+    Raises ConfigError for a line that sets no variable and for a variable set twice. The error names `source`
+    and the line number and never shows the line, which may hold a secret.
     """
     variables: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    for binding in parse_stream(io.StringIO(text)):
+        name, value, written = binding.key, binding.value, binding.original.string
+        blank_lines = written[: len(written) - len(written.lstrip())].count("\n")
+        place = f"{source}, line {binding.original.line + blank_lines}"
+        if not written.strip() or written.lstrip().startswith("#"):
             continue
-        match = _ASSIGNMENT.match(line)
-        value = _value(match["rest"]) if match else None
-        if match is None or value is None or "\0" in line:
-            raise ConfigError(f"{source}, line {number}: expected KEY=VALUE, with matching quotes if any")
-        name = match["name"]
+        if name is None or value is None or not name.isidentifier() or "\0" in value:
+            raise ConfigError(f"{place}: expected KEY=VALUE, with matching quotes if any")
         if name in variables:
-            raise ConfigError(f"{source}, line {number}: {name} is set a second time; keep one line")
+            raise ConfigError(f"{place}: {name} is set a second time; keep one line")
         variables[name] = value
     return variables
-
-
-def _value(rest: str) -> str | None:
-    """What stands behind `=`, without quotes and comment; None where the quotes do not match."""
-    if not rest.lstrip().startswith(("'", '"')):
-        return re.split(r"\s#", rest, maxsplit=1)[0].strip()
-    match = _QUOTED.match(rest.strip())
-    if match is None:
-        return None
-    if match["single"] is not None:
-        return match["single"]
-    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), match["double"])
 
 
 def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None) -> Path | None:

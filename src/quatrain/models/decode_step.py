@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from quatrain.backend import ACCELERATOR, Backend
 from quatrain.models.attention import knows_branches, seen_by, self_attention
 from quatrain.models.decoder import layer_windows, through_layers
 from quatrain.models.families import Architecture
@@ -44,6 +45,7 @@ def prefill(
     *,
     dtype: DTypeLike,
     attention: str,
+    backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H].
 
@@ -52,7 +54,10 @@ def prefill(
     windows = layer_windows(arch)
     branches = branch_ids[None] if knows_branches(attention) else None
     seen = {
-        w: seen_by(attention, positions[None], segment_ids[None], branches, w) for w in dict.fromkeys(windows)
+        window: seen_by(
+            attention, positions[None], segment_ids[None], branches, window, backend.attention_blocks
+        )
+        for window in dict.fromkeys(windows)
     }
     keys, values = [], []
 
@@ -62,7 +67,9 @@ def prefill(
         values.append(v_BTKH[0])
         return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
 
-    hidden = through_layers(params, arch, input_ids[None], positions[None], attend, dtype=dtype)
+    hidden = through_layers(
+        params, arch, input_ids[None], positions[None], attend, dtype=dtype, backend=backend
+    )
     return hidden[0], CachePart(tuple(keys), tuple(values))
 
 
@@ -78,6 +85,7 @@ def decode(
     sharing: Sharing,
     *,
     dtype: DTypeLike,
+    backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [B, D] of one token per sequence, and `own` with that token's keys at `column`.
 
@@ -110,7 +118,7 @@ def decode(
         share = jax.nn.sigmoid(total_prompt - total_own)[..., None]
         return (y_prompt * share + y_own * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
 
-    hidden = through_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype)
+    hidden = through_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype, backend=backend)
     return hidden[0], CachePart(tuple(keys), tuple(values))
 
 

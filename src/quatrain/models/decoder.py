@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from quatrain.backend import ACCELERATOR, Backend
 from quatrain.models.attention import seen_by, self_attention
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.layers import (
@@ -33,7 +34,7 @@ from quatrain.models.layers import (
     rows_times,
     softcap,
 )
-from quatrain.models.params import Gathered, Params, gather, partition
+from quatrain.models.params import Gathered, Params, gather, output_head_name, partition
 from quatrain.parallel.collectives import axis_index, axis_size, gathered, mesh_here, shared_by, sum_over
 
 Angles = tuple[jax.Array, jax.Array]
@@ -56,6 +57,7 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     attention: str = "xla",
+    backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm.
 
@@ -64,11 +66,12 @@ def forward(
     may have branches, `branch_ids` [B, T]: those from 1 on see themselves and what they begin with, and have
     positions that follow it (`layers.attention_mask`). Activations are in `dtype`; norms, rotary embeddings
     and softmax in float32. `remat` says what the backward pass recomputes (`REMAT`), `attention` names the
-    implementation of attention (`kernels.choose_attention`).
+    implementation of attention (`kernels.choose_attention`), `backend` the sizes of its blocks and the order
+    of factors in products.
     """
     windows = layer_windows(arch)
     seen = {
-        window: seen_by(attention, positions, segment_ids, branch_ids, window)
+        window: seen_by(attention, positions, segment_ids, branch_ids, window, backend.attention_blocks)
         for window in dict.fromkeys(windows)
     }
 
@@ -79,7 +82,9 @@ def forward(
     if remat == "dots" and attention != "xla":
         # The kernels would keep heads padded or repeated; computed again, they keep queries, keys and values.
         attend = jax.checkpoint(attend, static_argnums=0)
-    return through_layers(params, arch, input_ids, positions, attend, dtype=dtype, remat=remat)
+    return through_layers(
+        params, arch, input_ids, positions, attend, dtype=dtype, remat=remat, backend=backend
+    )
 
 
 def through_layers(
@@ -91,6 +96,7 @@ def through_layers(
     *,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
+    backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Hidden states [B, T, D] of tokens at `positions` [B, T], whose attention is `attend`: see `forward`."""
     specs = partition(arch, mesh_here())
@@ -100,7 +106,12 @@ def through_layers(
     angles = _angles(arch, positions)
     for i, layer in enumerate(params["layers"]):
         run: Callable[..., jax.Array] = partial(
-            _layer, arch=arch, attend=partial(attend, i), specs=specs["layers"][i], by_parts=remat == "dots"
+            _layer,
+            arch=arch,
+            attend=partial(attend, i),
+            specs=specs["layers"][i],
+            by_parts=remat == "dots",
+            few_rows=backend.few_rows,
         )
         if remat == "layer":
             run = jax.checkpoint(run)
@@ -127,21 +138,26 @@ def layer_windows(arch: Architecture) -> list[int | None]:
 
 def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
     """[V, D]: what `project` multiplies hidden states of `dtype` with; of a shared vocabulary, our part."""
-    name = "embed" if arch.tie_embeddings else "lm_head"
+    name = output_head_name(arch)
     return gather(params[name], partition(arch, mesh_here())[name], dtype)
 
 
-def project(head_VD: jax.Array, arch: Architecture, hidden: jax.Array) -> jax.Array:
+def project(
+    head_VD: jax.Array, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
+) -> jax.Array:
     """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned.
 
     Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
     """
-    return softcap(rows_times(hidden, head_VD, jnp.float32), arch.final_softcap)
+    scores = rows_times(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
+    return softcap(scores, arch.final_softcap)
 
 
-def logits(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
+def logits(
+    params: Params, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
+) -> jax.Array:
     """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
-    scores = project(output_head(params, arch, hidden.dtype), arch, hidden)
+    scores = project(output_head(params, arch, hidden.dtype), arch, hidden, backend=backend)
     axis = vocabulary_axis(arch)
     return scores if axis is None else gathered(scores, axis, scores.ndim - 1)
 
@@ -159,6 +175,7 @@ def _layer(
     attend: LayerAttend,
     specs: Mapping[str, PartitionSpec],
     by_parts: bool,
+    few_rows: int,
 ) -> jax.Array:
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them.
 
@@ -174,14 +191,14 @@ def _layer(
         return (jax.checkpoint(gathering) if by_parts else gathering)(inputs, layer)
 
     norm = partial(_norm, arch=arch)
-    heads_BTKXH = part(partial(_heads, arch=arch), x_BTD)
+    heads_BTKXH = part(partial(_heads, arch=arch, few_rows=few_rows), x_BTD)
     y_BTNH = attend(*part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH))
-    y_BTD = part(_output, y_BTNH)
+    y_BTD = part(partial(_output, few_rows=few_rows), y_BTNH)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
     x_BTD = x_BTD + y_BTD
-    gate_up = part(lambda x, layer: expand(norm(x, layer, "mlp_norm"), layer), x_BTD)
-    y_BTD = part(lambda gate_up, layer: contract(gate_up, layer, arch), gate_up)
+    gate_up = part(lambda x, layer: expand(norm(x, layer, "mlp_norm"), layer, few_rows=few_rows), x_BTD)
+    y_BTD = part(partial(contract, arch=arch, few_rows=few_rows), gate_up)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_mlp_norm"), y_BTD)
     return x_BTD + y_BTD
@@ -191,10 +208,10 @@ def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Arra
     return rms_norm(x, layer[name], arch.norm_eps, arch.norm_offset)
 
 
-def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
+def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """[B, T, K, G + 2, H]: the queries of each key/value head, its key and its value."""
     x_BTD = shared_by(_norm(x_BTD, layer, "attention_norm", arch), "tp")
-    return linear(x_BTD, _own_rows(layer, arch), "qkv")
+    return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows)
 
 
 def _queries_keys_values(
@@ -211,9 +228,9 @@ def _queries_keys_values(
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
 
 
-def _output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
+def _output(y_BTNH: jax.Array, layer: Layer, few_rows: int) -> jax.Array:
     """[B, T, D] of all heads."""
-    return linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis="tp")
+    return linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis="tp", few_rows=few_rows)
 
 
 def _own_rows(layer: Layer, arch: Architecture) -> Layer:

@@ -23,8 +23,6 @@ Layer = Mapping[str, jax.Array]
 
 TWIGS = 2**16
 """Branch k * TWIGS + j of a segment is a twig of its branch k * TWIGS; see `attention_mask`."""
-FEW_ROWS = 64
-"""With so many rows at most, a product on a CPU has the weights as its first factor; see `rows_times`."""
 MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 
@@ -60,31 +58,35 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def rows_times(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def rows_times(
+    x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, few_rows: int = 0
+) -> jax.Array:
     """x [..., in] times a matrix [*out, in]: [..., *out], in `dtype` or that of `x`.
 
     Weights are cast to the dtype of `x`. Rows and columns are joined for the product: on a CPU the
     gradient of the weights, a contraction over both, is three times as fast over one.
 
-    XLA rearranges the second factor of a product on a CPU, which for weights and a few rows, a decode step,
-    takes as long as multiplying. There the weights come first; the barrier keeps XLA from turning it round.
+    At most `few_rows` rows (`Backend.few_rows`) are the second factor of the product, more are the first. The
+    barrier keeps XLA from exchanging the factors again.
     """
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype)
     along_in = (((1,), (1,)), ((), ()))
     product = partial(jax.lax.dot_general, dimension_numbers=along_in, preferred_element_type=dtype)
-    if len(rows) <= FEW_ROWS and jax.default_backend() == "cpu":
+    if len(rows) <= few_rows:
         y = jax.lax.optimization_barrier(product(matrix, rows)).T
     else:
         y = product(rows, matrix)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
-def linear(x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None, few_rows: int = 0
+) -> jax.Array:
     """x [..., in] times a matrix [*out, in], plus the bias where the layer has one: [..., *out].
 
     Along `sum_axis` of a mesh each device has a part of the inputs, and the products are added up.
     """
-    y = rows_times(x, layer[name])
+    y = rows_times(x, layer[name], few_rows=few_rows)
     y = y if sum_axis is None else sum_over(y, sum_axis)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
@@ -150,13 +152,13 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def expand(x_BTD: jax.Array, layer: Layer) -> jax.Array:
+def expand(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0) -> jax.Array:
     """gate(x) and up(x) [B, T, 2, F], the first half of a gated MLP (Shazeer 2020)."""
-    return linear(shared_by(x_BTD, "tp"), layer, "gate_up")
+    return linear(shared_by(x_BTD, "tp"), layer, "gate_up", few_rows=few_rows)
 
 
-def contract(gate_up: jax.Array, layer: Layer, arch: Architecture) -> jax.Array:
+def contract(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
     """down(activation(gate) * up), its second half."""
     gate, up = jnp.unstack(gate_up, axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    return linear(gate * up, layer, "down", sum_axis="tp")
+    return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows)

@@ -61,9 +61,13 @@ def param_specs(arch: Architecture) -> Params:
         "layers": [_layer_specs(arch) for _ in range(arch.num_layers)],
         "final_norm": _norm(arch, d),
     }
-    if not arch.tie_embeddings:
-        specs["lm_head"] = specs["embed"]
+    specs[output_head_name(arch)] = specs["embed"]
     return specs
+
+
+def output_head_name(arch: Architecture) -> str:
+    """The parameter that makes logits of hidden states; tied embeddings are also the output head."""
+    return "embed" if arch.tie_embeddings else "lm_head"
 
 
 def _layer_specs(arch: Architecture) -> dict[str, ParamSpec]:

@@ -5,7 +5,6 @@ Data flow: the decoder's hidden states -> here -> the policy loss, and the old a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,25 +37,8 @@ class Tile:
         if self.tokens < 1 or self.words < 1:
             raise ValueError(
                 f"a tile of logits is of at least one token and one word, got {self.tokens} and "
-                f"{self.words}; see default_tile(vocab_size)"
+                f"{self.words}; see Backend.tile in backend.py"
             )
-
-
-CPU_TILE = Tile(256, 2048, kept_bytes=2**28)
-"""2 MiB of logits: they stay in a cache, and of the tokens past the live ones few are computed."""
-ACCELERATOR_TILE_BYTES = 2**29
-"""Accelerators need larger products to be busy, and have the memory."""
-
-
-def default_tile(vocab_size: int, platform: str = "cpu") -> Tile:
-    """The tile for a platform: small on a CPU, and the whole vocabulary in at most 512 MiB elsewhere.
-
-    There the number of tokens is a power of two, at least 1.
-    """
-    if platform == "cpu":
-        return CPU_TILE
-    most = max(1, ACCELERATOR_TILE_BYTES // (4 * vocab_size))
-    return Tile(2 ** int(math.log2(most)), vocab_size)
 
 
 def kept_logits(num_tokens: int, num_words: int, tile: Tile) -> int:
@@ -96,7 +78,7 @@ def token_logprobs(
         hidden: [N, D] hidden states, each of the position before its target.
         targets: [N] integer token ids in [0, V).
         temperature: static float > 0 that the tokens were sampled at.
-        tile: tokens and words whose logits exist at one time (`default_tile`); need not divide N and V.
+        tile: tokens and words whose logits exist at one time (`Backend.tile`); need not divide N and V.
         num_live: the first so many tokens are asked for, by default all N. It may be traced: tiles past it
             are not computed, and their tokens have 0 for both results.
         vocabulary_axis: in a function mapped over a mesh, the axis whose devices each have an equal part of

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from quatrain.backend import Backend
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """What JAX tells its listeners of, with the seconds, for each program it compiles."""
 _count = 0
@@ -29,18 +31,15 @@ def num_compilations() -> int:
     return _count
 
 
-def with_barriers(function: Callable[..., Any], **options: Any) -> Callable[[], Any]:
-    """What gives `jax.jit(function, **options)`, in which `jax.lax.optimization_barrier` holds.
+def jit_for_backend(function: Callable[..., Any], **options: Any) -> Callable[[Backend], Any]:
+    """A function of a `Backend` that returns `jax.jit(function, **options)` with its compiler options.
 
-    On a CPU, XLA takes barriers away before it merges and fuses: what the backward pass is to compute again
-    would be computed once and kept, and what is to be made once would be made wherever it is used. The
-    devices have to be known for that, which importing must not ask for.
+    Compiler options are given to `jax.jit` itself, and importing a module must not ask which devices there
+    are: hence a function, which returns the same jitted function for the same backend.
     """
 
     @cache
-    def program() -> Any:
-        on_cpu = jax.default_backend() == "cpu"
-        kept = {"xla_disable_hlo_passes": "cse_barrier_expander"} if on_cpu else None
-        return jax.jit(function, compiler_options=kept, **options)
+    def program(backend: Backend) -> Any:
+        return jax.jit(function, compiler_options=dict(backend.compiler_options) or None, **options)
 
     return program

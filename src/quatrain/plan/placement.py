@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from quatrain.backend import ACCELERATOR
 from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
@@ -23,7 +24,6 @@ from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
-from quatrain.ops.logprobs import default_tile
 from quatrain.plan.activations import Activations, activations, elements_on_device
 from quatrain.plan.device_memory import (
     GRADIENT,
@@ -42,8 +42,6 @@ from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
 from quatrain.weights.load import BUILTIN, load_architecture
 
-PLATFORM = "accelerator"
-"""Devices are planned for that have memory of their own, wherever the plan is made."""
 OFFLOADED = "; in the host's memory while it is not used"
 
 
@@ -231,12 +229,12 @@ class _Plan:
         size = activations(
             self.arch,
             tokens=tokens,
-            tile=default_tile(self.arch.vocab_size, PLATFORM),
+            tile=ACCELERATOR.tile(self.arch.vocab_size),
             remat=model.remat,
             dtype=model.dtype,
             param_dtype=model.param_dtype,
             mesh=self.mesh,
-            platform=PLATFORM,
+            platform=ACCELERATOR.kind,
         )
         return size, words
 

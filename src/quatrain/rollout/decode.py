@@ -10,7 +10,7 @@ the host is of all replicas, and on every device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
@@ -27,7 +28,7 @@ from quatrain.models.kv_cache import ON_MESH, CachePart
 from quatrain.models.params import partition
 from quatrain.ops.sampling import sample, token_uniforms
 from quatrain.parallel.collectives import from_all_shards, mapped, of_first, on_any_shard
-from quatrain.parallel.compilations import with_barriers
+from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
@@ -130,6 +131,7 @@ class Program:
     dtype: jnp.dtype
     attention: str
     mesh: Mesh
+    backend: Backend = field(default_factory=this_backend)
 
     @property
     def params(self) -> Any:
@@ -150,8 +152,8 @@ def _prefill(
     return mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
 
 
-prefill_program = with_barriers(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
-"""Gives `_prefill`, compiled."""
+prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
+"""`prefill_program(backend)` is the jitted `_prefill`."""
 
 
 def _own_prefill(
@@ -166,6 +168,7 @@ def _own_prefill(
         packed.branch_ids,
         dtype=program.dtype,
         attention=program.attention,
+        backend=program.backend,
     )
     columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.preamble
     columns_NS = jnp.where(columns_S < packed.preamble, columns_S, after_N[:, None] + columns_S)
@@ -180,8 +183,9 @@ def _own_prefill(
     )
     n = packed.sequence_ids.shape[1]
     last_ND = hidden_TD[after_N + packed.lengths - 1]
+    last_logits = logits(params, program.arch, last_ND, backend=program.backend)
     tokens, logprobs = program.draw(
-        jnp.repeat(logits(params, program.arch, last_ND), n, axis=0),
+        jnp.repeat(last_logits, n, axis=0),
         seed,
         jnp.repeat(packed.steps, n),
         packed.sequence_ids.reshape(-1),
@@ -234,8 +238,8 @@ def _decode(
     return run(params, own, prompts, slots, sharing, column, seed)
 
 
-decode_program = with_barriers(_decode, static_argnames=("program",), donate_argnames=("own",))
-"""Gives `_decode`, compiled."""
+decode_program = jit_for_backend(_decode, static_argnames=("program",), donate_argnames=("own",))
+"""`decode_program(backend)` is the jitted `_decode`."""
 
 
 def _own_decode(
@@ -272,9 +276,14 @@ def _own_decode(
             (column + now) % own.columns,
             sharing,
             dtype=program.dtype,
+            backend=program.backend,
         )
         tokens, logprobs = draw(
-            logits(params, arch, hidden), seed, slots.steps, slots.sequence_ids, lengths.astype(jnp.uint32)
+            logits(params, arch, hidden, backend=program.backend),
+            seed,
+            slots.steps,
+            slots.sequence_ids,
+            lengths.astype(jnp.uint32),
         )
         decoded = Decoded(
             jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),

@@ -255,7 +255,7 @@ class Session:
         assert self._cache is not None
         packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], share=self._share)
         self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
-        prompts, *first = prefill_program()(
+        prompts, *first = prefill_program(self._program.backend)(
             params, self._cache.prompts, packed, self._seed, program=self._program
         )
         self._cache = replace(self._cache, prompts=prompts)
@@ -279,7 +279,7 @@ class Session:
     def _decode(self, params: Any, version: int) -> None:
         assert self._cache is not None
         cache = self._cache
-        own, decoded = decode_program()(
+        own, decoded = decode_program(self._program.backend)(
             params,
             cache.own,
             cache.prompts,

@@ -17,22 +17,23 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
 from quatrain.metrics import Metric
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, vocabulary_axis
 from quatrain.models.families import Architecture
-from quatrain.models.params import partition
-from quatrain.ops.logprobs import default_tile, token_logprobs
+from quatrain.models.params import output_head_name, partition
+from quatrain.ops.logprobs import token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
-from quatrain.parallel.compilations import with_barriers
+from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import compiling_leaves_nothing
 from quatrain.parallel.mesh import DATA_AXES, filled, in_memory, mesh_shape, moved, one_device, shardings
 from quatrain.update.cuts import Cutting
 from quatrain.update.micro_batch import MicroBatch, micro_batches
-from quatrain.update.residuals import Arrays, ResidualMemory, each_its_own, residuals_of
+from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, each_its_own
 from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
@@ -43,7 +44,10 @@ Objective = Callable[[ScoredTokens], TokenLoss]
 
 @dataclass(frozen=True)
 class Policy:
-    """How a micro-batch becomes log-probabilities: model, sampling temperature, dtype, devices; static."""
+    """How a micro-batch becomes log-probabilities: model, sampling temperature, dtype, devices; static.
+
+    `backend` holds what depends on the kind of those devices, by default of the devices of this process.
+    """
 
     arch: Architecture
     temperature: float = 1.0
@@ -51,6 +55,7 @@ class Policy:
     remat: str = "layer"
     attention: str = "auto"
     mesh: Mesh = field(default_factory=one_device)
+    backend: Backend = field(default_factory=this_backend)
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -88,11 +93,12 @@ class Policy:
             attention=choose_attention(
                 self.attention,
                 self.arch,
-                platform=jax.default_backend(),
+                platform=self.backend.kind,
                 dtype=self.dtype,
                 packed=batch.packed,
                 shared=batch.shared,
             ),
+            backend=self.backend,
         )
         # Those the list does not fill go last, where the tiles past the live ones are not computed.
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
@@ -103,12 +109,12 @@ class Policy:
         if axis is not None:  # each device has the gradient of its part of the vocabulary
             hidden = shared_by(hidden, axis)
         results = token_logprobs(
-            lambda rows, chunk: project(rows, self.arch, chunk),
+            lambda rows, chunk: project(rows, self.arch, chunk, backend=self.backend),
             head,
             hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
             self.temperature,
-            tile=default_tile(self.arch.vocab_size, jax.default_backend()),
+            tile=self.backend.tile(self.arch.vocab_size),
             num_live=batch.mask.sum(),
             vocabulary_axis=axis,
         )
@@ -131,8 +137,8 @@ def _score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array
     return mapped(own, policy.mesh, in_specs, PartitionSpec())(params, batch)
 
 
-score_program = with_barriers(_score, static_argnames=("policy",))
-"""Gives `_score`, compiled."""
+score_program = jit_for_backend(_score, static_argnames=("policy",))
+"""`score_program(backend)` is the jitted `_score`."""
 
 
 def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
@@ -141,7 +147,8 @@ def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: C
     table = replace(table, columns={})  # so that one program scores tables of any columns
     for sequences, batch in micro_batches(table, cutting, policy.mesh):
         with compiling_leaves_nothing():
-            scored, mask = (np.asarray(x) for x in score_program()(params, batch, policy=policy))
+            results = score_program(policy.backend)(params, batch, policy=policy)
+            scored, mask = (np.asarray(x) for x in results)
         part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
         part[table.completion_mask[sequences]] = scored[mask]
         result[sequences] = part
@@ -169,6 +176,16 @@ def _summed(
     }
 
 
+GradientFunction = Callable[[Callable[..., Any], Any, MicroBatch], tuple[Any, Any, Arrays]]
+"""(loss of parameters, parameters, micro-batch) -> (gradient, what the loss returns beside its value, arrays
+to hold until the next micro-batch); static in compiled functions."""
+
+
+def plain_gradient(loss: Callable[..., Any], params: Any, batch: MicroBatch) -> tuple[Any, Any, Arrays]:
+    """The gradient of `loss`, and no array to hold: a `GradientFunction`."""
+    return *jax.grad(loss, has_aux=True)(params), []
+
+
 def _accumulate(
     params: Any,
     total: Total,
@@ -177,17 +194,16 @@ def _accumulate(
     *,
     policy: Policy,
     objective: Objective,
-    holds: bool = False,
+    gradient: GradientFunction = plain_gradient,
 ) -> tuple[Total, Arrays]:
-    """`total` and what `batch` adds to it; and what it `holds` (`residuals.py`), written over `held`."""
+    """The sum of `total` and the gradient and metrics of `batch`, and the arrays that `gradient` returns.
+
+    Those arrays take the memory of `held`, which are the same arrays of an earlier micro-batch.
+    """
 
     def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
         loss = partial(_weighted_loss, batch=batch, policy=policy, objective=objective)
-        _, vjp, stats = jax.vjp(loss, params, has_aux=True)
-        residuals = residuals_of(vjp, (params, batch)) if holds else []
-        (grads,) = vjp(jnp.ones((), jnp.float32))
-        if holds:
-            residuals.append(grads["embed" if policy.arch.tie_embeddings else "lm_head"][None])
+        grads, stats, arrays = gradient(loss, params, batch)
         stats = {
             "sum": jax.lax.psum(stats["sum"], DATA_AXES),
             "max": jax.lax.pmax(stats["max"], DATA_AXES),
@@ -198,7 +214,7 @@ def _accumulate(
                 "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
                 "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
             },
-        ), residuals
+        ), arrays
 
     totals = (_copies(policy.partition), PartitionSpec())
     in_specs = (policy.partition, totals, PartitionSpec(DATA_AXES))
@@ -210,13 +226,13 @@ def _copies(specs: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), specs)
 
 
-gradient_program = with_barriers(
+gradient_program = jit_for_backend(
     _accumulate,
-    static_argnames=("policy", "objective", "holds"),
+    static_argnames=("policy", "objective", "gradient"),
     donate_argnames=("total", "held"),
-    keep_unused=True,  # `held` is there to be written over
+    keep_unused=True,  # `held` is donated for its memory and not read
 )
-"""Gives `_accumulate`, compiled."""
+"""`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
 def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> Total:
@@ -256,22 +272,6 @@ def _apply(
     return *jax.lax.cond(finite, apply, leave, params, opt_state, grads), norm, finite
 
 
-def _add(
-    params: Any, total: Total, batch: MicroBatch, residuals: ResidualMemory | None, **static: Any
-) -> Total:
-    program = gradient_program()
-    if residuals is None or static["policy"].remat == "none":  # which leaves weights as they are multiplied
-        return program(params, total, batch, **static)[0]
-    kind = tuple(static.values()), jax.tree.structure(batch), tuple(x.shape for x in jax.tree.leaves(batch))
-    static |= {"holds": True}
-    held = residuals.lend(
-        kind, static["policy"].mesh, lambda: program.eval_shape(params, total, batch, **static)[1]
-    )
-    total, held = program(params, total, batch, held, **static)
-    residuals.take_back(kind, held)
-    return total
-
-
 def sum_gradients(
     params: Any,
     batches: Iterable[MicroBatch],
@@ -283,14 +283,19 @@ def sum_gradients(
     """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
 
     The gradient is float32 and like `params` but for a first axis, over the `dp` copies of the model, which
-    is yet to be summed. `residuals` is memory for the backward pass, where some is held.
+    is yet to be summed. `residuals` is memory that the backward pass of each micro-batch uses again.
     """
+    program = gradient_program(policy.backend)
+    static: dict[str, Any] = {"policy": policy, "objective": objective}
+    if residuals is not None:
+        program = residuals.reused_by(program, policy.mesh)
+        static["gradient"] = HeldGradient(output_head_name(policy.arch))
     total: Total | None = None
     for batch in batches:
         if total is None:
             total = _nothing_yet(params, batch, policy, objective)
         with compiling_leaves_nothing():
-            total = _add(params, total, batch, residuals, policy=policy, objective=objective)
+            total, _ = program(params, total, batch, **static)
     assert total is not None, "a mini-batch has at least one micro-batch"
     return total
 

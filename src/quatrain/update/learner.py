@@ -109,7 +109,7 @@ class Learner:
         self.reference = reference
         self.optimizer_memory = optimizer_memory
         self.optimizer = build_optimizer(optimizer, total_steps)
-        self.residuals = residual_memory()
+        self.residuals = residual_memory(policy.backend, policy.remat)
         self.learning_rate = learning_rate(optimizer, total_steps)
 
     def init(self, params: Any) -> TrainState:

@@ -1,57 +1,94 @@
-"""Memory for what the forward pass leaves to the backward pass, held from one micro-batch to the next.
+"""Memory for the residuals of the backward pass, held from one micro-batch to the next. For CPUs only.
 
-Under `gradient.py`, whose program writes it anew each time, and beside it the gradient of the output head, an
-array as large as the residuals of several layers, which is added up in place. On a CPU a program's
-temporaries are new pages at every call, which the system finds and clears one by one. What is held stays over
-the rollout too, which needs less than the update there; an accelerator's allocator has memory at hand, and
-its rollout needs it.
+Data flow: `gradient.sum_gradients` calls its program through `ResidualMemory.reused_by`. The residuals (what
+the forward pass leaves to the backward pass) of a micro-batch are written into the arrays of the one before,
+and so is the gradient of the output head, an array as large as the residuals of several layers.
+
+On a CPU a program's temporaries are new pages at every call, which the system maps and clears one by one. The
+arrays stay allocated during the rollout too, which needs less memory than the update there. An accelerator's
+allocator reuses memory by itself, and its rollout needs the memory (`Backend.holds_residuals`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from quatrain.backend import Backend
 from quatrain.parallel.mesh import filled
 
 LEAST_BYTES = 2**17
-"""Smaller arrays are not worth a place of their own: the C library has room for them."""
+"""Smaller arrays are not held: the C library has memory for them at hand."""
 
 Arrays = list[jax.Array]
 
 
-def residuals_of(vjp: Any, known: Any) -> Arrays:
-    """The large arrays that a `jax.vjp` function holds on to, each once, without those of the tree `known`.
+@dataclass(frozen=True)
+class HeldGradient:
+    """A `gradient.GradientFunction` that returns its large residuals and the gradient of one parameter too.
 
-    In a function mapped over a mesh; with a first axis of one, for the device.
+    To be called in a function mapped over a mesh: each returned array has a first axis of 1, for the device.
     """
+
+    output_head: str
+    """The name of the parameter."""
+
+    def __call__(self, loss: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, Any, Arrays]:
+        """(gradient, what `loss` returns beside its value, arrays to hold)."""
+        _, vjp, stats = jax.vjp(loss, params, has_aux=True)
+        residuals = residuals_of(vjp, (params, batch))
+        (grads,) = vjp(jnp.ones((), jnp.float32))
+        return grads, stats, [x[None] for x in (*residuals, grads[self.output_head])]
+
+
+def residuals_of(vjp: Any, known: Any) -> Arrays:
+    """The large arrays that a `jax.vjp` function refers to, each once, but for those in the tree `known`."""
     seen = {id(x) for x in jax.tree.leaves(known)}
     found = []
     for x in jax.tree.leaves(vjp):
         if id(x) not in seen and isinstance(x, jax.Array) and x.nbytes >= LEAST_BYTES:
             seen.add(id(x))
-            found.append(x[None])
+            found.append(x)
     return found
 
 
 def each_its_own(mesh: Mesh) -> PartitionSpec:
-    """The spec of arrays of which each device of `mesh` has its own, along a first axis."""
+    """The spec of arrays whose first axis is the devices of `mesh`."""
     return PartitionSpec(mesh.axis_names)
 
 
 class ResidualMemory:
-    """Lends arrays to be written over, and keeps those that come back in their place."""
+    """Lends arrays to a program that overwrites them, and holds those that it returns for the next call."""
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Arrays] = {}
 
-    def lend(self, kind: Hashable, mesh: Mesh, shapes: Callable[[], Any]) -> Arrays:
-        """What came back last, where it is of this `kind` of micro-batch; else new arrays on `mesh`.
+    def reused_by(self, program: Any, mesh: Mesh) -> Callable[..., tuple[Any, Arrays]]:
+        """`program`, called with the memory held here as its last argument.
 
-        They are like `shapes()` and the borrower's to donate. Those of another kind are given up first.
+        `program` is a jitted function (parameters, total, micro-batch, held, **static) -> (total, arrays to
+        hold), which donates `held`. The result takes no `held` and returns no arrays: they stay here.
+        """
+
+        def call(params: Any, total: Any, batch: Any, **static: Any) -> tuple[Any, Arrays]:
+            leaves, structure = jax.tree.flatten(batch)
+            kind = tuple(static.values()), structure, tuple(x.shape for x in leaves)
+            held = self.lend(kind, mesh, lambda: program.eval_shape(params, total, batch, **static)[1])
+            total, held = program(params, total, batch, held, **static)
+            self.take_back(kind, held)
+            return total, []
+
+        return call
+
+    def lend(self, kind: Hashable, mesh: Mesh, shapes: Callable[[], Any]) -> Arrays:
+        """The arrays returned last where their micro-batch was of this `kind`; else new ones on `mesh`.
+
+        They are like `shapes()` and the borrower's to donate. Arrays of another kind are released first.
         """
         held = self._held.pop(kind, None)
         if held is not None:
@@ -61,10 +98,14 @@ class ResidualMemory:
         return [filled(x.shape, 0.0, x.dtype, place) for x in shapes()]
 
     def take_back(self, kind: Hashable, arrays: Arrays) -> None:
-        """`arrays` in the place of what was lent for this `kind`."""
+        """Hold `arrays` in place of those that were lent for this `kind`."""
         self._held = {kind: arrays}
 
 
-def residual_memory() -> ResidualMemory | None:
-    """One to hold where holding it is worth it: on a CPU."""
-    return ResidualMemory() if jax.default_backend() == "cpu" else None
+def residual_memory(backend: Backend, remat: str) -> ResidualMemory | None:
+    """Memory for the devices of `backend`; None where it saves no time.
+
+    That is on accelerators, and with `model.remat` none, where the weights in the dtype of activations are
+    residuals too.
+    """
+    return ResidualMemory() if backend.holds_residuals and remat != "none" else None

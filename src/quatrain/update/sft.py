@@ -53,7 +53,7 @@ class SupervisedLearner:
             learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
         )
         self.optimizer = build_optimizer(settings, config.steps)
-        self.residuals = residual_memory()
+        self.residuals = residual_memory(policy.backend, policy.remat)
 
     def init(self, params: Any) -> Any:
         """Optimizer state for `params`."""

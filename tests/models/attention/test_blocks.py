@@ -1,22 +1,22 @@
 """The attention that skips blocks is the attention that does not."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import attention
 
-from quatrain.models.attention import blocks as module
+from quatrain.backend import BlockSizes
 from quatrain.models.attention.blocks import block_attention, block_pattern
 from quatrain.models.layers import TWIGS, attention_mask
 
 
-@pytest.fixture(autouse=True, params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])
-def cut(request, monkeypatch):
+@pytest.fixture(params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])
+def sizes(request):
     queries, keys = request.param
-    small = module.Cut(block=8, queries=queries, keys=keys)
-    monkeypatch.setattr(module, "_cut", lambda: small)
-    return small
+    return BlockSizes(block=8, queries=queries, keys=keys)
 
 
 def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,60 +38,62 @@ def _dense(q, k, v, positions, segments, window, cap):
     return attention(q, k, v, mask, cap)
 
 
-def _block(q, k, v, positions, segments, window, cap):
-    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), window)
+def _block(q, k, v, positions, segments, window, cap, sizes):
+    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), window, sizes)
     return block_attention(q, k, v, pattern, window, cap)
 
 
-def _assert_dense(qkv, dy, positions, segments, window, cap):
+def _assert_dense(qkv, dy, positions, segments, window, cap, sizes):
+    block = partial(_block, sizes=sizes)
+
     def loss(attend, q, k, v):
         return jnp.sum(attend(q, k, v, positions, segments, window, cap) * dy)
 
     expected = jax.value_and_grad(loss, argnums=(1, 2, 3))(_dense, *qkv)
-    got = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)(_block, *qkv)
+    got = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)(block, *qkv)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, 2.0), (13, 3.0)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 61), (3, 37), (2, 4)])
-def test_values_and_gradients_are_those_of_dense_attention(window, cap, rows, width):
+def test_values_and_gradients_are_those_of_dense_attention(window, cap, rows, width, sizes):
     rng = np.random.default_rng(rows * width)
     positions, segments = map(jnp.asarray, _rows(rng, rows, width))
     q, k, v, dy = (
         jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (6, 2, 2, 6)
     )
     dy = jnp.where((segments != 0)[..., None, None], dy, 0.0)  # nothing reads the output of padding
-    _assert_dense((q, k, v), dy, positions, segments, window, cap)
+    _assert_dense((q, k, v), dy, positions, segments, window, cap, sizes)
 
 
-def test_no_key_counts_twice_where_an_odd_number_of_blocks_is_seen():
+def test_no_key_counts_twice_where_an_odd_number_of_blocks_is_seen(sizes):
     rng = np.random.default_rng(40)
     positions, segments = jnp.arange(40)[None], jnp.ones((1, 40), jnp.int32)  # 5 blocks, looked at by two
     q, k, v, dy = (jnp.asarray(rng.normal(size=(1, 40, heads, 4)), jnp.float32) for heads in (6, 2, 2, 6))
-    _assert_dense((q, k, v), dy, positions, segments, None, None)
+    _assert_dense((q, k, v), dy, positions, segments, None, None, sizes)
 
 
-def test_blocks_with_nothing_to_see_are_left_out(cut):
+def test_blocks_with_nothing_to_see_are_left_out(sizes):
     """Four sequences of 8 tokens in one row of blocks of 8: each block looks at itself alone."""
     positions = jnp.tile(jnp.arange(8, dtype=jnp.int32), 4)[None]
     segments = jnp.repeat(jnp.arange(1, 5, dtype=jnp.int32), 8)[None]
-    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), None)
+    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), None, sizes)
     counts = dict(zip(np.ravel(pattern.queries)[:4].tolist(), np.ravel(pattern.counts)[:4].tolist()))
     assert counts == {0: 1, 1: 1, 2: 1, 3: 1}
     row, ones = jnp.arange(32, dtype=jnp.int32)[None], jnp.ones((1, 32), jnp.int32)
-    one = block_pattern(row, ones, jnp.zeros_like(ones), None)
-    fillers = {3: [0, 0], None: []}[cut.queries]  # blocks that fill the last group
+    one = block_pattern(row, ones, jnp.zeros_like(ones), None, sizes)
+    fillers = {3: [0, 0], None: []}[sizes.queries]  # blocks that fill the last group
     assert sorted(np.ravel(one.counts).tolist()) == [*fillers, 1, 2, 3, 4]
-    windowed = block_pattern(row, ones, jnp.zeros_like(ones), 8)
+    windowed = block_pattern(row, ones, jnp.zeros_like(ones), 8, sizes)
     assert sorted(np.ravel(windowed.counts).tolist()) == [*fillers, 1, 2, 2, 2]
 
 
-def test_padding_comes_out_as_zero():
+def test_padding_comes_out_as_zero(sizes):
     positions = jnp.arange(10, dtype=jnp.int32)[None]
     segments = jnp.asarray([[1] * 6 + [0] * 4], jnp.int32)
     q = jnp.ones((1, 10, 2, 4))
-    out = _block(q, q, q, positions, segments, None, None)
+    out = _block(q, q, q, positions, segments, None, None, sizes)
     assert not np.asarray(out)[0, 6:].any()
     np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
 
@@ -129,7 +131,7 @@ def _twigs(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("rows", "width"), [(1, 90), (2, 70)])
 @pytest.mark.parametrize("split", [_branches, _twigs])
-def test_branches_see_where_they_begin_and_themselves(split, window, rows, width):
+def test_branches_see_where_they_begin_and_themselves(split, window, rows, width, sizes):
     rng = np.random.default_rng(width)
     positions, segments = _rows(rng, rows, width)
     positions, branches = (jnp.asarray(x) for x in split(segments, positions))
@@ -144,7 +146,7 @@ def test_branches_see_where_they_begin_and_themselves(split, window, rows, width
         return attention(q, k, v, mask, None)
 
     def block(q, k, v):
-        pattern = block_pattern(positions, segments, branches, window)
+        pattern = block_pattern(positions, segments, branches, window, sizes)
         return block_attention(q, k, v, pattern, window, None)
 
     expected, got = (
@@ -153,6 +155,6 @@ def test_branches_see_where_they_begin_and_themselves(split, window, rows, width
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-    whole = block_pattern(positions, segments, jnp.zeros_like(segments), window)
-    branched = block_pattern(positions, segments, branches, window)
+    whole = block_pattern(positions, segments, jnp.zeros_like(segments), window, sizes)
+    branched = block_pattern(positions, segments, branches, window, sizes)
     assert branched.counts.sum() <= whole.counts.sum()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from quatrain.backend import BlockSizes
 from quatrain.models.attention import kernels
 from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
 
@@ -30,12 +31,20 @@ def knows_branches(name: str) -> bool:
 
 
 def seen_by(
-    name: str, positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array | None, window: int | None
+    name: str,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    branch_ids: jax.Array | None,
+    window: int | None,
+    sizes: BlockSizes,
 ) -> Seen:
-    """What `self_attention` by the implementation `name` needs to know of rows [B, T]."""
+    """What `self_attention` by the implementation `name` needs to know of rows [B, T].
+
+    `sizes` are those of block attention, the implementation `xla`.
+    """
     if knows_branches(name):
         branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
-        return block_pattern(positions, segment_ids, branches, window)
+        return block_pattern(positions, segment_ids, branches, window, sizes)
     assert branch_ids is None, "the kernels know segments, not branches: choose_attention refuses them"
     return segment_ids
 

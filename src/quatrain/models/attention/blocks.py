@@ -19,27 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from quatrain.backend import BlockSizes
 from quatrain.models.layers import MASKED, TWIGS, attention_mask, softcap
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How finely rows are cut into blocks, and how many are worked on at a time."""
-
-    block: int  # tokens, S
-    queries: int | None  # blocks of queries, A; None is all
-    keys: int  # key blocks that each of them looks at at a time, W
-
-
-CUTS = {"cpu": Cut(block=32, queries=8, keys=2)}
-"""A CPU is fastest on what its caches hold, and small blocks leave less that nobody sees."""
-CUT_ELSEWHERE = Cut(block=64, queries=None, keys=1)
-"""An accelerator is kept busy by all queries at once, whatever the number of keys."""
 FAR = np.iinfo(np.int32).max
-
-
-def _cut() -> Cut:
-    return CUTS.get(jax.default_backend(), CUT_ELSEWHERE)
 
 
 @jax.tree_util.register_dataclass
@@ -58,24 +41,34 @@ class BlockPattern:
     segment_ids: jax.Array  # [M, S] int32, different for different rows
     branch_ids: jax.Array  # [M, S] int32
 
+    @property
+    def block(self) -> int:
+        """Tokens in a block, S."""
+        return self.positions.shape[1]
+
 
 def block_pattern(
-    positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, window: int | None
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    branch_ids: jax.Array,
+    window: int | None,
+    sizes: BlockSizes,
 ) -> BlockPattern:
-    """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T].
+    """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T], in blocks of `sizes`.
 
-    A segment lies within one row and its branches one after another, in the order of their numbers.
+    S is `sizes.block`, A `sizes.queries` and W `sizes.keys`. A segment lies within one row and its branches
+    one after another, in the order of their numbers.
     """
-    cut = _cut()
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
-    positions, own, branches = _blocks(positions), _blocks(own), _blocks(branch_ids)
+    block = min(sizes.block, positions.size)
+    positions, own, branches = (_blocks(x, block) for x in (positions, own, branch_ids))
     allowed = _may_see(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
-    keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), cut.keys, axis=1)
+    keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), sizes.keys, axis=1)
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
-    at_once = min(cut.queries or len(counts), len(counts))
+    at_once = min(sizes.queries or len(counts), len(counts))
     grouped, live = (_in_groups(x, at_once, axis=0) for x in (order, jnp.ones_like(order)))
     rank = jnp.argsort(order).astype(jnp.int32)
     return BlockPattern(grouped, keys[grouped], counts[grouped] * live, rank, positions, own, branches)
@@ -139,15 +132,14 @@ def block_attention(
     return _forward(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)[0]
 
 
-def _blocks(values: jax.Array) -> jax.Array:
-    """[L, ...] as [M, S, ...], rows joined, padded with 0."""
-    flat = values.reshape(-1, *values.shape[2:])
-    return _in_groups(flat, min(_cut().block, len(flat)), axis=0)
+def _blocks(values: jax.Array, block: int) -> jax.Array:
+    """[B, T, ...] as [M, S, ...], rows joined and cut into blocks of S = `block` tokens, padded with 0."""
+    return _in_groups(values.reshape(-1, *values.shape[2:]), block, axis=0)
 
 
-def _heads(x_BTNH: jax.Array, K: int) -> jax.Array:
+def _heads(x_BTNH: jax.Array, K: int, block: int) -> jax.Array:
     """[B, T, N, H] as [M, K, X, H]."""
-    x_MSNH = _blocks(x_BTNH)
+    x_MSNH = _blocks(x_BTNH, block)
     M, S, N, H = x_MSNH.shape
     return x_MSNH.reshape(M, S, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(M, K, N // K * S, H)
 
@@ -171,7 +163,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     K = k_BTKH.shape[2]
     # One array of each: XLA would make one for the loop and another for the backward pass.
-    q, k, v = lax.optimization_barrier((_heads(q_BTNH, K), _heads(k_BTKH, K), _heads(v_BTKH, K)))
+    heads = partial(_heads, K=K, block=pattern.block)
+    q, k, v = lax.optimization_barrier((heads(q_BTNH), heads(k_BTKH), heads(v_BTKH)))
 
     def group(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
@@ -213,7 +206,8 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
     K = k.shape[1]
     float32s = (x.astype(jnp.float32) for x in (dy_BTNH, y_BTNH))
     along_BTN1 = jnp.vecdot(*float32s, precision="highest")[..., None]
-    dy, along = _heads(dy_BTNH, K), _heads(along_BTN1, K)[..., 0]
+    dy, along = (_heads(x, K, pattern.block) for x in (dy_BTNH, along_BTN1))
+    along = along[..., 0]
 
     def group(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]

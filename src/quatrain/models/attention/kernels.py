@@ -40,7 +40,7 @@ def choose_attention(
 ) -> str:
     """The kernel that `model.attention` = `name` stands for: `xla`, `cudnn`, `pallas` or `splash`.
 
-    `platform` is `jax.default_backend()`, `dtype` that of activations, `packed` says that a row may hold
+    `platform` is `Backend.kind`, `dtype` that of activations, `packed` says that a row may hold
     several segments, and `shared` that a segment may have branches. `auto` takes the first kernel of the
     platform that can honour the mask of `arch`, else `xla`. Raises ValueError for a kernel that cannot, that
     belongs to another platform or does not exist.

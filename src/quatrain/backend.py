@@ -1,0 +1,93 @@
+"""What the library chooses by the kind of device: one frozen `Backend`, decided once per process.
+
+Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `update.gradient.Policy` and of
+`rollout.decode.Program`, which pass its values as arguments to the model, the output head and the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+
+from quatrain.ops.logprobs import Tile
+
+LARGEST_TILE_BYTES = 2**29
+"""Float32 logits of one tile on an accelerator, which needs large products to be busy and has the memory."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How `models/attention/blocks.py` cuts rows into blocks, and how many of them it works on at once."""
+
+    block: int
+    """Tokens in a block."""
+    queries: int | None
+    """Query blocks worked on at once; None is all of them."""
+    keys: int
+    """Key blocks that each of those query blocks reads at once."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Settings that depend on the kind of device. Static in compiled functions.
+
+    The defaults are those of accelerators, and correct on every device: another value changes speed, memory
+    and the last digits of results.
+    """
+
+    kind: str = "accelerator"
+    """The name JAX has for the kind of device: cpu, gpu or tpu."""
+    attention_blocks: BlockSizes = BlockSizes(block=64, queries=None, keys=1)
+    """Block sizes of attention; accelerators are busiest with all query blocks at once."""
+    fixed_tile: Tile | None = None
+    """The tile of logits for every vocabulary; None lets `tile` derive it from the size of the vocabulary."""
+    few_rows: int = 0
+    """Products of at most so many rows with a weight matrix have the matrix first (`layers.rows_times`)."""
+    holds_residuals: bool = False
+    """Whether a micro-batch's residuals take the memory of the one before (`update/residuals.py`)."""
+    compiler_options: tuple[tuple[str, str], ...] = ()
+    """XLA options, as (name, value), for the programs of the update and the sampler."""
+
+    def tile(self, vocab_size: int) -> Tile:
+        """Tokens and vocabulary entries of the output head whose logits exist at one time.
+
+        Without a `fixed_tile`: the whole vocabulary, and as many tokens (a power of two, at least 1) as have
+        their logits in 512 MiB.
+        """
+        if self.fixed_tile is not None:
+            return self.fixed_tile
+        most = max(1, LARGEST_TILE_BYTES // (4 * vocab_size))
+        return Tile(2 ** int(math.log2(most)), vocab_size)
+
+
+ACCELERATOR = Backend()
+"""A GPU or TPU that is not named: what `quatrain plan` assumes."""
+
+CPU = Backend(
+    kind="cpu",
+    # Small blocks fit in the caches of a CPU and contain fewer masked scores.
+    attention_blocks=BlockSizes(block=32, queries=8, keys=2),
+    # 2 MiB of logits fit in a cache; up to 256 MiB of logits are kept, because computing them again is slow.
+    fixed_tile=Tile(256, 2048, kept_bytes=2**28),
+    # XLA rearranges the second factor of a product, which for a matrix costs as much as multiplying few rows.
+    few_rows=64,
+    # Temporaries of a program are new pages at every call, which the system maps and clears one by one.
+    holds_residuals=True,
+    # XLA for CPUs removes optimization barriers before it merges equal expressions and fuses: the backward
+    # pass would keep what it is meant to recompute, and recompute what it is meant to keep.
+    compiler_options=(("xla_disable_hlo_passes", "cse_barrier_expander"),),
+)
+
+
+def backend_of(kind: str) -> Backend:
+    """The settings for a `kind` of device, as JAX names it; those of accelerators for every kind but cpu."""
+    return CPU if kind == CPU.kind else replace(ACCELERATOR, kind=kind)
+
+
+@cache
+def this_backend() -> Backend:
+    """The settings for the devices of this process; the only place that asks JAX which kind they are."""
+    return backend_of(jax.default_backend())
