@@ -6,6 +6,7 @@ Data flow: a directory or hub id -> `Architecture` and parameters; and back at t
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,8 @@ def _write_tensors(
         weight_map |= dict.fromkeys(tensors, file)
         if is_main_process():
             save_file(tensors, directory / file, metadata={"format": "pt"})
+            # safetensors makes files that nobody but their owner can read; config.json is an ordinary one.
+            (directory / file).chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
     if len(shards) > 1 and is_main_process():
         metadata = {"total_size": sum(sizes.values())}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
