@@ -11,6 +11,7 @@ from typing import Any
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.load import load_config
+from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.policy import load_policy
 from quatrain.weights.hf import save_hf
@@ -29,7 +30,7 @@ def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: A
     """Write weights, configuration, generation configuration and tokenizer into `directory`."""
     save_hf(directory, arch, params)
     if is_main_process():
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
 
 
 def export(run: Path, output: Path, *, step: int | None = None) -> int:

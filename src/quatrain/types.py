@@ -17,6 +17,8 @@ import numpy as np
 from quatrain.metrics import Metrics
 
 FINISH_REASONS = ("stop", "length")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
+"""What a reward function can take beside data columns, which cannot have these names."""
 Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
 

@@ -49,7 +49,7 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
 def _import(name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{name}: {module} cannot be imported ({type(error).__name__}: {error}); "
             f"install it, or give the file as `path/file.py:function`"
@@ -67,7 +67,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look their module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -10,6 +10,7 @@ from quatrain.data.builtin import (
     builtin_rows,
     builtin_tokenizer,
 )
+from quatrain.data.tokenizer import save_tokenizer
 from quatrain.reward.functions import has_format
 
 TRAIN, HELDOUT = "arithmetic", "arithmetic-heldout"
@@ -129,7 +130,7 @@ def test_the_chat_template_and_the_special_tokens(tokenizer):
 def test_it_saves_and_loads(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "<|user|>Tom has 12 eggs. é<|assistant|><think>1</think>\n"
     assert loaded.encode(text) == tokenizer.encode(text)

@@ -83,6 +83,7 @@ def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):
         ({"prompt": "a"}, {"question_column": "q"}, "no column `q`.*the columns are prompt"),
         ({"prompt": "a", "q": "b"}, {"question_column": "q"}, "two prompt columns, `prompt` and `q`"),
         ({"prompt": "a", "completions": "b"}, {}, "a column is called `completions`"),
+        ({"prompt": "a", "finish_reasons": "b"}, {}, "a column is called `finish_reasons`"),
         ({"prompt": "a", "prompts": "b"}, {}, "a column is called `prompts`"),
         ({"prompt": ""}, {}, "row 1: .*at least one token"),
         ({"prompt": []}, {}, "row 1: .*non-empty list of messages"),

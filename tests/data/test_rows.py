@@ -104,8 +104,10 @@ def test_the_hub_without_its_library(monkeypatch):
         read_rows("openai/gsm8k:main")
 
 
-def fake_datasets(monkeypatch, load_dataset):
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+def fake_datasets(monkeypatch, load_dataset, version="4.0.0"):
+    monkeypatch.setitem(
+        sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, __version__=version)
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,12 @@ def test_the_hub(monkeypatch, spec, called):
         monkeypatch, lambda path, config, split: [{"prompt": f"{path}", "args": (path, config, split)}]
     )
     assert read_rows(spec)[0]["args"] == called
+
+
+def test_a_library_that_runs_scripts_of_the_hub_is_refused(monkeypatch):
+    fake_datasets(monkeypatch, lambda *_, **__: pytest.fail("a data set was asked for"), version="3.6.0")
+    with pytest.raises(ValueError, match=r"`datasets` 4.0 or later.*3\.6\.0 is installed.*pip install"):
+        read_rows("openai/gsm8k:main")
 
 
 def test_the_hub_without_a_network(monkeypatch):

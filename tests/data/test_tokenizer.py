@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import huggingface_hub
 import pytest
 import transformers
 
+from quatrain.data import tokenizer as module
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
-from quatrain.data.tokenizer import load_tokenizer, render, stop_token_ids
+from quatrain.data.tokenizer import load_tokenizer, render, save_tokenizer, stop_token_ids
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -89,7 +91,7 @@ def test_smollm2_special_tokens_and_template() -> None:
 @needs_smollm2
 def test_smollm2_saved_folder_gives_the_same_ids(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(SMOLLM2))
-    tokenizer.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     again = load_tokenizer(str(tmp_path))
     text = "<|im_start|> cost  5 and 66 dollars\n\nnaïve <repo_name>"
     assert render(again, text) == render(tokenizer, text)
@@ -214,7 +216,7 @@ def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> N
     writer.close()
 
     tokenizer = load_tokenizer(str(tmp_path / "tiny.gguf"))
-    tokenizer.save_pretrained(tmp_path / "saved")
+    save_tokenizer(tokenizer, tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
     direct = gguf_tokenizer(metadata)
     for text in ("hi  12", "<|im_end|><tool> hi", " 1\n"):
@@ -238,7 +240,7 @@ def test_a_folder_of_a_model_keeps_the_tokenizers_own_rule(model_type: str, tmp_
 )
 def test_transformers_loads_what_is_saved_to_the_same_ids(pre: str, model_type: str, tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(byte_level(pre))
-    tokenizer.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("I'LL hi  1234(\nx", "<|im_end|><tool> hi\n\n", " 1\n"):
@@ -326,6 +328,103 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_tokenizer("org/name")
 
 
+# A file that asks for code, and the beginning of the error.
+OWN_CODE = {
+    "tokenizer_config.json": (
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
+        "the files of a model are read, and its code is never run: the tokenizer of {} needs code of its own "
+        "(auto_map in its configuration); convert it to a tokenizer.json, or ",
+    ),
+    "config.json": (
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
+        "the tokenizer in {} does not load",
+    ),
+}
+
+
+@pytest.mark.parametrize("asks", OWN_CODE)
+def test_code_of_a_folder_is_neither_run_nor_asked_about(asks: str, tmp_path: Path) -> None:
+    folder, marker = tmp_path / "model", tmp_path / "was_run"
+    folder.mkdir()
+    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Mine: pass\n")
+    (folder / "vocab.json").write_text("{}")
+    (folder / asks).write_text(json.dumps(OWN_CODE[asks][0]))
+    code = f"from quatrain.data.tokenizer import load_tokenizer; load_tokenizer({str(folder)!r})"
+    environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        input="y\n" * 9,
+        timeout=120,
+        env=environ,
+    )
+    assert not marker.exists()
+    assert "[y/N]" not in done.stdout + done.stderr
+    assert f"ValueError: {OWN_CODE[asks][1].format(folder)}" in done.stderr
+
+
+def test_code_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(name: str, **options: Any) -> None:
+            asked.append((name, options))
+            raise ValueError(
+                "Please pass the argument `trust_remote_code=True` to allow custom code to be run."
+            )
+
+    monkeypatch.setattr(module, "_hub_has_json", lambda model_id: False)
+    monkeypatch.setattr(module, "_loader", lambda has_json: Loader)
+    with pytest.raises(ValueError, match=r"its code is never run: the tokenizer of org/name needs"):
+        load_tokenizer("org/name")
+    assert asked == [("org/name", {"trust_remote_code": False})]
+
+
+# (what the source's tokenizer_config.json says, what the saved one says)
+CLASSES = [
+    ({"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
+    ({"tokenizer_class": "LlamaTokenizerFast"}, "LlamaTokenizerFast"),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, "PreTrainedTokenizerFast"),
+    ({"tokenizer_class": "TokenizersBackend"}, "PreTrainedTokenizerFast"),
+    (
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
+        "PreTrainedTokenizerFast",
+    ),
+    ({}, "PreTrainedTokenizerFast"),
+]
+
+
+@pytest.mark.parametrize(("source", "saved"), CLASSES)
+def test_the_class_of_the_source_is_kept(source: dict[str, Any], saved: str, tmp_path: Path) -> None:
+    gguf_tokenizer(byte_level("qwen2")).save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "tokenizer_config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k != "tokenizer_class"}
+    path.write_text(json.dumps(config | source))
+    save_tokenizer(load_tokenizer(str(tmp_path / "source")), tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == saved
+    assert not {"auto_map", "is_local", "local_files_only"} & set(written)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+    assert again.encode("I'LL hi  12<|im_end|>") == load_tokenizer(str(tmp_path / "source")).encode(
+        "I'LL hi  12<|im_end|>"
+    )
+
+
+def test_what_transformers_4_reads_of_a_tokenizer_made_here(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("builtin:tiny")
+    save_tokenizer(tokenizer, tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    # A list under the newer name, extra_special_tokens, ends transformers 4.57 with an AttributeError.
+    assert written["additional_special_tokens"] == ["<|system|>", "<|user|>", "<|assistant|>"]
+    assert "extra_special_tokens" not in written
+    again = load_tokenizer(str(tmp_path))
+    assert render(again, HI) == render(tokenizer, HI)
+    assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
 def test_nothing_is_said_about_torch() -> None:
     code = "from quatrain.data.tokenizer import load_tokenizer; load_tokenizer('builtin:tiny')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -334,7 +433,7 @@ def test_nothing_is_said_about_torch() -> None:
 
 def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    load_tokenizer("builtin:tiny").save_pretrained(tmp_path / "saved")
+    save_tokenizer(load_tokenizer("builtin:tiny"), tmp_path / "saved")
     assert load_tokenizer("~/saved").encode("3+4") == load_tokenizer("builtin:tiny").encode("3+4")
     with pytest.raises(ValueError, match=f"expected at {tmp_path}/a.gguf"):
         load_tokenizer("~/a.gguf")

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from quatrain.reward.answers import Number, is_correct, last_number, whole_number
+from quatrain.reward.answers import Number, is_correct, whole_number
 
 
 def tagged(answer):
@@ -40,6 +40,59 @@ VERDICTS = [
     (r"So \boxed{72}, out of 100.", "72", True),
     (r"So \boxed{100} but \boxed{72}.", "72", True),
     ("#### 72", "72", True),
+    # braces within braces
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", True),
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt{2}}{2}", False),
+    (r"\boxed{\frac{\sqrt{\frac{3}{4}}}{2}}", r"\frac{\sqrt{\frac{3}{4}}}{2}", True),
+    (r"\boxed{\dfrac{1+\sqrt{5}}{2}}", r"\frac{1+\sqrt{5}}{2}", True),
+    (r"It is \boxed{2^{\frac{4}{2}}}, not 5.", "4", True),
+    (r"\boxed{\{1, \sqrt{2}\}} or \boxed{ {72} }", "72", True),
+    (r"\boxed {\left\{1\right.}", r"\left\{1\right.", True),
+    (r"\boxed{72} and then \boxed{5", "5", True),
+    (tagged(r"\boxed{72}, out of 100."), "72", True),
+    (tagged(r"so $\boxed{\frac{\sqrt{3}}{2}}$ of 3"), r"\frac{\sqrt{3}}{2}", True),
+    (tagged(r"\boxed{72} of 100") + r" \boxed{5}", "72", True),
+    # variables are no words
+    (r"\boxed{5}", "5xy", False),
+    (r"\boxed{5}", "5 xy", False),
+    (r"\boxed{5yx}", "5xy", True),
+    (r"\boxed{5xy}", "5", False),
+    (r"\boxed{5x}", "5", False),
+    (r"\boxed{2xy+3}", "2ab+3", False),
+    (r"\boxed{3+2ba}", "2ab+3", True),
+    (r"\boxed{3}", "2ab+3", False),
+    (r"\boxed{c}", "ab + c", False),
+    (r"\boxed{2}", r"2\pi hr", False),
+    (r"\boxed{2\pi rh}", r"2\pi hr", True),
+    (r"\boxed{2x}", "2xor", False),
+    (r"\boxed{2orx}", "2xor", True),
+    (r"\boxed{2}", "2pi", False),
+    (r"\boxed{2\pi}", "2pi", True),
+    (r"\boxed{2}", "sqrt(2)", False),
+    (r"\boxed{\sqrt{2}}", "sqrt(2)", True),
+    (r"\boxed{x}", "sin x", False),
+    (r"\boxed{x}", "sin(x)", False),
+    (r"\boxed{15}", "3 or 5", False),
+    (r"\boxed{15}", r"3\text{ or }5", False),
+    (r"\boxed{5\text{ or }3}", r"3\text{ or }5", False),
+    (r"\boxed{silent}", "listen", False),
+    (r"\boxed{2}", r"2\mathrm{e}", False),
+    (tagged("The answer is x+1."), "1+x", True),
+    (tagged("So it is -x."), "-x", True),
+    (tagged("x+1 dollars"), "1+x", True),
+    # units and their exponents
+    ("324", r"18\text{ cm}^2", False),
+    ("18", r"18\text{ cm}^2", True),
+    (r"\boxed{18\text{ cm}^2}", r"18\text{ cm}^2", True),
+    (r"\boxed{18\,\mathrm{cm}^{2}}", "18", True),
+    (r"\boxed{324}", "18 cm^2", False),
+    (r"\boxed{18 cm²}", "18 cm^2", True),
+    (r"\boxed{9\pi}", r"9\pi\text{ cm}^2", True),
+    (r"\boxed{81\pi}", r"9\pi\text{ cm}^2", False),
+    (r"\boxed{2\sqrt{3} cm}", r"\sqrt{12}\text{ cm}", True),
+    ("The volume is 2^3 cm^3", "8", True),
+    (tagged("5pm"), "5", True),
+    (tagged("the 7th"), "7", True),
     ("", "72", False),
     # the gold answer
     (tagged("72"), "48/2 = <<48/2=24>>24\n#### 72", True),
@@ -101,6 +154,11 @@ VERDICTS = [
     (tagged("0.33"), "1/3", False),
     (tagged("0"), "1/3000000", False),
     (tagged("5/0"), "5", False),
+    # the last number is read as a whole
+    (tagged("12,345,6"), "6", True),
+    (tagged("3/4/2020"), "2020", True),
+    (tagged("1,234.5 and -2%"), "-2", True),
+    (tagged("9" * 301), "9" * 300, False),
     # percents
     (tagged("50%"), "50", True),
     (tagged("50%"), "0.5", True),
@@ -148,18 +206,32 @@ def test_a_gold_answer_without_text_is_an_error(gold):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
+        ("-2%", Number(Fraction(-2), True)),
+        ("1,234.5", Number(Fraction(2469, 2), False)),
+        ("5 apples", Number(Fraction(5), False)),
+        ("5cm", Number(Fraction(5), False)),
+        (r"18\text{ cm}^2", Number(Fraction(18), False)),
+        (r"18\,\mathrm{~cm}^{2}", Number(Fraction(18), False)),
+        (r"9.8\text{ m}/\text{s}^2", Number(Fraction(49, 5), False)),
+        (r"\text{18 square inches}", Number(Fraction(18), False)),
+        ("18 cm^2", Number(Fraction(18), False)),
+        ("18 square feet", Number(Fraction(18), False)),
+        ("60 km/h", Number(Fraction(60), False)),
+        ("500 mg", Number(Fraction(500), False)),
         ("none", None),
-        ("1,234.5 and -2%", Number(Fraction(-2), True)),
-        ("12,345,6", Number(Fraction(6), False)),
-        ("3/4/2020", Number(Fraction(2020), False)),
+        ("5/0", None),
         ("9" * 301, None),
     ],
 )
-def test_last_number(text, number):
-    assert last_number(text) == number
+def test_whole_numbers(text, number):
+    assert whole_number(text) == number
 
 
-@pytest.mark.parametrize("text", ["x+1", "3, 4", "2^3", r"\sqrt{2}", "5x", "(1,2)", "", "five"])
+# Letters that are variables, whatever they spell.
+PRODUCTS = ["5xy", "5 xy", "5abc", "5 abc", "2am+3", "2mg", r"2\mathrm{e}", r"5\mathrm{xy}", "5sin"]
+
+
+@pytest.mark.parametrize("text", ["x+1", "3, 4", "2^3", r"\sqrt{2}", "5x", "(1,2)", "", "five", *PRODUCTS])
 def test_what_is_no_whole_number(text):
     assert whole_number(text) is None
 
@@ -182,6 +254,11 @@ HOSTILE = [
     "\\frac{" * 100_000,
     "\\boxed{" * 100_000,
     "\\boxed" + "{" * 100_000,
+    "\\text{" * 100_000,
+    "\\text{a}^" * 100_000,
+    "8cm" * 100_000,
+    "8 square " * 100_000,
+    "the " * 100_000,
     "<answer>" * 100_000,
     "</answer>" * 100_000,
     "$" * 100_000,

@@ -18,6 +18,17 @@ from quatrain.reward.expressions import same_expression
         ("10^{-2}", "1/100", True),
         ("no mathematics here", "1/100", False),
         ("2^3", r"\text{eight}", False),
+        ("5", "5xy", False),
+        ("5yx", "5xy", True),
+        ("2xy+3", "2ab+3", False),
+        ("324", r"18\text{ cm}^2", False),
+        ("18", r"18\text{ cm}^2", True),
+        ("18", r"\text{Area: } 18\text{ cm}^2", True),
+        ("x", r"x\text{ m}^2", True),
+        ("3+5", r"3+\text{5}", True),
+        ("3", r"3+\text{5}", False),
+        (r"e\cdot 2", r"2\mathrm{e}", True),
+        (r"\frac{3}{2}", r"\frac{3\text{ cm}}{2}", True),
     ],
 )
 def test_expressions(said, gold, verdict):

@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,24 @@ def test_a_batch_that_raises_without_a_guilty_sample_is_one_error(tmp_path):
     assert results(batch.metrics)["reward/single/errors"] == 1
 
 
+def test_a_function_that_exits_is_an_error_of_its_sample(tmp_path, caplog):
+    source = (
+        "import sys\n"
+        "def leave(completions, **_):\n    return [sys.exit() if c == 'b' else 1.0 for c in completions]\n"
+    )
+    with caplog.at_level(logging.WARNING):
+        batch = make_scorer(tmp_path, source, "leave").score(make_rollouts(["a", "b", "c"]))
+    np.testing.assert_array_equal(batch.rewards, [1, -1, 1])
+    assert results(batch.metrics)["reward/leave/errors"] == 1
+    assert "SystemExit" in caplog.text
+
+
+def test_an_interrupt_ends_scoring(tmp_path):
+    source = "def stop(completions, **_): raise KeyboardInterrupt\n"
+    with pytest.raises(KeyboardInterrupt):
+        make_scorer(tmp_path, source, "stop").score(make_rollouts(["a", "b"]))
+
+
 def test_values_that_are_not_finite_are_errors(tmp_path):
     source = "def odd(completions, **_): return [float('nan'), float('inf'), 1e39, True, 0.5]\n"
     batch = make_scorer(tmp_path, source, "odd").score(make_rollouts(list("abcde")))
@@ -142,16 +161,57 @@ def test_a_function_gets_the_arguments_it_names(tmp_path):
     assert scorer.required_by == {"level": "the reward `some`"}
     prompts = [({"role": "user", "content": "abc"},)]
     batch = scorer.score(make_rollouts(["x"], prompts, level=[10], bonus=[100], other=[0]))
-    np.testing.assert_array_equal(batch.rewards_per_function, [[113], [4]])
+    np.testing.assert_array_equal(
+        batch.rewards_per_function, [[113], [6]]
+    )  # prompts, completion_ids, finish_reasons and three columns
+
+
+def test_token_ids_and_finish_reasons_are_those_of_the_policy(tmp_path):
+    source = (
+        "seen = []\n"
+        "def see(completion_ids, finish_reasons):\n"
+        "    seen.append((completion_ids, finish_reasons))\n"
+        "    return [len(ids) + (r == 'length') / 2 for ids, r in zip(completion_ids, finish_reasons)]\n"
+        "def any_of_them(completions, **columns):\n"
+        "    return [float('finish_reasons' in columns)] * len(completions)\n"
+    )
+    # A prompt of one token, then tokens of the policy around one that it did not write, then padding.
+    mask = np.array([[False, True, False, True, False], [False, True, True, True, False]])
+    rollouts = RolloutBatch(
+        input_ids=np.arange(10, dtype=np.int32).reshape(2, 5),
+        attention_mask=np.array([[True] * 4 + [False]] * 2),
+        completion_mask=mask,
+        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.array(["stop", "length"]),
+        group_ids=np.arange(2, dtype=np.int64),
+        prompts=("q", "q"),
+        completions=("a", "b"),
+    )
+    scorer = make_scorer(tmp_path, source, "see", "any_of_them")
+    assert scorer.required_columns == frozenset()
+    np.testing.assert_array_equal(scorer.score(rollouts).rewards_per_function, [[2, 3.5], [1, 1]])
+    seen = scorer._functions[0].function.__globals__["seen"]
+    assert seen == [([[1, 3], [6, 7, 8]], ["stop", "length"])]
+    assert all(type(token) is int for ids in seen[0][0] for token in ids)
+    assert all(type(reason) is str for reason in seen[0][1])
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "finish_reasons"])
+def test_a_column_with_the_name_of_an_argument_is_an_error(name):
+    scorer = RewardScorer(RewardConfig(functions={"format": 1.0}))
+    with pytest.raises(ValueError, match=rf"the data has a column `{name}`.*rename the column"):
+        scorer.score(replace(make_rollouts(["x"]), columns={name: (0,)}))
 
 
 def test_a_function_cannot_change_what_the_next_one_sees(tmp_path):
     source = (
-        "def thief(completions, **_):\n    completions.clear()\n    return [0.0] * 2\n"
-        "def count(completions, **_): return [len(completions)] * 2\n"
+        "def thief(completions, completion_ids):\n    completions.clear()\n    completion_ids[0].clear()\n"
+        "    return [0.0] * 2\n"
+        "def count(completions, completion_ids): return [len(completions) + len(completion_ids[0])] * 2\n"
     )
     batch = make_scorer(tmp_path, source, "thief", "count").score(make_rollouts(["a", "b"]))
-    np.testing.assert_array_equal(batch.rewards_per_function, [[0, 0], [2, 2]])
+    np.testing.assert_array_equal(batch.rewards_per_function, [[0, 0], [3, 3]])
 
 
 def test_a_missing_column_is_an_error():
@@ -188,6 +248,7 @@ def test_a_function_that_cannot_be_had_is_an_error(spec, message):
         ("def f(", "SyntaxError"),
         ("import no_such_module", "ModuleNotFoundError"),
         ("raise KeyError('x')", "KeyError"),
+        ("import sys; sys.exit()", "SystemExit"),
         ("def f(completions, /): pass", "positional-only"),
     ],
 )
@@ -221,7 +282,7 @@ def test_a_call_of_user_code_goes_through_one_seam(monkeypatch):
         scorer_module, "call_reward", lambda function, arguments: seen.append(sorted(arguments)) or [1.0]
     )
     RewardScorer(RewardConfig(functions={"format": 1.0})).score(make_rollouts(["x"], level=[1]))
-    assert seen == [["completions", "level", "prompts"]]
+    assert seen == [["completion_ids", "completions", "finish_reasons", "level", "prompts"]]
 
 
 def test_importing_the_scorer_is_light():

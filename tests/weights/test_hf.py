@@ -63,6 +63,54 @@ def test_what_an_export_holds(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+def index_of(directory, file):
+    """An index that names `file` for each tensor of model.safetensors, which is moved away."""
+    tensors = load_file(directory / "model.safetensors")
+    moved = directory.parent / "moved.safetensors"
+    (directory / "model.safetensors").rename(moved)
+    (directory / hf.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+    return moved
+
+
+@pytest.mark.parametrize(
+    "form", ["../moved.safetensors", "sub/../../moved.safetensors", "absolute", "folder"]
+)
+def test_an_index_that_leaves_its_folder_is_refused(form, saved):
+    (saved / "sub").mkdir()
+    (saved / "link").symlink_to(saved.parent, target_is_directory=True)
+    absolute = str(saved.parent / "moved.safetensors")
+    name = {"absolute": absolute, "folder": "link/moved.safetensors"}.get(form, form)
+    assert index_of(saved, name).is_file()
+    with pytest.raises(ValueError, match=rf"lie in the folder of the index; .* names '{name}'; do not use"):
+        load_hf(saved)
+
+
+@pytest.mark.parametrize("weight_map", [["model.safetensors"], {"a": 1}, {"a": None}, "model.safetensors"])
+def test_an_index_of_another_form_is_refused(weight_map, saved):
+    index_of(saved, "x")
+    (saved / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="must be an object of file names; got"):
+        load_hf(saved)
+
+
+@pytest.mark.parametrize("name", ["part.safetensors", "sub/part.safetensors"])
+def test_files_of_a_hub_cache_are_links_to_its_blobs(name, saved, tmp_path):
+    """In a cache, snapshots/REVISION/FILE links to ../../blobs/HASH; a link may lead to the snapshot too."""
+    arch, params = load_hf(saved)
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "1", tmp_path / "cache" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
+    saved.rename(snapshot)
+    index_of(snapshot, name).rename(blobs / "abc")
+    (snapshot / name).parent.mkdir(exist_ok=True)
+    (snapshot / name).symlink_to(Path(*[".."] * name.count("/"), "..", "..", "blobs", "abc"))
+    (tmp_path / "reached").symlink_to(snapshot, target_is_directory=True)
+    for directory in (snapshot, tmp_path / "reached"):
+        again = load_hf(directory)
+        assert again[0] == arch
+        jax.tree.map(np.testing.assert_array_equal, again[1], params)
+
+
 def test_shards_and_blocks_change_nothing(saved, tmp_path, monkeypatch):
     arch, params = load_hf(saved)
     save_hf(tmp_path / "sharded", arch, params, max_shard_bytes=20_000)

@@ -77,7 +77,7 @@ class AdvantageEstimator:
         }
         try:
             returned: Any = self._function(**{name: inputs[name] for name in self._inputs}, **self._arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)
             remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""
             raise ValueError(f"{self._name} failed: {type(error).__name__}: {error}{remedy}") from error

@@ -21,13 +21,10 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
-from quatrain.types import Prompt, PromptText
+from quatrain.types import REWARD_ARGUMENTS, Prompt, PromptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# A reward function is called as f(prompts, completions, **columns).
-_RESERVED = ("prompts", "completions")
 
 
 class Demonstration(NamedTuple):
@@ -249,7 +246,7 @@ def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
             f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
             f"needed; unset data.question_column or rename a column"
         )
-    for name in _RESERVED:
+    for name in REWARD_ARGUMENTS:
         if name in row:
             raise ValueError(
                 f"{spec}: a column is called `{name}`, which is what a reward function receives as its own "

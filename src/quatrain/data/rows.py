@@ -179,6 +179,11 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
             f"data set {spec!r} is on the hub, which needs the `datasets` library: "
             f"pip install 'quatrain[hub]', or give a .jsonl, .json, .parquet or .csv file"
         ) from error
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise ValueError(
+            f"data sets of the hub are read with `datasets` 4.0 or later, which never runs their scripts; "
+            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
+        )
     try:
         return list(datasets.load_dataset(path, config, split=split))
     except Exception as error:  # whatever the library, the file system or the network raises

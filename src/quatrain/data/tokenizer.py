@@ -8,6 +8,7 @@ happens on first use.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+_CONFIG = "tokenizer_config.json"
+# The class that every version of transformers knows and that reads tokenizer.json as it is.
+_PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """The tokenizer at `path`: `builtin:…`, a `.gguf` file, a local Hugging Face folder, or a hub id.
 
-    What it returns saves itself (`save_pretrained`) as a folder that transformers loads to the same ids.
-    Raises ValueError where nothing is there, the hub cannot be reached, or the tokenizer is not a fast one.
+    Code in a model's folder or repository is never run. Raises ValueError where there is no tokenizer, where
+    the hub cannot be reached, where the tokenizer needs code of its own, and where it is not a fast one.
     """
     with _without_torch_advice():
         if path.startswith("builtin:"):
@@ -52,10 +56,11 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
         )
     loader = _loader(has_json=(Path(path) / "tokenizer.json").is_file())
     try:
-        tokenizer = loader.from_pretrained(path, local_files_only=True)
+        tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken folder makes transformers raise errors of any kind
+        _refuse_code(path, error)
         raise ValueError(f"the tokenizer in {path} does not load: {error}") from error
-    return _fast(tokenizer, path)
+    return _of_class(_fast(tokenizer, path), Path(path) / _CONFIG)
 
 
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
@@ -65,14 +70,62 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
             f"{model_id!r} is no folder and no hub id; check the path"
         )
     try:
-        tokenizer = _loader(has_json=_hub_has_json(model_id)).from_pretrained(model_id)
+        loader = _loader(has_json=_hub_has_json(model_id))
+        tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
     except Exception as error:  # no network, no such name, a broken repository
+        _refuse_code(model_id, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"there is no folder {model_id!r}, and the hub gave no tokenizer of that name ({reason}); "
             "check the name and the network, or give a local folder"
         ) from error
-    return _fast(tokenizer, model_id)
+    return _of_class(_fast(tokenizer, model_id), _hub_config(model_id))
+
+
+def _refuse_code(path: str, error: Exception) -> None:
+    """Raises a ValueError where transformers refused a tokenizer because it would have to run code."""
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"the files of a model are read, and its code is never run: the tokenizer of {path} needs code "
+            "of its own (auto_map in its configuration); convert it to a tokenizer.json, or set "
+            "model.tokenizer to a folder or hub id that has one"
+        ) from error
+
+
+def _hub_config(model_id: str) -> Path | None:
+    """The tokenizer_config.json that was downloaded with the tokenizer; None where it has none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(model_id, _CONFIG)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _of_class(tokenizer: PreTrainedTokenizerFast, config: Path | None) -> PreTrainedTokenizerFast:
+    """`tokenizer`, which remembers the name of its class in its source, for `save_tokenizer`."""
+    source = json.loads(config.read_text("utf-8")) if config is not None and config.is_file() else {}
+    name = source.get("tokenizer_class") or type(tokenizer).__name__
+    # The newest names end in Backend. A class beside an auto_map is found in code that is not exported.
+    own = not name.endswith("Backend") and "auto_map" not in source
+    tokenizer.source_class = name if own else _PLAIN_CLASS
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+    """Writes a tokenizer as a folder that transformers 4 and 5 load to the same ids.
+
+    The class named in tokenizer_config.json is that of the tokenizer's source. It is
+    `PreTrainedTokenizerFast` for a tokenizer made here (built in, or from a GGUF file), and where
+    transformers 4.57 does not know the class.
+    """
+    tokenizer.save_pretrained(directory)
+    path = Path(directory) / _CONFIG
+    config = json.loads(path.read_text("utf-8"))
+    config["tokenizer_class"] = getattr(tokenizer, "source_class", _PLAIN_CLASS)
+    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 takes the older name alone
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    for name in ("auto_map", "is_local", "local_files_only"):  # about the source, not about this folder
+        config.pop(name, None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _hub_has_json(model_id: str) -> bool:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quatrain.reward.expressions import same_expression
+from quatrain.reward.words import is_word, may_follow_a_number, without_units
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 # An answer stands at the end: what is read of a long text.
@@ -33,6 +34,8 @@ _MINUS = re.compile(r"(?:(?:\A|[^0-9A-Za-z)\]}%.-])-[$£€]?|(?:\A|[=≈(:$])[ 
 _MORE_THAN_A_NUMBER = re.compile(
     r"\\(?:sqrt|pi|frac|binom)\b|[√π]|[0-9)]\s?\^|[0-9)]\*\*[0-9(]|[0-9)][⁰¹²³⁴-⁹]|(?:×|\\times)\s*10\s*\^"
 )
+# A brace after a backslash is a sign of its own: \{1, 2\} is a set.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FRACTION = re.compile(
     r"\\[dtc]?frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
 )
@@ -57,11 +60,12 @@ def gold_text(answer: Any) -> str:
 def is_correct(completion: str, answer: Any) -> bool:
     """Whether the last number of the completion's answer equals the gold number of `answer`.
 
-    The completion's answer is the content of its last `<answer>…</answer>`; without one, of its last
-    `\\boxed{…}`; without that, the whole completion. The gold answer is the text after the last `####` of
-    `answer`, or all of it. Signs, thousands separators, fractions, mixed numbers, percents (50% equals both
-    50 and 0.5) and decimals are read; a fraction without a finite decimal is compared to six places. A gold
-    answer that is an expression rather than a number is compared as text, then by math-verify.
+    The completion's answer is the content of its last `<answer>…</answer>`, or else the whole completion; of
+    either, only the content of its last `\\boxed{…}` where it has one. The gold answer is the text after the
+    last `####` of `answer`, or all of it. Signs, thousands separators, fractions, mixed numbers, percents
+    (50% equals both 50 and 0.5) and decimals are read; a fraction without a finite decimal is compared to six
+    places. Units are left out. Any other letters written directly after a number are variables. A gold answer
+    that is an expression rather than a number is compared as text, then by math-verify.
 
     Raises ValueError for a gold answer without text. Source: the GSM8K convention; the rest is ours.
     """
@@ -72,33 +76,28 @@ def is_correct(completion: str, answer: Any) -> bool:
     gold_number = whole_number(gold)
     if gold_number is None:
         return _as_text(said) == _as_text(gold) or same_expression(_last_line(said), gold)
-    said = _tidy(said)
+    said = without_units(_tidy(said))
     match = _last_match(said)
     if match is None:
         return False
     segment = _segment(said, match)
-    if _MORE_THAN_A_NUMBER.search(segment):
+    if _MORE_THAN_A_NUMBER.search(segment) or not may_follow_a_number(_letters_after(said, match)):
         return same_expression(segment, str(gold_number.value))
     number = _to_number(said, match)
     return number is not None and _equal(number, gold_number)
 
 
-def last_number(text: str) -> Number | None:
-    """The last number written in `text`, None where there is none (or one divided by zero)."""
-    tidy = _tidy(text[-_TAIL_CHARS:])
-    match = _last_match(tidy)
-    return _to_number(tidy, match) if match else None
-
-
 def whole_number(text: str) -> Number | None:
     """The number that `text` is, with at most a currency sign and words around it; None for anything else."""
-    tidy = _tidy(text)
+    tidy = without_units(_tidy(text))
     match = _last_match(tidy)
-    if match is None or _MORE_THAN_A_NUMBER.search(tidy):
+    if match is None or _MORE_THAN_A_NUMBER.search(tidy) or _letters_after(tidy, match):
         return None
     rest = tidy[: match.start()] + " " + tidy[match.end() :]
     rest = re.sub(r"\\(?:boxed|text|mathrm|mathbf|textbf|circ)\b|[{}$£€]", " ", rest)
     if not re.fullmatch(r"(?:[^\W\d_]{2,}+|a\b|[\s.,:;'\"°+-])*", rest):
+        return None
+    if not all(is_word(letters) for letters in re.findall(r"[A-Za-z]{2,}", rest)):
         return None
     return _to_number(tidy, match)
 
@@ -106,18 +105,26 @@ def whole_number(text: str) -> Number | None:
 def _answer_of(completion: str) -> str:
     end = completion.rfind(_CLOSE)
     start = completion.rfind(_OPEN, 0, max(end, 0))
-    if start >= 0:
-        return completion[start + len(_OPEN) : end]
-    boxed = re.match(
-        r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", completion[max(completion.rfind("\\boxed"), 0) :]
-    )
-    return boxed[1] if boxed else completion
+    answer = completion[start + len(_OPEN) : end] if start >= 0 else completion
+    boxed = _last_boxed(answer)
+    return answer if boxed is None else boxed
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{…}` of `text`; None where it has none, or that one is not closed."""
+    opened = re.compile(r"\\boxed\s*\{").match(text, max(text.rfind("\\boxed"), 0))
+    depth = 1
+    for brace in _BRACE.finditer(text, opened.end()) if opened else ():
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if opened and not depth:
+            return text[opened.end() : brace.start()]
+    return None
 
 
 def _tidy(text: str) -> str:
     """`text` in one notation: plain minus signs and spaces, LaTeX fractions of numbers as a/b."""
     text = text.translate(_PLAIN)
-    text = re.sub(r"\\[dtc]frac\b", r"\\frac", text.replace("{,}", ","))
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text.replace("{,}", ","))
     text = re.sub(r"\\(?:[,!;:]|left\b|right\b)", "", text)
     text = re.sub(r"\\([$%])", r"\1", text)
     text = re.sub(r"\^\s?\{?\\circ\b\s?\}?", "", text)
@@ -138,6 +145,12 @@ def _last_match(text: str) -> re.Match[str] | None:
     for found in _NUMBER.finditer(text):
         match = found
     return match
+
+
+def _letters_after(text: str, match: re.Match[str]) -> str:
+    """The letters written directly after a number, without a space."""
+    letters = re.compile("[A-Za-z]*").match(text, match.end())
+    return letters[0] if letters else ""
 
 
 def _to_number(text: str, match: re.Match[str]) -> Number | None:

@@ -18,6 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
+from quatrain.reward.words import split_at_words, without_units
+
 logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 100
@@ -45,15 +47,25 @@ def same_expression(said: str, gold: str) -> bool:
 
 
 def _math_of(text: str) -> str:
-    """The mathematics of a line in LaTeX: its last $…$ or all of it, without words and end punctuation."""
+    r"""The mathematics of a line in LaTeX, without units, prose and end punctuation.
+
+    Of a line with $…$ or \(…\), the last of them. Empty where words stand between two pieces of mathematics,
+    as in `3 or 5`: joined, the two would be one expression that nobody wrote.
+    """
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", " ".join(text.split()))
+    text = re.sub(r"\\[,!;: ]|~", " ", text)
+    text = without_units(text)
     inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", text)
     text = next(filter(None, inline[-1])) if inline else text
-    text = re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}|[$%]", " ", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi ", re.sub("[$%]", " ", text))
+    pieces = split_at_words(text)
+    text = pieces[0] if len(pieces) == 1 else ""
     text = re.sub(
-        r"√\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ").replace("π", r"\pi ")
+        r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ")
     )
     text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
-    return text.strip(" .,;:")
+    # Variables are written apart, because math-verify reads some runs of letters as words (or, inf).
+    return re.sub(r"\\[A-Za-z]+|(?<=[A-Za-z])(?=[A-Za-z])", lambda m: m[0] or " ", text)
 
 
 def _is_bounded(text: str) -> bool:

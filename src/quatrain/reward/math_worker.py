@@ -12,12 +12,15 @@ import resource
 import signal
 import sys
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 CPU_LIMIT_S = 2.0
 MEMORY_LIMIT_BYTES = 2 << 30
-# LaTeX alone: the extraction of plain expressions hands text to Python's eval.
-_LATEX = [LatexExtractionConfig()]
+# LaTeX alone: the extraction of plain expressions hands text to Python's eval. Units are removed before text
+# comes here; math-verify would also remove variables that spell one, such as the last two of 2\pi hr.
+_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
+_LATEX = [LatexExtractionConfig(normalization_config=_NORMALIZATION)]
 
 
 def same(gold: str, said: str) -> bool:

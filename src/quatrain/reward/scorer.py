@@ -18,7 +18,7 @@ import numpy as np
 from quatrain.config.schema import RewardConfig
 from quatrain.metrics import Metric, describe
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
-from quatrain.types import RewardedBatch, RolloutBatch
+from quatrain.types import REWARD_ARGUMENTS, RewardedBatch, RolloutBatch
 from quatrain.user_code import VARIADIC, find_function
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,15 @@ class RewardScorer:
         `reward/<name>/abstained`. A function that raises, or returns
         a value that is not finite, costs each sample at fault `ERROR_REWARD`, counted in
         `reward/<name>/errors`. Raises ValueError when a function returns the wrong number of values or
-        something else than numbers, or needs a column that the rollouts lack.
+        something else than numbers, or needs a column that the rollouts lack, and when a column has the name
+        of an argument of every reward function (`REWARD_ARGUMENTS`).
         """
+        for name in REWARD_ARGUMENTS:
+            if name in rollouts.columns:
+                raise ValueError(
+                    f"a reward function receives `{name}` as an argument of its own; the data has a column "
+                    f"`{name}`; rename the column"
+                )
         missing = sorted(self.required_columns - set(rollouts.columns))
         if missing:
             raise ValueError(
@@ -104,14 +111,21 @@ class _Samples:
     @staticmethod
     def of(rollouts: RolloutBatch) -> _Samples:
         prompts = [p if isinstance(p, str) else [dict(message) for message in p] for p in rollouts.prompts]
-        arguments = {**rollouts.columns, "prompts": prompts, "completions": rollouts.completions}
+        tokens_and_masks = zip(rollouts.input_ids, rollouts.completion_mask, strict=True)
+        arguments = {
+            **rollouts.columns,
+            "prompts": prompts,
+            "completions": rollouts.completions,
+            "completion_ids": [tokens[mask].tolist() for tokens, mask in tokens_and_masks],
+            "finish_reasons": rollouts.finish_reason.tolist(),
+        }
         return _Samples(arguments, len(rollouts))
 
     def for_function(self, function: _Function, rows: slice) -> dict[str, list]:
         """Fresh lists of the arguments `function` takes."""
         accepts = function.accepts
         return {
-            name: list(values[rows])
+            name: [list(ids) for ids in values[rows]] if name == "completion_ids" else list(values[rows])
             for name, values in self.arguments.items()
             if accepts is None or name in accepts
         }
@@ -122,7 +136,9 @@ def _score_function(function: _Function, samples: _Samples) -> tuple[np.ndarray,
     everything = slice(0, samples.num_samples)
     try:
         returned = call_reward(function.function, samples.for_function(function, everything))
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # SystemExit too, which would end the run with exit status 0
         logger.warning("reward function `%s` raised; finding the sample", function.name, exc_info=True)
         return _score_one_by_one(function, samples)
     return _checked(function, returned, samples.num_samples)
@@ -134,7 +150,9 @@ def _score_one_by_one(function: _Function, samples: _Samples) -> tuple[np.ndarra
     for index in range(samples.num_samples):
         try:
             returned = call_reward(function.function, samples.for_function(function, slice(index, index + 1)))
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             errors += 1
             continue
         values[index : index + 1], bad = _checked(function, returned, 1)
@@ -205,6 +223,6 @@ def _load(spec: str, name: str, weight: float) -> _Function:
         raise ValueError(f"reward function {spec!r} takes positional-only arguments; it is called by keyword")
     named = [p for p in parameters if p.kind not in VARIADIC]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    required = [p.name for p in named if p.default is p.empty and p.name not in ("prompts", "completions")]
+    required = [p.name for p in named if p.default is p.empty and p.name not in REWARD_ARGUMENTS]
     accepts = None if takes_any else frozenset(p.name for p in named)
     return _Function(spec, name, function, weight, accepts, tuple(required))

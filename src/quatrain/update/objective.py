@@ -118,7 +118,7 @@ class PolicyObjective:
             jax.eval_shape(self, ScoredTokens(floats, floats, mask, ids, columns))
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
 

@@ -6,6 +6,7 @@ Data flow: a directory or hub id -> `Architecture` and parameters; and back at t
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,10 +161,31 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def _shards(directory: Path) -> list[str]:
+    """The files that the index names, each once; ValueError for one outside of `directory`."""
+    weight_map = _read_json(directory, INDEX).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(
+            f"weight_map in {directory / INDEX} must be an object of file names; got {weight_map!r:.80}; "
+            "fetch it again"
+        )
+    root = directory.resolve()
+    for file in set(weight_map.values()):
+        # Links to files are followed: in a hub cache each file of a model is a link to ../../blobs. Links to
+        # folders are not, for no cache has them.
+        folder = (directory / file).parent.resolve()
+        if Path(file).is_absolute() or ".." in Path(file).parts or not folder.is_relative_to(root):
+            raise ValueError(
+                f"the files named in {INDEX} lie in the folder of the index; {directory / INDEX} names "
+                f"{file!r}; do not use this model unless you trust its source, or correct the name"
+            )
+    return sorted(set(weight_map.values()))
+
+
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor."""
     if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
-        shards = sorted(set(_read_json(directory, INDEX).get("weight_map", {}).values()))
+        shards = _shards(directory)
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing or not shards:
             lacks = ", ".join(missing) or "any file"
@@ -278,6 +300,8 @@ def _write_tensors(
         weight_map |= dict.fromkeys(tensors, file)
         if is_main_process():
             save_file(tensors, directory / file, metadata={"format": "pt"})
+            # safetensors makes files that nobody but their owner can read; config.json is an ordinary one.
+            (directory / file).chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
     if len(shards) > 1 and is_main_process():
         metadata = {"total_size": sum(sizes.values())}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})

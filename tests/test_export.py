@@ -1,0 +1,37 @@
+import json
+import stat
+
+import jax
+import jax.numpy as jnp
+from transformers import AutoConfig, AutoTokenizer
+
+from quatrain.data.tokenizer import load_tokenizer
+from quatrain.export import export_policy
+from quatrain.models.families import builtin_architecture
+from quatrain.models.params import init_params
+from quatrain.weights.hf import save_hf
+
+
+def test_what_is_exported_is_readable_by_others_and_by_transformers(tmp_path):
+    tokenizer = load_tokenizer("builtin:tiny")
+    arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
+    params = init_params(arch, jax.random.key(0), jnp.bfloat16)
+    export_policy(tmp_path / "final", arch, params, tokenizer)
+    (tmp_path / "plain").write_text("")
+    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "final").iterdir()}
+    assert modes == dict.fromkeys(modes, usual)
+    assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"} <= set(modes)
+    assert AutoConfig.from_pretrained(tmp_path / "final").vocab_size == len(tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").encode("3+4") == tokenizer.encode("3+4")
+    written = json.loads((tmp_path / "final" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_each_of_several_files_of_weights_is_readable_by_others(tmp_path):
+    arch = builtin_architecture("tiny", 30, (2,))
+    save_hf(tmp_path / "model", arch, init_params(arch, jax.random.key(0)), max_shard_bytes=100_000)
+    (tmp_path / "plain").write_text("")
+    files = list((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 1
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "plain").stat().st_mode}
