@@ -77,7 +77,7 @@ With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """docs/config.md as Markdown: the introduction, and one table of keys per section."""
     nested = sections()
     top = {name: field for name, field in Config.model_fields.items() if name not in nested}
     parts = [INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
@@ -113,19 +113,24 @@ def type_text(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "enum" in field:
-        return ", ".join(f"`{choice}`" for choice in field["enum"])
+        return ", ".join(f"`{_as_yaml(choice)}`" for choice in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"
     if field["type"] == "array":
         return f"list of {type_text(field['items'])}"
     if field["type"] == "object":
         return f"mapping of name to {type_text(field['additionalProperties'])}"
-    bounds = ", ".join(f"{sign} {field[bound]:g}" for bound, sign in _BOUNDS.items() if bound in field)
+    bounds = ", ".join(f"{sign} {field[bound]:.10g}" for bound, sign in _BOUNDS.items() if bound in field)
     return f"{_NAMES[field['type']]} {bounds}".rstrip()
 
 
+def _as_yaml(choice: str | bool) -> str:
+    """A value as YAML spells it: booleans in lower case."""
+    return str(choice).lower() if isinstance(choice, bool) else choice
+
+
 def write(path: Path = PAGE) -> None:
-    """Writes the page; raises ConfigError where its folder is missing."""
+    """Writes the page to `path`; raises ConfigError if the folder of `path` does not exist."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; run this in the repository's root")
     path.write_text(page(), encoding="utf-8")

@@ -136,7 +136,7 @@ class DataConfig(Section):
     train: Text = Field(
         "builtin:arithmetic",
         description="Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), "
-        "or a .jsonl, .json, .parquet or .csv file.",
+        "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from).",
     )
     eval: Text | None = Field(
         None,
@@ -261,7 +261,8 @@ class AdvantageConfig(Section):
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
         description="Standard deviation that divides the advantage: of the group's rewards, of the batch's "
-        "rewards, or none; derived: `group` for `grpo`, `batch` for `reinforce`, `none` for `dr_grpo` and "
+        "rewards, or none; [algorithms.md](algorithms.md#advantage-estimators) shows which of these an "
+        "estimator accepts; derived: `group` for `grpo`, `batch` for `reinforce`, `none` for `dr_grpo` and "
         "`rloo`.",
     )
 
@@ -396,7 +397,9 @@ class EvalConfig(Section):
     n: NonNegative = Field(
         0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy completions only."
     )
-    temperature: float = Field(1.0, gt=0, description="Temperature of the sampled completions.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature of the completions for mean@n and pass@n."
+    )
 
 
 class CheckpointConfig(Section):
