@@ -1,4 +1,4 @@
-# Every target sets itself up: all it takes is make and Python >= 3.11.
+# Every target installs what it needs into .venv; it requires only make and Python >= 3.11.
 PYTHON  ?= python3
 VENV    ?= .venv
 ORACLES ?= .venv-oracles
@@ -15,9 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## create .venv and install, nothing else
+setup: $(STAMP) ## create .venv and install quatrain and its development tools
 
-train: $(STAMP) ## the quickstart: a small model learns by reinforcement, offline, in minutes
+train: $(STAMP) ## run the quickstart: a small model learns by reinforcement learning, offline, in minutes
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
@@ -26,23 +26,23 @@ test: $(STAMP)  ## the test suite
 test-slow: $(STAMP) ## the long proofs
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=15
 
-check: $(STAMP) ## lint, format, types, import rule
+check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## seconds per stage of the quickstart's training step, here
+bench: $(STAMP) ## time the stages of the quickstart's training step on this machine
 	$(BIN)/quatrain bench
 
-docs: $(STAMP)  ## rewrite the pages that are made from the code: docs/config.md, docs/metrics.md
+docs: $(STAMP)  ## regenerate the pages made from the code: docs/config.md, docs/metrics.md
 	$(BIN)/python -m quatrain.config.document
 	$(BIN)/python -m quatrain.report.catalogue
 
-smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct (98 MB) into models/
+smollm2: $(STAMP) ## download SmolLM2-135M-Instruct (98 MB) into models/
 	$(BIN)/python scripts/fetch_smollm2.py
 
-oracles:        ## remake tests/golden/ with torch and transformers, in a venv of its own (gigabytes)
+oracles:        ## regenerate tests/golden/ with torch and transformers, in a separate venv (gigabytes)
 	$(PYTHON) -m venv $(ORACLES)
 	$(ORACLES)/bin/python -m pip install --quiet torch==2.13.0
 	$(ORACLES)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf]' accelerate sentencepiece

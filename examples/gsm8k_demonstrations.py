@@ -1,9 +1,9 @@
-r"""Short demonstrations for GSM8K, from the calculations that its solutions are annotated with.
+r"""Makes short demonstrations for GSM8K from the calculations annotated in its solutions.
 
     python examples/gsm8k_demonstrations.py train.jsonl demonstrations.jsonl
 
 `She sold 48/2 = <<48/2=24>>24 … #### 72` becomes `<think>48/2=24, 48+24=72</think>\n<answer>72</answer>` in
-the column `completion`. Rows without an annotation are left out and counted.
+the column `completion`. Rows without an annotated calculation are left out and counted.
 """
 
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 def completion(answer: str) -> str | None:
-    """The demonstration for one solution; None where it has no annotated calculation."""
+    """The demonstration for the solution `answer`; None if it has no annotated calculation."""
     calculations = re.findall(r"<<(.+?)>>", answer)
     result = answer.rpartition("####")[2].strip()
     return f"<think>{', '.join(calculations)}</think>\n<answer>{result}</answer>" if calculations else None
 
 
 def convert(source: Path, target: Path) -> tuple[int, int]:
-    """Writes the demonstrations of `source` to `target`; returns how many were written and left out."""
+    """Writes demonstrations for `source` to `target`; returns the numbers of rows written and left out."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     rows = [row | {"completion": completion(row["answer"])} for row in rows]
     kept = [row for row in rows if row["completion"] is not None]

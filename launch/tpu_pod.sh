@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One command on every worker of a TPU VM pod. docs/launch_tpu_pod.md has the whole story.
+# Runs one command on every worker of a TPU VM pod. See docs/launch_tpu_pod.md.
 #
-#   launch/tpu_pod.sh NAME ZONE setup                      install this commit on every worker
-#   launch/tpu_pod.sh NAME ZONE train CONFIG.yaml …        train, eval or sft: as on one machine
+#   launch/tpu_pod.sh NAME ZONE setup                      installs the checked-out commit on every worker
+#   launch/tpu_pod.sh NAME ZONE train CONFIG.yaml …        runs train, eval or sft with these arguments
 set -euo pipefail
 
 usage() {
@@ -21,7 +21,7 @@ on_every_worker() {
 setup() {
   local archive
   archive=$(mktemp -t quatrain-XXXXXX.tar.gz)
-  # shellcheck disable=SC2064  # the name of now, not that of the end
+  # shellcheck disable=SC2064  # expand the file's name now, not when the trap runs
   trap "rm -f '$archive'" EXIT
   git archive --format=tar.gz --output="$archive" HEAD
   gcloud compute tpus tpu-vm scp "$archive" "$name:quatrain.tar.gz" --zone="$zone" --worker=all --quiet
@@ -43,7 +43,7 @@ case $1 in
     setup
     ;;
   train | eval | sft)
-    # Each word quoted for the shell of the worker; each line with the worker it comes from before it.
+    # Quotes each argument for the worker's shell, and prints the worker's name before each line of its output.
     printf -v words '%q ' "$@"
     on_every_worker "set -o pipefail; cd ~/quatrain && .venv/bin/quatrain $words 2>&1 | sed -u \"s/^/[\$(hostname)] /\""
     ;;

@@ -189,8 +189,8 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         ),
         (
             ("plan", "--device-memory", "8GB"),
-            "error: --device-memory is what the bytes of --params are held against; got 8GB without "
-            "--params; add it",
+            "error: --device-memory is compared with the bytes that --params prints; got 8GB without "
+            "--params; add --params",
         ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (

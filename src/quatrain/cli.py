@@ -30,8 +30,9 @@ app = typer.Typer(
     name="quatrain",
     help="""Reinforcement-learning post-training of language models in JAX.
 
-    Without a CONFIG every command takes the embedded quickstart: a small model, offline, in minutes.""",
-    epilog="Try [bold]quatrain train[/]. Help on one command: [bold]quatrain train --help[/].",
+    Without a CONFIG, every command uses the configuration of the quickstart: a small model that trains in
+    minutes, without a network.""",
+    epilog="Start with [bold]quatrain train[/]. Help for one command: [bold]quatrain train --help[/].",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -41,7 +42,7 @@ app = typer.Typer(
 ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="CONFIG.yaml", show_default=False, help="Configuration file; without it, the quickstart."
+        metavar="CONFIG.yaml", show_default=False, help="Configuration file; default: the quickstart."
     ),
 ]
 SetOption = Annotated[
@@ -50,7 +51,7 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         show_default=False,
-        help="Set one key, as [cyan]rollout.n=16[/]; the value is YAML. Repeatable.",
+        help="Set one configuration key, e.g. [cyan]rollout.n=16[/]; the value is YAML. Repeatable.",
     ),
 ]
 
@@ -59,14 +60,14 @@ CoordinatorOption = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         show_default=False,
-        help="Where process 0 is reached, when several processes train together and no cluster says so.",
+        help="Address of process 0, if several processes run together and no cluster is detected.",
     ),
 ]
 NumProcessesOption = Annotated[
-    int | None, typer.Option(metavar="N", show_default=False, help="Processes that train together.")
+    int | None, typer.Option(metavar="N", show_default=False, help="Number of processes that run together.")
 ]
 ProcessIdOption = Annotated[
-    int | None, typer.Option(metavar="I", show_default=False, help="Which of them this one is, from 0.")
+    int | None, typer.Option(metavar="I", show_default=False, help="Number of this process, from 0.")
 ]
 
 
@@ -94,7 +95,7 @@ def _options(
     epilog=_examples(
         "train",
         "train configs/gsm8k_smollm2_cpu.yaml --set run.steps=5",
-        "train configs/gsm8k_smollm2_cpu.yaml --set data.train=../shared/data/gsm8k/train.jsonl",
+        "train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl",
         "train --print-config",
         "train --resume runs/quickstart-20260101-120000",
     )
@@ -103,21 +104,21 @@ def train(
     config: ConfigArgument = None,
     set_: SetOption = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the final configuration and stop.")
+        bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="RUN|auto",
             show_default=False,
-            help="Go on from the last checkpoint of a run (its folder or name), or of the newest one (auto).",
+            help="Resume a run (folder or name) from its last checkpoint; auto: newest of all runs.",
         ),
     ] = None,
     coordinator: CoordinatorOption = None,
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Train a model by reinforcement: rollout, reward, advantages, update."""
+    """Train a model by reinforcement learning: rollout, reward, advantage, update."""
     if config is None and resume is not None:
         config, resume = _run_to_resume(resume, set_)
     resolved = _resolve(config, set_)
@@ -164,7 +165,7 @@ def sft(
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Train on demonstrations: the supervised warm start by itself."""
+    """Train on demonstrations: run only the supervised warm start."""
     resolved = _resolve(config, set_)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.train import supervise
@@ -181,17 +182,19 @@ def sft(
 def launch(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND …", show_default=False, help="train, eval or sft, with its own."),
+        typer.Argument(
+            metavar="-- COMMAND …", show_default=False, help="train, eval or sft, with its arguments."
+        ),
     ] = None,
-    processes: Annotated[int, typer.Option(metavar="N", help="Processes to start.")] = 2,
+    processes: Annotated[int, typer.Option(metavar="N", help="Number of processes to start.")] = 2,
     devices_per_process: Annotated[
-        int, typer.Option(metavar="D", help="CPU devices that each process simulates.")
+        int, typer.Option(metavar="D", help="Number of CPU devices that each process simulates.")
     ] = 1,
     port: Annotated[
-        int | None, typer.Option(show_default=False, help="Port of the coordinator; a free one.")
+        int | None, typer.Option(show_default=False, help="Port of the coordinator; default: a free one.")
     ] = None,
 ) -> None:
-    """Run a command in several processes on this machine's CPU, as on several hosts."""
+    """Run a command in several processes on this machine's CPU, to simulate several hosts."""
     from quatrain.cluster.launch import launch as run
 
     status = run(command or (), processes=processes, devices_per_process=devices_per_process, port=port)
@@ -209,10 +212,10 @@ def config(
     config: ConfigArgument = None,
     set_: SetOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: config, provenance, warnings.")
+        bool, typer.Option("--json", help="Print JSON: configuration, origin of each value, warnings.")
     ] = False,
 ) -> None:
-    """Print the final configuration, each value with the layer it came from."""
+    """Print the resolved configuration, each value with the layer it came from."""
     _print_config(_resolve(config, set_), as_json=as_json)
 
 
@@ -227,14 +230,16 @@ def config(
 def plan(
     config: ConfigArgument = None,
     set_: SetOption = None,
-    devices: Annotated[int, typer.Option(min=1, help="Devices of all processes.")] = 1,
-    processes: Annotated[int, typer.Option(min=1, help="Processes the devices belong to.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices of all processes together.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that the devices belong to.")
+    ] = 1,
     params: Annotated[
         bool,
         typer.Option(
             "--params",
-            help="Show instead how parameters are split, and the bytes on each device. Activations are an "
-            "estimate. Not counted: what decoding works with, and the runtime itself.",
+            help="Print instead how parameters are sharded, and the bytes on each device. Activations are an "
+            "estimate. Temporary memory of decoding and of the runtime is not counted.",
         ),
     ] = False,
     device_memory: Annotated[
@@ -242,18 +247,18 @@ def plan(
         typer.Option(
             metavar="SIZE",
             show_default=False,
-            help="With --params: the memory of a device, as 80GB, 24GiB or 16e9; says what does not fit.",
+            help="With --params: memory of a device, e.g. 80GB, 24GiB or 16e9; warns of what does not fit.",
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: values, units, formulas, warnings.")
     ] = False,
 ) -> None:
-    """Print every batch number of a training step, with its unit and formula; or what lies on a device."""
+    """Print every batch size of a training step, with unit and formula; or the memory on each device."""
     if device_memory is not None and not params:
         raise ValueError(
-            f"--device-memory is what the bytes of --params are held against; got {device_memory} without "
-            "--params; add it"
+            f"--device-memory is compared with the bytes that --params prints; got {device_memory} without "
+            "--params; add --params"
         )
     resolved = _resolve(config, set_)
     if params:
@@ -274,9 +279,10 @@ def plan(
 @app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run exported/ --step 50"))
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write the model to.")],
     step: Annotated[
-        int | None, typer.Option(show_default=False, help="Training step of the checkpoint; the latest.")
+        int | None,
+        typer.Option(show_default=False, help="Training step of the checkpoint; default: the latest."),
     ] = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""
@@ -292,9 +298,9 @@ def export(
 def bench(
     config: ConfigArgument = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to time.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps to time.")] = 5,
 ) -> None:
-    """Time the stages of the training step."""
+    """Time the stages of the training step on this machine."""
     resolved = _resolve(config, set_)
     from quatrain.bench import bench as run
 

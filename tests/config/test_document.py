@@ -26,6 +26,8 @@ def test_every_key_has_a_row():
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "number > 0, ≤ 1"),
         ({"anyOf": [{"enum": ["a", "b"], "type": "string"}, {"type": "null"}]}, "`a`, `b` or null"),
         ({"const": "a", "type": "string"}, "`a`"),
+        ({"enum": ["auto", True, False]}, "`auto`, `true`, `false`"),
+        ({"type": "integer", "maximum": 2**32 - 1}, "integer ≤ 4294967295"),
         ({"type": "array", "items": {"type": "string"}}, "list of text"),
         ({"type": "object", "additionalProperties": {"type": "number"}}, "mapping of name to number"),
         ({"type": "boolean"}, "true or false"),

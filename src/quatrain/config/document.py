@@ -21,59 +21,64 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m quatrain.config.document` from src/quatrain/config/schema.py. Edit that file. -->
 
-A run is described by one YAML file; every key has a default. `quatrain config CONFIG.yaml` prints what
-results, each value with the layer it came from (`--json` for programs), and so does
-`quatrain train CONFIG.yaml --print-config`.
+A YAML file describes a run; every key has a default. `quatrain config CONFIG.yaml` prints the resolved
+configuration, each value with the layer it came from (`--json` prints JSON).
+`quatrain train CONFIG.yaml --print-config` prints the same.
 
 ## Layers
 
-Lowest first; a later layer wins.
+The layers, from lowest to highest; a higher layer overrides a lower one.
 
-1. **Defaults**: the tables below.
-2. **The YAML file.** Without one, the embedded quickstart (`configs/quickstart.yaml`).
-3. **`--set key.sub=value`**, as often as you like; among equals the last wins.
-4. **The environment**: `QUATRAIN__ROLLOUT__N=16` sets `rollout.n`. A double underscore is a dot; upper and
-   lower case are the same. A variable that takes back a `--set` is reported.
-5. **Derived**: what is still `null` and follows from the rest, as the descriptions say. A value that was
-   given is never changed.
+1. **Defaults**: the values in the tables below.
+2. **The YAML file.** Without a CONFIG, the file of the quickstart (`configs/quickstart.yaml`).
+3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts.
+4. **Environment variables**: `QUATRAIN__ROLLOUT__N=16` sets `rollout.n`. A double underscore stands for a
+   dot; upper and lower case are equivalent. If an environment variable overrides a `--set`, a warning says
+   so.
+5. **Derived values**: a key that is `null` after layers 1 to 4 gets the derived value that its description
+   gives, if it gives one. A value other than `null` is never changed.
 
 ```bash
 quatrain train configs/gsm8k_smollm2_cpu.yaml --set rollout.n=4 --set optimizer.learning_rate=1e-6
-quatrain train configs/gsm8k_smollm2_cpu.yaml --set data.train=../shared/data/gsm8k/train.jsonl
+quatrain train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl
 QUATRAIN__RUN__STEPS=5 quatrain train
 ```
 
-An unknown key is an error in every layer, and the message names the nearest valid key. Nothing is converted:
-a number in quotes is text, and text where a number belongs is an error.
+An unknown key is an error in every layer, and the error names the nearest valid key. Values are never
+converted to another type: a number in quotes is a string, and a string for a key that needs a number is an
+error.
 
-Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, only `true` and `false` are truth values
-(`off`, `no` and `1:30` are text), a key may stand once. Text with `: ` or ` #` in it, or that begins with one
-of `[ { * & ! % @ > |`, needs quotes: `--set 'data.system_prompt="Answer: a number."'`. An empty value is
-`null`. Relative paths start at the working directory.
+Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, and only `true` and `false` are booleans
+(`off`, `no` and `1:30` are strings). A key given twice in one file is an error. A string that contains `: `
+or ` #`, or that begins with one of `[ { * & ! % @ > |`, needs quotes:
+`--set 'data.system_prompt="Answer: a number."'`. An empty value is `null`. Relative paths are relative to
+the working directory.
 
-`reward.functions` is a mapping from name to weight. A layer that gives the mapping replaces it whole; one
-entry changes with `--set reward.functions.correct=2` (all that follows `reward.functions.` is the name, dots
-included) or `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
+`reward.functions` is a mapping from names to weights. A layer that sets the mapping replaces the whole
+mapping. To change one entry, use `--set reward.functions.correct=2` (everything after `reward.functions.` is
+the name, dots included) or `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
 
-A run keeps its final configuration in `config.yaml` in its folder, and that file is a CONFIG again. Derived
-values are written out there; where you change what they follow from, set them to `null` to derive them anew.
+A run writes its resolved configuration to `config.yaml` in its folder. This file can be used as a CONFIG
+again. It contains the derived values: if you change a key that others are derived from, set those to `null`,
+so that they are derived again.
 
 ## Secrets
 
-Keys and passwords (`WANDB_API_KEY`, `HF_TOKEN`) come from the environment or from a `.env` file, never from a
-configuration. The file is the first that exists of `.env` in the repository (or the working directory,
-outside one) and `~/.env`; it fills only variables that are not set. `.env.example` shows the form, which is
-python-dotenv's without the substitution of `${NAME}`; an error in the file names the line and does not show
-it. Git ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and whether
-`WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`, `*_TOKEN`,
-`*_SECRET` or `*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
+Keys and passwords (`WANDB_API_KEY`, `HF_TOKEN`) are read from the environment or from a `.env` file, never
+from a configuration. quatrain reads one `.env` file: the one in the repository (outside a repository, in the
+working directory), or, if that does not exist, `~/.env`. The file sets only variables that are not set yet.
+`.env.example` shows the format, which is python-dotenv's without substitution of `${NAME}`; an error in the
+file names the line and does not show it. Git ignores `.env`. The configuration depends on no other environment
+variables than those with the prefix `QUATRAIN__`, `WANDB_MODE`, and whether `WANDB_API_KEY` is set. In
+everything that is printed or written, the values of variables named `*_API_KEY`, `*_TOKEN`, `*_SECRET` or
+`*PASSWORD*` are replaced by `[redacted]`.
 
-`QUATRAIN_DEBUG=1` shows a traceback with every error.
+With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 """
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """docs/config.md as Markdown: the introduction, and one table of keys per section."""
     nested = sections()
     top = {name: field for name, field in Config.model_fields.items() if name not in nested}
     parts = [INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
@@ -109,19 +114,24 @@ def type_text(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "enum" in field:
-        return ", ".join(f"`{choice}`" for choice in field["enum"])
+        return ", ".join(f"`{_as_yaml(choice)}`" for choice in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"
     if field["type"] == "array":
         return f"list of {type_text(field['items'])}"
     if field["type"] == "object":
         return f"mapping of name to {type_text(field['additionalProperties'])}"
-    bounds = ", ".join(f"{sign} {field[bound]:g}" for bound, sign in _BOUNDS.items() if bound in field)
+    bounds = ", ".join(f"{sign} {field[bound]:.10g}" for bound, sign in _BOUNDS.items() if bound in field)
     return f"{_NAMES[field['type']]} {bounds}".rstrip()
 
 
+def _as_yaml(choice: str | bool) -> str:
+    """A value as YAML spells it: booleans in lower case."""
+    return str(choice).lower() if isinstance(choice, bool) else choice
+
+
 def write(path: Path = PAGE) -> None:
-    """Writes the page; raises ConfigError where its folder is missing."""
+    """Writes the page to `path`; raises ConfigError if the folder of `path` does not exist."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; run this in the repository's root")
     path.write_text(page(), encoding="utf-8")

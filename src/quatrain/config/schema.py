@@ -1,6 +1,6 @@
-"""Every knob of quatrain: typed, frozen, described with its unit and default.
+"""Every configuration key of quatrain: typed, frozen, described with its unit and default.
 
-Stands under every room: a stage receives its own section, never the root. Imports no JAX.
+Imported by every package: a stage receives its own section, never the root. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -104,14 +104,15 @@ class RunConfig(Section):
 
     name: Text | None = Field(
         None,
-        description="Name of the run's folder; derived: name of the configuration file and the time (UTC).",
+        description="Name of the run's folder; derived: the configuration file's name and the time (UTC).",
     )
     dir: Text = Field("runs", description="Folder that holds all runs.")
     steps: Count | None = Field(
-        None, description="Training steps (rollout batches); derived from `run.epochs` and the data."
+        None,
+        description="Number of training steps (rollout batches); derived from `run.epochs` and the data.",
     )
     epochs: float = Field(
-        1.0, gt=0, description="Passes over the training prompts, when `run.steps` is not set."
+        1.0, gt=0, description="Passes over the training prompts; has no effect if `run.steps` is set."
     )
 
     @field_validator("name")
@@ -125,146 +126,178 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy and how it computes."""
+    """The policy: where its weights come from, and in which dtype and with which kernels it is computed."""
 
     path: Text = Field(
         "builtin:tiny",
-        description="`builtin:tiny`, a local Hugging Face folder, a hub id (`Qwen/Qwen2.5-0.5B-Instruct`) "
-        "or a `.gguf` file.",
+        description="The model: `builtin:tiny`, a local Hugging Face folder, a model on the Hub "
+        "(`Qwen/Qwen2.5-0.5B-Instruct`) or a `.gguf` file.",
     )
-    tokenizer: Text | None = Field(None, description="Where the tokenizer comes from; derived: `model.path`.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of activations and matmuls.")
+    tokenizer: Text | None = Field(
+        None,
+        description="The tokenizer: a folder, a model on the Hub or a `.gguf` file; derived: `model.path`.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Dtype of activations, matrix products and the KV cache."
+    )
     param_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype the parameters are kept in."
+        "float32", description="Dtype in which parameters are stored and exported."
     )
     remat: Literal["none", "dots", "layer"] = Field(
         "layer",
-        description="What the backward pass recomputes: `layer` all of each layer but its input, `dots` all "
-        "but products with weights and attention (more memory, less time), `none` nothing.",
+        description="What the backward pass recomputes: `layer`: everything in a layer (only the layer's "
+        "input is kept); `dots`: everything but products with weights and attention (more memory, less "
+        "time); `none`: nothing.",
     )
     attention: Literal["auto", "xla", "cudnn", "pallas", "splash"] = Field(
         "auto",
-        description="Attention of the forward/backward passes: `auto` picks by device and model; a named "
-        "kernel that cannot honour the model's mask is an error.",
+        description="Attention kernel of forward and backward passes: `xla` (any device), `cudnn` (cuDNN "
+        "flash attention, GPUs), `pallas` (a Triton kernel, GPUs) or `splash` (splash attention, TPUs). "
+        "`auto` chooses by device and model. A named kernel that cannot compute the model's attention mask "
+        "is an error.",
     )
 
 
 class DataConfig(Section):
-    """Prompts."""
+    """Prompts for training and evaluation."""
 
     train: Text = Field(
         "builtin:arithmetic",
-        description="Training prompts: `builtin:arithmetic`, a hub data set (`openai/gsm8k:main`), or a "
-        ".jsonl, .json, .parquet or .csv file.",
+        description="Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), "
+        "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from).",
     )
     eval: Text | None = Field(
-        None, description="Evaluation prompts, as `data.train`; derived: the held-out part of a builtin."
+        None,
+        description="Evaluation prompts, in the form of `data.train`; derived: the held-out part if "
+        "`data.train` is built in.",
     )
-    batch_size: Count = Field(16, description="Prompts per training step, global.")
-    max_prompt_length: Count = Field(512, description="Longest prompt, in tokens.")
+    batch_size: Count = Field(16, description="Prompts per training step, over all devices.")
+    max_prompt_length: Count = Field(512, description="Maximum length of a prompt, in tokens.")
     on_long_prompt: Literal["error", "skip", "truncate_left"] = Field(
-        "error", description="What to do with a longer prompt; skipped and truncated prompts are counted."
+        "error",
+        description="What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the "
+        "prompt, or drop its first tokens. Skipped and truncated prompts are counted.",
     )
     question_column: Text | None = Field(
-        None, description="Column with a plain question, wrapped as a user message; null: a `prompt` column."
+        None,
+        description="Column with a plain question, which becomes a user message; null: the prompt is in the "
+        "column `prompt`.",
     )
-    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    system_prompt: str | None = Field(
+        None, description="System message added before each prompt; null: none."
+    )
 
 
 class SFTConfig(Section):
-    """Supervised warm start on demonstrations, before the first training step."""
+    """Supervised warm start: training on demonstrations before the first training step."""
 
-    steps: NonNegative = Field(0, description="Optimizer steps; 0: no warm start.")
+    steps: NonNegative = Field(0, description="Optimizer steps of the warm start; 0: no warm start.")
     data: Text | None = Field(
-        None, description="Demonstrations with a `completion` column; derived: `data.train`."
+        None, description="Demonstrations: rows with a column `completion`; derived: `data.train`."
     )
-    batch_size: Count = Field(64, description="Demonstrations per optimizer step, global.")
+    batch_size: Count = Field(64, description="Demonstrations per optimizer step, over all devices.")
     learning_rate: float = Field(
-        1e-3, ge=0, description="Peak learning rate; linear warm-up, then cosine to zero."
+        1e-3, ge=0, description="Peak learning rate, between a linear warm-up and a cosine decay to zero."
     )
     warmup_steps: NonNegative = Field(10, description="Optimizer steps of linear warm-up.")
 
 
 class RolloutConfig(Section):
-    """Line 1: sampling completions."""
+    """Stage 1 of a training step: sampling completions."""
 
     n: Count = Field(8, description="Samples per prompt (the group size).")
-    max_new_tokens: Count = Field(256, description="Longest completion, in tokens, stop token included.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus sampling: smallest set of tokens with this probability."
+    max_new_tokens: Count = Field(
+        256, description="Maximum length of a completion, in tokens, stop token included."
     )
-    top_k: NonNegative = Field(0, description="Sample among the k most likely tokens; 0: all.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0: greedy.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: sample from the smallest set of tokens with at least this "
+        "probability; 1: all tokens.",
+    )
+    top_k: NonNegative = Field(0, description="Sample from this many most likely tokens; 0: all.")
     min_p: Fraction = Field(
-        0.0, description="Drop tokens less likely than this fraction of the likeliest; 0: none."
+        0.0,
+        description="Drop tokens less likely than this fraction of the most likely token's probability; 0: "
+        "drop none.",
     )
     stop: tuple[Text, ...] = Field(
-        (), strict=False, description="Strings that end a completion, beside the model's stop tokens."
+        (), strict=False, description="Strings that end a completion, in addition to the model's stop tokens."
     )
     max_concurrency: Count | None = Field(
         None,
-        description="Sequences that decode at once, on all replicas together; derived from memory where "
-        "null: all of a call, as long as their cache fits.",
+        description="Sequences that decode at the same time, on all replicas together; null: all sequences "
+        "of a training step, or as many as the KV cache has memory for.",
     )
     mesh: Mesh | None = Field(
         None,
-        description="The devices' arrangement in decoding, as `mesh`; derived: that of training with `dp` "
-        "x `fsdp` copies of the weights.",
+        description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
+        "`mesh`, so that each replica of the sampler has a complete copy of the weights on `tp` devices.",
     )
     logprob_diff_warning: float | None = Field(
         0.05,
         gt=0,
-        description="Mean difference of a token's log-probability between sampler and trainer above which a "
-        "step is warned about, in nats; null: never.",
+        description="A warning is given if the mean absolute difference between the sampler's and the "
+        "trainer's log-probabilities of a training step's tokens exceeds this, in nats; null: no warning.",
     )
 
 
 class PlacementConfig(Section):
-    """Which devices each role has: their numbers in a process, the same in every process.
+    """Which devices training, rollout and reference policy use.
 
-    Roles have the same devices, or none in common.
+    Devices are given by their numbers within a process, the same in every process. Two of these roles must
+    have either the same devices or none in common.
     """
 
-    train: Devices | None = Field(None, description="Devices of training, as `0-3` or `0,2`; null: all.")
-    rollout: Devices | None = Field(None, description="Devices of the rollout; null: those of training.")
+    train: Devices | None = Field(None, description="Devices of training, e.g. `0-3` or `0,2`; null: all.")
+    rollout: Devices | None = Field(None, description="Devices of the rollout; null: the training devices.")
     reference: Devices | None = Field(
-        None, description="Devices of the reference policy; null: those of training."
+        None, description="Devices of the reference policy; null: the training devices."
     )
 
 
 class OffloadConfig(Section):
-    """What waits in the host's (pinned) memory while it is not in use."""
+    """Arrays that are moved to the host's pinned memory while they are not in use."""
 
-    reference: bool = Field(False, description="The reference policy, between log-probabilities.")
-    optimizer: bool = Field(False, description="The optimizer's state, between optimizer steps.")
+    reference: bool = Field(
+        False, description="Offload the reference policy while no reference log-probabilities are computed."
+    )
+    optimizer: bool = Field(False, description="Offload the optimizer state between optimizer steps.")
 
 
 class RewardConfig(Section):
-    """Line 2: scoring completions."""
+    """Stage 2 of a training step: scoring completions."""
 
     functions: dict[Text, float] = Field(
         {"correct": 1.0, "format": 0.5, "tag_count": 0.5},
         min_length=1,
-        description="Reward functions and their weights: a built-in name, `package.module:function` or "
-        "`path/file.py:function`. A layer that gives the mapping replaces it whole.",
+        description="Mapping from reward functions to their weights. A function is a built-in name, "
+        "`package.module:function` or `path/file.py:function`. A configuration layer that sets the mapping "
+        "replaces the whole mapping.",
     )
 
 
 class AdvantageConfig(Section):
-    """Line 3: rewards to advantages."""
+    """Stage 3 of a training step: computing advantages from rewards."""
 
     estimator: EstimatorName = Field(
         "grpo",
-        description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce`, or a function of your own "
-        "as `path/file.py:function` or `package.module:function`.",
+        description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce` (formulas: "
+        "[algorithms.md](algorithms.md#advantage-estimators)), or a function of your own as "
+        "`path/file.py:function` or `package.module:function`.",
     )
     args: dict[Text, Argument] = Field(
-        {}, description="Arguments of the estimator beside its inputs, by name; checked at the start."
+        {},
+        description="Arguments of the estimator by name, in addition to its inputs; checked when a run starts.",
     )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
-        description="Standard deviation that divides the advantage (`grpo`, `reinforce`); derived: group for "
-        "grpo, batch for reinforce, none for `dr_grpo` and `rloo`.",
+        description="Standard deviation that divides the advantage: of the group's rewards, of the batch's "
+        "rewards, or none; [algorithms.md](algorithms.md#advantage-estimators) shows which of these an "
+        "estimator accepts; derived: `group` for `grpo`, `batch` for `reinforce`, `none` for `dr_grpo` and "
+        "`rloo`.",
     )
 
 
@@ -273,56 +306,70 @@ SHARING_ATTENTIONS = ("auto", "xla")
 
 
 class UpdateConfig(Section):
-    """Line 4: advantages to new weights."""
+    """Stage 4 of a training step: updating the weights."""
 
     mini_batch_size: Count | None = Field(
-        None, description="Prompts per optimizer step, global; derived: `data.batch_size`."
+        None, description="Prompts per optimizer step, over all devices; derived: `data.batch_size`."
     )
-    epochs: Count = Field(1, description="Passes over one rollout batch (μ).")
+    epochs: Count = Field(1, description="Passes over the sequences of a training step (μ).")
     micro_batch_size: Count | None = Field(
         None,
-        description="Sequences per device shard in one forward/backward (fixed mode); null: "
-        "`update.max_tokens_per_device` counts instead.",
+        description="Sequences per data shard (one of the `dp` x `fsdp` parts of a batch) in one "
+        "forward/backward pass; null: `update.max_tokens_per_device` is used instead.",
     )
     max_tokens_per_device: Count | None = Field(
         None,
-        description="Tokens per device shard in one forward/backward (token-budget mode); derived, where "
-        "`update.micro_batch_size` is not set: 16384, or the longest possible sequence where that is more.",
+        description="Token budget: maximum number of tokens per data shard in one forward/backward pass. "
+        "Derived if `update.micro_batch_size` is null: 16384, or the length of the longest possible "
+        "sequence if that is more.",
     )
     share_prompts: Literal["auto", True, False] = Field(
         "auto",
-        description="Compute the prompt of a group once for all its samples, and what all prompts begin with "
-        "once for each buffer, in the update and for log-probabilities. `auto`: wherever micro-batches have "
-        "a token budget and `model.attention` is auto or xla; the result is the same.",
+        description="In the update and in log-probability passes, compute a group's prompt once for all its "
+        "samples, and a common prefix of all prompts once per packed row. `auto`: yes, if micro-batches "
+        "have a token budget and `model.attention` is `auto` or `xla`. The result does not change.",
     )
     loss: LossName = Field(
         "ppo_clip",
-        description="Policy loss: `ppo_clip`, or a function of your own as `path/file.py:function` or "
-        "`package.module:function`.",
+        description="Policy loss: `ppo_clip` (formula: [algorithms.md](algorithms.md#policy-loss)), or a "
+        "function of your own as `path/file.py:function` or `package.module:function`.",
     )
     loss_args: dict[Text, Argument] = Field(
-        {}, description="Arguments of the loss beside the tokens, by name; checked at the start."
+        {},
+        description="Arguments of the loss by name, in addition to the tokens; checked when a run starts.",
     )
-    clip_low: float = Field(0.2, ge=0, description="The ratio is clipped below at 1 - this.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + this.")
+    clip_low: float = Field(0.2, ge=0, description="The probability ratio is clipped at 1 - `clip_low`.")
+    clip_high: float = Field(0.2, ge=0, description="The probability ratio is clipped at 1 + `clip_high`.")
     dual_clip: float | None = Field(
-        None, gt=1, description="Bound on the loss of negative advantages, as a multiple of |A|."
+        None,
+        gt=1,
+        description="Upper bound on the loss of a token with negative advantage A, as a multiple of |A|; "
+        "null: no bound.",
     )
     loss_aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
-    ] = Field("token_mean", description="Weight of each token in the loss.")
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the KL to the frozen reference; 0 loads no reference."
+    ] = Field(
+        "token_mean",
+        description="How the token losses are weighted; formulas: "
+        "[algorithms.md](algorithms.md#aggregation).",
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL to the frozen reference in the loss; 0: no reference is loaded.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL to the reference.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
-        description="Log-probabilities the ratio is taken to: `auto` recomputes them only where a step has "
-        "several optimizer steps; `rollout` takes the sampler's.",
+        description="Old log-probabilities, in the denominator of the probability ratio: `recompute`: "
+        "computed by the trainer; `auto`: computed by the trainer only if a training step has several "
+        "optimizer steps, else the ratio is 1; `rollout`: those of the sampler.",
     )
     max_bad_steps: Count = Field(
-        5, description="Optimizer steps in a row with a non-finite gradient before the run stops."
+        5,
+        description="The run stops after this many optimizer steps in a row with a non-finite loss or "
+        "gradient.",
     )
 
     def shares_prompts(self, attention: str) -> bool:
@@ -335,34 +382,42 @@ class LogprobConfig(Section):
 
     micro_batch_size: Count | None = Field(
         None,
-        description="Sequences per device shard in one forward pass (fixed mode); derived, where the update "
-        "is in fixed mode and no mode is set here: 2 x `update.micro_batch_size`.",
+        description="Sequences per data shard in one forward-only pass. Derived if "
+        "`update.micro_batch_size` is set and both keys of this section are null: 2 x "
+        "`update.micro_batch_size`.",
     )
     max_tokens_per_device: Count | None = Field(
         None,
-        description="Tokens per device shard in one forward pass (token-budget mode); derived, where the "
-        "update is in token-budget mode and no mode is set here: 2 x `update.max_tokens_per_device`.",
+        description="Token budget: maximum number of tokens per data shard in one forward-only pass. "
+        "Derived if `update.micro_batch_size` and both keys of this section are null: 2 x "
+        "`update.max_tokens_per_device`.",
     )
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its schedule, in optimizer steps."""
+    """The optimizer and its learning-rate schedule, which counts optimizer steps."""
 
-    name: Literal["adamw", "lion", "sgd"] = Field("adamw", description="Optimizer.")
+    name: Literal["adamw", "lion", "sgd"] = Field(
+        "adamw", description="Optimizer; `sgd` has momentum `beta1`."
+    )
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
+        "constant", description="How the learning rate changes after the warm-up."
     )
-    warmup_steps: NonNegative = Field(0, description="Optimizer steps of linear warm-up from 0.")
+    warmup_steps: NonNegative = Field(
+        0, description="Optimizer steps over which the learning rate rises linearly."
+    )
     final_fraction: Fraction = Field(
-        0.0, description="Last learning rate of linear and cosine, as a fraction of the peak."
+        0.0, description="Final learning rate of `linear` and `cosine`, as a fraction of the peak."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (adamw, lion); sgd has none.")
-    beta1: Fraction = Field(0.9, description="First-moment decay; momentum of sgd.")
-    beta2: Fraction = Field(0.999, description="Second-moment decay (adamw, lion).")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator (adamw).")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; must be 0 for sgd.")
+    beta1: Fraction = Field(0.9, description="Decay of the first moment; momentum of sgd.")
+    beta2: Fraction = Field(0.999, description="Decay of the second moment (adamw, lion).")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update (adamw).")
     max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Gradients are scaled down to this global norm; null: never."
+        1.0,
+        gt=0,
+        description="Gradients with a larger global norm are scaled down to this norm; null: never.",
     )
 
 
@@ -370,54 +425,64 @@ class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
     every_steps: NonNegative = Field(
-        10, description="Training steps between evaluations; 0: only before and after."
+        10, description="Training steps between evaluations; 0: evaluate only before and after training."
     )
     num_prompts: Count | None = Field(
-        128, description="Prompts of an evaluation before and during training; null: all."
+        128, description="Number of prompts in evaluations before and during training; null: all."
     )
-    final_num_prompts: Count | None = Field(None, description="Prompts of the last evaluation; null: all.")
-    batch_size: Count = Field(64, description="Sequences decoded at once.")
+    final_num_prompts: Count | None = Field(
+        None, description="Number of prompts in the evaluation after training; null: all."
+    )
+    batch_size: Count = Field(64, description="Sequences decoded in one call during evaluation.")
     n: NonNegative = Field(
-        0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy only."
+        0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy completions only."
     )
-    temperature: float = Field(1.0, gt=0, description="Temperature of the sampled completions.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature of the completions for mean@n and pass@n."
+    )
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of everything a run needs to go on."""
+    """Checkpoints, which hold everything that a run needs to be resumed."""
 
     every_steps: NonNegative = Field(
-        50, description="Training steps between checkpoints; 0: only the last step."
+        50, description="Training steps between checkpoints; 0: only after the last step."
     )
-    keep: Count = Field(3, description="Checkpoints kept; older ones are deleted.")
+    keep: Count = Field(3, description="Number of checkpoints kept; older ones are deleted.")
 
 
 class LoggingConfig(Section):
-    """Where metrics go beside the run's own files."""
+    """Logging of metrics and samples, in addition to the files that every run writes."""
 
     wandb: Literal["disabled", "offline", "online"] | None = Field(
         None,
-        description="Weights & Biases (extra `wandb`); derived: WANDB_MODE, or online where WANDB_API_KEY "
-        "is set, else disabled.",
+        description="Mode of Weights & Biases (extra `wandb`); derived: the variable WANDB_MODE, or "
+        "`online` if WANDB_API_KEY is set, else `disabled`.",
     )
-    wandb_project: Text = Field("quatrain", description="Weights & Biases project.")
+    wandb_project: Text = Field("quatrain", description="Project in Weights & Biases.")
     tensorboard: bool = Field(False, description="Write TensorBoard files (extra `tensorboard`).")
-    samples_per_step: NonNegative = Field(16, description="Completions written to samples/ each step.")
+    samples_per_step: NonNegative = Field(
+        16, description="Completions written to `samples/` at each training step."
+    )
 
 
 class DistributedConfig(Section):
-    """Several processes that train together: how long they wait for each other."""
+    """How long the processes of a run with several processes wait for each other."""
 
     start_timeout_s: Count = Field(
-        300, description="Longest wait at the start for the coordinator and for all processes, in seconds."
+        300,
+        description="Maximum time, in seconds, that a process waits at the start for the coordinator and "
+        "for all other processes.",
     )
     heartbeat_timeout_s: Count = Field(
-        60, description="Silence after which a process counts as dead and the others end, in seconds."
+        60,
+        description="Time without a sign of life, in seconds, after which a process counts as dead and the "
+        "others end.",
     )
     shutdown_timeout_s: Count = Field(
         600,
-        description="Longest wait at the end for the other processes, process 0 and its files above all, in "
-        "seconds.",
+        description="Maximum time, in seconds, that a process waits at the end for the other processes, "
+        "mainly for process 0 to write its files.",
     )
 
 
@@ -428,13 +493,13 @@ class Config(Section):
         0,
         ge=0,
         le=LARGEST_SEED,
-        description="Seed of everything random: data order, sampling, initialisation.",
+        description="Seed of all random numbers: order of the data, sampling, initialisation.",
     )
     mesh: Mesh = Field(
         "auto",
-        description="The devices' arrangement in training: `dp,fsdp,tp` as in `1,-1,1`, one number -1 at "
-        "most, or a mapping of those; `auto`: parameters sharded over the devices of a process, copied to "
-        "each process.",
+        description="Device mesh for training: `dp,fsdp,tp`, e.g. `1,-1,1`, or a mapping of these axes. At "
+        "most one size may be -1 (use all remaining devices). `auto`: fsdp within each process, dp across "
+        "processes.",
     )
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

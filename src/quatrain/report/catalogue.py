@@ -1,6 +1,7 @@
-"""Every metric a run logs, with unit, reduction and meaning; writes docs/metrics.md when run as a module.
+"""Every metric that a run logs, with unit, reduction and meaning; as a module, writes docs/metrics.md.
 
-The stages emit these names, `sinks` writes them; a name that is not here is a mistake in one or the other.
+The stages produce metrics under these names, and `sinks` writes them; a metric that is not listed here is a
+mistake.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class MetricDoc(NamedTuple):
 
 PAGE = Path("docs/metrics.md")
 
-_STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Least", "max": "Greatest"}
+_STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Minimum", "max": "Maximum"}
 
 
 def _stats(name: str, unit: str, of: str, stats: Iterable[str] = tuple(_STATS)) -> dict[str, MetricDoc]:
-    return {f"{name}/{stat}": MetricDoc(unit, stat, f"{_STATS[stat]} {of}.") for stat in stats}
+    return {f"{name}/{stat}": MetricDoc(unit, stat, f"{_STATS[stat]} of {of}.") for stat in stats}
 
 
 def _seconds(meanings: dict[str, str]) -> dict[str, MetricDoc]:
@@ -34,24 +35,34 @@ def _seconds(meanings: dict[str, str]) -> dict[str, MetricDoc]:
 
 CATALOGUE: dict[str, MetricDoc] = {
     "loss": MetricDoc(
-        "nats", "mean", "Whole loss: policy loss, KL and entropy terms, aggregated as configured."
+        "nats",
+        "mean",
+        "Complete loss: policy loss, KL and entropy terms, weighted by `update.loss_aggregation`.",
     ),
-    "update/policy_loss": MetricDoc("nats", "mean", "Policy loss alone, mean over tokens."),
+    "update/policy_loss": MetricDoc(
+        "nats", "mean", "Policy loss without KL and entropy terms, mean over tokens."
+    ),
     "update/kl": MetricDoc(
-        "nats", "mean", "KL to the frozen reference, mean over tokens; only with `update.kl_coef`."
+        "nats", "mean", "KL to the frozen reference, mean over tokens; logged if `update.kl_coef` is above 0."
     ),
     "update/entropy": MetricDoc(
         "nats", "mean", "Entropy of the policy at the sampling temperature, mean over tokens."
     ),
-    "update/ratio_mean": MetricDoc("1", "mean", "Probability ratio new / old policy, mean over tokens."),
-    "update/ratio_max": MetricDoc("1", "max", "Greatest probability ratio of a token."),
-    "update/clip_fraction": MetricDoc(
-        "fraction", "mean", "Tokens whose ratio was clipped, in any of the three ways."
+    "update/ratio_mean": MetricDoc(
+        "1", "mean", "Probability ratio of the current to the old policy, mean over tokens."
     ),
-    "update/clip_low_fraction": MetricDoc("fraction", "mean", "Tokens clipped at 1 - `update.clip_low`."),
-    "update/clip_high_fraction": MetricDoc("fraction", "mean", "Tokens clipped at 1 + `update.clip_high`."),
+    "update/ratio_max": MetricDoc("1", "max", "Maximum of the probability ratio over tokens."),
+    "update/clip_fraction": MetricDoc(
+        "fraction", "mean", "Fraction of tokens whose ratio was clipped, in any of the following three ways."
+    ),
+    "update/clip_low_fraction": MetricDoc(
+        "fraction", "mean", "Fraction of tokens clipped at 1 - `update.clip_low`."
+    ),
+    "update/clip_high_fraction": MetricDoc(
+        "fraction", "mean", "Fraction of tokens clipped at 1 + `update.clip_high`."
+    ),
     "update/clip_dual_fraction": MetricDoc(
-        "fraction", "mean", "Tokens whose loss was bounded by `update.dual_clip`."
+        "fraction", "mean", "Fraction of tokens whose loss was bounded by `update.dual_clip`."
     ),
     "update/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the gradient before clipping, mean over optimizer steps."
@@ -59,131 +70,195 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/learning_rate": MetricDoc("1", "last", "Learning rate of the last optimizer step."),
     "update/optimizer_steps": MetricDoc("steps", "sum", "Optimizer steps applied in this training step."),
     "update/bad_steps": MetricDoc(
-        "steps", "sum", "Optimizer steps not applied: loss or gradient was not finite."
+        "steps", "sum", "Optimizer steps not applied because loss or gradient was not finite."
     ),
     "update/skipped_steps": MetricDoc(
-        "steps", "sum", "Optimizer steps skipped: no token had a weight or an advantage."
+        "steps", "sum", "Optimizer steps skipped because every advantage was 0, without a KL or entropy term."
     ),
     "update/compilations": MetricDoc(
-        "programs", "sum", "Programs compiled during the update; 0 once shapes settled."
+        "programs", "sum", "Programs compiled during the update; 0 once all shapes have occurred."
     ),
     "batch/micro_batches": MetricDoc(
-        "micro-batches", "sum", "Micro-batches of all optimizer steps, on each data shard."
+        "micro-batches", "sum", "Micro-batches that each data shard computed, over all optimizer steps."
     ),
     "batch/tokens": MetricDoc(
-        "tokens", "sum", "Prompt and completion tokens of all optimizer steps, padding left out."
+        "tokens",
+        "sum",
+        "Prompt and completion tokens of the sequences of all optimizer steps, without padding.",
     ),
-    "batch/padding_fraction": MetricDoc("fraction", "mean", "Computed tokens that are padding."),
+    "batch/padding_fraction": MetricDoc(
+        "fraction", "mean", "Fraction of the computed tokens that is padding."
+    ),
     "batch/shared_fraction": MetricDoc(
-        "fraction", "mean", "Tokens that need no computing, because sequences begin with the same."
+        "fraction",
+        "mean",
+        "Fraction of `batch/tokens` not computed, because prompts and common prefixes are shared.",
     ),
     "batch/imbalance": MetricDoc(
-        "1", "max", "Cost of a micro-batch's dearest data shard over that of its mean shard."
+        "1",
+        "max",
+        "Cost of the most expensive data shard of a micro-batch, divided by the mean cost of its shards.",
     ),
     "global_seqlen/min": MetricDoc(
-        "tokens", "min", "Tokens of the smallest data shard, if sequences went to shards in their order."
+        "tokens",
+        "min",
+        "Tokens of the smallest data shard in an optimizer step, if sequences were assigned to shards in "
+        "their order.",
     ),
-    "global_seqlen/max": MetricDoc("tokens", "max", "Tokens of the largest such shard."),
-    "global_seqlen/mean": MetricDoc("tokens", "mean", "Tokens of a data shard, mean over shards."),
+    "global_seqlen/max": MetricDoc(
+        "tokens",
+        "max",
+        "Tokens of the largest data shard in an optimizer step, if sequences were assigned to shards in "
+        "their order.",
+    ),
+    "global_seqlen/mean": MetricDoc(
+        "tokens",
+        "mean",
+        "Tokens of a data shard in an optimizer step, mean over shards; shared tokens counted for each "
+        "sequence.",
+    ),
     "global_seqlen/minmax_diff": MetricDoc(
-        "tokens", "max", "Difference of largest and smallest, if sequences went to shards in their order."
+        "tokens",
+        "max",
+        "Difference between the largest and the smallest data shard in an optimizer step, if sequences "
+        "were assigned to shards in their order.",
     ),
     "global_seqlen/balanced_min": MetricDoc(
-        "tokens", "min", "Tokens of the smallest data shard, as planned."
+        "tokens",
+        "min",
+        "Tokens of the smallest data shard in an optimizer step, after balancing; shared tokens counted "
+        "once.",
     ),
-    "global_seqlen/balanced_max": MetricDoc("tokens", "max", "Tokens of the largest data shard, as planned."),
-    **_stats("reward", "reward", "total reward of a sequence, abstentions left out"),
-    **_stats("reward/<name>", "reward", "raw value of one reward function, abstentions left out"),
+    "global_seqlen/balanced_max": MetricDoc(
+        "tokens",
+        "max",
+        "Tokens of the largest data shard in an optimizer step, after balancing; shared tokens counted once.",
+    ),
+    **_stats(
+        "reward",
+        "reward",
+        "a sequence's total reward; sequences on which all functions abstained are left out",
+    ),
+    **_stats(
+        "reward/<name>",
+        "reward",
+        "a sequence's unweighted value of this reward function, without abstentions",
+    ),
     "reward/<name>/errors": MetricDoc(
-        "sequences", "sum", "Sequences on which this function raised and cost -1."
+        "sequences", "sum", "Sequences on which this reward function failed, each scored -1."
     ),
     "reward/<name>/abstained": MetricDoc(
-        "sequences", "sum", "Sequences on which this function returned None."
+        "sequences", "sum", "Sequences on which this reward function abstained (returned None)."
     ),
-    **_stats("advantage", "1", "advantage of a sequence"),
+    **_stats("advantage", "1", "a sequence's advantage"),
     "advantage/zero_signal_fraction": MetricDoc(
-        "fraction", "mean", "Groups whose advantages are all zero: nothing is learned from them."
+        "fraction",
+        "mean",
+        "Fraction of groups whose advantages are all zero; nothing is learned from these groups.",
     ),
-    **_stats("length/prompt", "tokens", "prompt length", ("mean", "max")),
-    **_stats("length/completion", "tokens", "completion length, stop token included", ("mean", "max")),
-    **_stats("length/total", "tokens", "length of prompt and completion", ("mean", "max")),
+    **_stats("length/prompt", "tokens", "a sequence's prompt length", ("mean", "max")),
+    **_stats(
+        "length/completion", "tokens", "a sequence's completion length, stop token included", ("mean", "max")
+    ),
+    **_stats("length/total", "tokens", "a sequence's total length of prompt and completion", ("mean", "max")),
     "rollout/truncated_fraction": MetricDoc(
-        "fraction", "mean", "Completions cut at `rollout.max_new_tokens`."
+        "fraction", "mean", "Fraction of completions cut at `rollout.max_new_tokens`."
     ),
     "rollout/logprob_diff_mean": MetricDoc(
-        "nats", "mean", "Absolute difference of a token's log-probability between sampler and trainer."
+        "nats",
+        "mean",
+        "Absolute difference between the sampler's and the trainer's log-probability of a token, mean over "
+        "the tokens of the first optimizer step.",
     ),
-    "rollout/logprob_diff_max": MetricDoc("nats", "max", "Greatest such difference of a token."),
-    "rollout/tokens_per_s": MetricDoc(
-        "tokens/s", "mean", "Completion tokens over the seconds of generation."
+    "rollout/logprob_diff_max": MetricDoc(
+        "nats", "max", "Maximum of this absolute difference over the same tokens."
     ),
-    "rollout/prefill_s": MetricDoc("s", "sum", "Part of generation that read the prompts."),
+    "rollout/tokens_per_s": MetricDoc("tokens/s", "mean", "Completion tokens per second of generation."),
+    "rollout/prefill_s": MetricDoc("s", "sum", "Seconds of generation spent in prefill (computing prompts)."),
     "rollout/prefill_tokens": MetricDoc(
-        "tokens", "sum", "Prompt tokens computed: a group's once, what packed prompts begin with once a row."
+        "tokens",
+        "sum",
+        "Prompt tokens computed: each prompt once per group, a common prefix once per packed row.",
     ),
-    "rollout/decode_s": MetricDoc("s", "sum", "Part of generation that sampled tokens."),
+    "rollout/decode_s": MetricDoc("s", "sum", "Seconds of generation spent in decoding."),
     "rollout/slot_utilisation": MetricDoc(
-        "fraction", "mean", "Decode work that gave a token, of what the widest batch could do in its steps."
+        "fraction", "mean", "Decoded tokens, divided by decode steps times the largest number of slots."
     ),
     "rollout/wasted_decode_fraction": MetricDoc(
-        "fraction", "mean", "Decode work, in slots times steps, that gave no token of a completion."
+        "fraction", "mean", "Fraction of slots times decode steps that gave no token of a completion."
     ),
     "rollout/compilations": MetricDoc(
-        "programs", "sum", "Programs compiled during the rollout; 0 once shapes settled."
+        "programs", "sum", "Programs compiled during the rollout; 0 once all shapes have occurred."
     ),
     "data/skipped_prompts": MetricDoc(
-        "prompts", "sum", "Training prompts left out as longer than `data.max_prompt_length`."
+        "prompts", "sum", "Training prompts skipped because they are longer than `data.max_prompt_length`."
     ),
     "data/truncated_prompts": MetricDoc(
-        "prompts", "sum", "Training prompts cut on the left to `data.max_prompt_length`."
+        "prompts", "sum", "Training prompts cut to their last `data.max_prompt_length` tokens."
     ),
     **_seconds(
         {
-            "rollout": "Rollout, all of it.",
-            "rollout_sync": "Rollout: taking over the new weights.",
-            "rollout_generate": "Rollout: prefill and decode.",
-            "rollout_flush": "Rollout: tokens to text and training arrays.",
-            "reward": "Reward functions.",
-            "advantage": "Advantages.",
-            "shard": "Moving the batch to the devices.",
-            "update": "Update, all of it.",
-            "update_logprobs": "Update: old and reference log-probabilities.",
-            "eval": "Evaluation.",
-            "checkpoint": "Starting a checkpoint: waiting for the one before and copying the arrays.",
-            "step": "The whole training step: its four stages.",
-            "sft": "The supervised warm start.",
+            "rollout": "Seconds of the rollout stage.",
+            "rollout_sync": "Seconds of the rollout stage spent copying the new weights to the rollout mesh.",
+            "rollout_generate": "Seconds of the rollout stage spent in prefill and decoding.",
+            "rollout_flush": "Seconds of the rollout stage spent converting tokens to text and to arrays.",
+            "reward": "Seconds of the reward stage.",
+            "advantage": "Seconds of the advantage stage.",
+            "shard": "Seconds of the update stage spent splitting mini-batches and moving them to devices.",
+            "update": "Seconds of the update stage.",
+            "update_logprobs": "Seconds of the update stage spent on old and reference log-probabilities.",
+            "eval": "Seconds of an evaluation.",
+            "checkpoint": "Seconds to start a checkpoint: waiting for the previous one, copying arrays.",
+            "step": "Seconds of the training step: rollout, reward, advantage and update.",
+            "sft": "Seconds of the supervised warm start.",
         }
     ),
     "time/<stage>_s_mean10": MetricDoc(
-        "s", "mean", "Mean of `time/<stage>_s` over the last 10 steps that had it."
+        "s", "mean", "Mean of `time/<stage>_s` over the last 10 steps in which the stage ran."
     ),
     "throughput/tokens_per_s": MetricDoc(
-        "tokens/s", "mean", "Prompt and completion tokens over the seconds of the step."
+        "tokens/s",
+        "mean",
+        "Prompt and completion tokens of the rollout batch per second of the training step.",
     ),
     "throughput/update_tokens_per_s": MetricDoc(
-        "tokens/s", "mean", "Tokens trained on over the seconds of the update."
+        "tokens/s", "mean", "Prompt and completion tokens, times `update.epochs`, per second of the update."
     ),
     "eval/accuracy_strict": MetricDoc(
-        "fraction", "mean", "Greedy completions with the right answer and the format."
+        "fraction", "mean", "Fraction of greedy completions with the right answer and the format."
     ),
-    "eval/accuracy_lenient": MetricDoc("fraction", "mean", "Greedy completions with the right answer."),
-    "eval/reward": MetricDoc("reward", "mean", "Total reward of greedy completions."),
-    "eval/completion_length": MetricDoc("tokens", "mean", "Length of greedy completions."),
+    "eval/accuracy_lenient": MetricDoc(
+        "fraction", "mean", "Fraction of greedy completions with the right answer."
+    ),
+    "eval/reward": MetricDoc("reward", "mean", "Mean total reward of greedy completions."),
+    "eval/completion_length": MetricDoc("tokens", "mean", "Mean length of greedy completions."),
     "eval/truncated_fraction": MetricDoc(
-        "fraction", "mean", "Greedy completions cut at `rollout.max_new_tokens`."
+        "fraction", "mean", "Fraction of greedy completions cut at `rollout.max_new_tokens`."
     ),
     "eval/mean_at_n": MetricDoc(
-        "fraction", "mean", "Right answers among `eval.n` sampled completions a prompt."
+        "fraction", "mean", "Fraction of right answers among `eval.n` sampled completions per prompt."
     ),
     "eval/pass_at_n": MetricDoc(
-        "fraction", "mean", "Prompts with a right answer among `eval.n` sampled completions."
+        "fraction",
+        "mean",
+        "Fraction of prompts with at least one right answer among `eval.n` sampled completions.",
     ),
-    "eval/num_prompts": MetricDoc("prompts", "sum", "Prompts evaluated."),
-    "eval/skipped_prompts": MetricDoc("prompts", "sum", "Evaluation prompts left out as too long."),
-    "eval/truncated_prompts": MetricDoc("prompts", "sum", "Evaluation prompts cut on the left."),
-    "sft/loss": MetricDoc("nats", "mean", "Warm start: negative log-likelihood of a demonstrated token."),
+    "eval/num_prompts": MetricDoc("prompts", "sum", "Number of prompts evaluated."),
+    "eval/skipped_prompts": MetricDoc(
+        "prompts", "sum", "Evaluation prompts skipped because they are longer than `data.max_prompt_length`."
+    ),
+    "eval/truncated_prompts": MetricDoc(
+        "prompts", "sum", "Evaluation prompts cut to their last `data.max_prompt_length` tokens."
+    ),
+    "sft/loss": MetricDoc(
+        "nats",
+        "mean",
+        "Warm start: negative log-likelihood, mean over the tokens of the demonstrated completions.",
+    ),
     "sft/entropy": MetricDoc(
-        "nats", "mean", "Warm start: entropy of the model, mean over demonstrated tokens."
+        "nats",
+        "mean",
+        "Warm start: entropy of the model, mean over the tokens of the demonstrated completions.",
     ),
 }
 """Name -> meaning. `<name>` and `<stage>` stand for any reward function and any timed stage."""
@@ -203,16 +278,20 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m quatrain.report.catalogue` from report/catalogue.py. Edit that file. -->
 
-A run writes one JSON object per training step to `metrics.jsonl`, and the same numbers to Weights & Biases
-and TensorBoard where these are on. Step 0 is the state before training. Every line is on disk before the run
-goes on. A step that is logged twice (an evaluation after the step) is merged into its line.
+A run writes one JSON object (one line) per training step to `metrics.jsonl`. It also sends the metrics to
+Weights & Biases and TensorBoard if these are enabled. Step 0 is the state before training. Each line is on
+disk before the run continues. If a step is logged twice (for example by an evaluation after the step), the
+metrics are merged into one line.
 
-- **Reduction** says how the parts of a step (sequences, tokens, micro-batches, optimizer steps) become one
-  number. A mean is kept as sum and count and divided once, so that it does not depend on how a batch was cut.
-- A mean over nothing is left out. A number that is not finite is `null`, and its name is listed in
-  `non_finite`.
-- After `--resume`, lines after the restored step are moved to `metrics.discarded.jsonl`: one line per step.
-- Lengths, rewards and advantages are over the step's rollout batch; losses over the tokens trained on.
+- The **reduction** says how the values of sequences, tokens, micro-batches or optimizer steps are combined
+  into one number per training step. A mean is accumulated as a sum and a count and divided once, so it does
+  not depend on how a batch was split.
+- A mean over zero items is left out of the line. A non-finite number is written as `null`, and its name is
+  listed in `non_finite`.
+- When a run is resumed, lines for steps after the restored one are moved to `metrics.discarded.jsonl`, so
+  that `metrics.jsonl` has one line per step.
+- Lengths, rewards and advantages are those of the rollout batch of the training step. Losses are taken over
+  the completion tokens that were trained on.
 
 | name | unit | reduction | meaning |
 |---|---|---|---|
