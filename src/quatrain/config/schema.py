@@ -290,7 +290,7 @@ class AdvantageConfig(Section):
     )
     args: dict[Text, Argument] = Field(
         {},
-        description="Arguments of the estimator by name, in addition to its inputs; checked when a run starts.",
+        description="Arguments of the estimator by name, beside its inputs; checked when a run starts.",
     )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
@@ -336,7 +336,7 @@ class UpdateConfig(Section):
     )
     loss_args: dict[Text, Argument] = Field(
         {},
-        description="Arguments of the loss by name, in addition to the tokens; checked when a run starts.",
+        description="Arguments of the loss by name, beside the tokens; checked when a run starts.",
     )
     clip_low: float = Field(0.2, ge=0, description="The probability ratio is clipped at 1 - `clip_low`.")
     clip_high: float = Field(0.2, ge=0, description="The probability ratio is clipped at 1 + `clip_high`.")
