@@ -11,6 +11,7 @@ COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are th
 import dataclasses
 import os
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -55,6 +56,7 @@ ARCHITECTURES = {
 """Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
 REMAT = {"rows": "layer", "tokens": "dots"}
 SMALL_NUMBERS = 32
+LOSSES = {"rows": "ppo_clip", "tokens": f"{Path(__file__).parents[1]}/sequence_loss.py:sequence_ratio"}
 
 
 class Tokenizer:
@@ -95,7 +97,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     update, logprob = MODES[mode]
     learner = Learner(
         Policy(arch, remat=REMAT[mode], mesh=meshes.train),
-        UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, **update),
+        UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, loss=LOSSES[mode], **update),
         LogprobConfig(**logprob),
         OptimizerConfig(learning_rate=3e-3, eps=1e-3),
         max_new_tokens=LONGEST,

@@ -5,10 +5,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import sequence_loss
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.params import init_params
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
+from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
@@ -21,6 +23,7 @@ OBJECTIVES = {
     "asymmetric dual clip": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
     "kl and entropy": {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2},
 }
+SEQUENCE_LOSS = f"{sequence_loss.__file__}:sequence_ratio"
 LONGEST = 9
 """Completion tokens of `make_batch`'s longest sequences; its prompts have up to 6."""
 ALL_ROWS = Cutting(rows=1000)
@@ -53,6 +56,11 @@ def _table(arch, params, batch, seed: int, preamble: int = 0) -> TokenTable:
     own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
+
+
+def _plain_table(batch) -> TokenTable:
+    r = batch.rollouts
+    return TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {}, r.group_ids)
 
 
 def _policy(arch) -> Policy:
@@ -93,7 +101,7 @@ MORE_CUTTINGS = (
 @pytest.mark.parametrize(
     "cuttings", [CUTTINGS, pytest.param(MORE_CUTTINGS, marks=pytest.mark.slow)], ids=["three", "more"]
 )
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("loss", [*POLICY_LOSSES, SEQUENCE_LOSS])
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize(
     "name",
@@ -101,7 +109,8 @@ MORE_CUTTINGS = (
 )
 def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss, aggregation, name, cuttings):
     """`make_batch` has completions of no token, of one, and of the longest."""
-    config = UpdateConfig(loss=loss, **OBJECTIVES[name])
+    clips = name == "asymmetric dual clip" and loss == SEQUENCE_LOSS  # it has a bound of its own
+    config = UpdateConfig(loss=loss, **({} if clips else OBJECTIVES[name]))
     objective = PolicyObjective.of(config, on_policy=False)
     table = _table(small_arch, small_params, make_batch(20), 1).weighted(aggregation, LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
@@ -142,6 +151,32 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting, one_device())]
     got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
+    """Random numbers on each token; 20 partitions, packed or padded, with prompts shared or not."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(50 + seed, groups=int(rng.integers(2, 7)))
+    table = _plain_table(batch)
+    values = np.where(table.completion_mask, rng.normal(size=table.input_ids.shape), 0).astype(np.float32)
+    table = table.with_columns(values=values)
+    for _ in range(20):
+        parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, table)]
+        seen = 0
+        for part, cutting in parts:
+            whole = part.columns["values"].sum(axis=1)
+            for rows, micro in micro_batches(part, cutting, one_device()):
+                zeros = np.zeros(micro.mask.shape, np.float32)
+                tokens = ScoredTokens(zeros, zeros, micro.mask, micro.sequence_ids, micro.columns)
+                sums = np.asarray(tokens.sequence_sum(tokens.column("values")))
+                lengths = part.completion_mask[rows].sum(axis=1)
+                np.testing.assert_allclose(
+                    sums[np.asarray(micro.mask)], np.repeat(whole[rows], lengths), rtol=1e-5, atol=1e-5
+                )
+                seen += len(rows)
+        assert seen == len(table)
+    assert np.abs(values.sum(axis=1)).max() > 0.5
 
 
 @pytest.mark.parametrize(

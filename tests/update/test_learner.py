@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sequence_loss
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
@@ -209,6 +210,15 @@ def test_kl_pulls_back_to_the_reference(make_learner, make_batch, small_arch, sm
     assert state.metrics["update/kl"].result() == pytest.approx(expected, rel=1e-3)
     assert state.metrics["loss"].result() == pytest.approx(expected, rel=1e-3)
     assert _changes(small_params, state.params) > 0
+
+
+def test_a_loss_of_ones_own_trains_and_is_compiled_once(make_learner, make_batch, small_params):
+    learner = make_learner({"loss": f"{sequence_loss.__file__}:sequence_ratio"})
+    state = learner.step(learner.init(_copy(small_params)), make_batch(1))
+    assert state.metrics["update/longest"].result() == 9
+    state = learner.step(state, make_batch(1))
+    assert state.metrics["update/compilations"].result() == 0
+    assert state.metrics["update/sequence_ratio"].result() == pytest.approx(1.0)
 
 
 def test_entropy_bonus_raises_entropy(make_learner, make_batch, small_params):

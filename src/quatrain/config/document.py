@@ -70,8 +70,8 @@ working directory), or, if that does not exist, `~/.env`. The file sets only var
 `.env.example` shows the format, which is python-dotenv's without substitution of `${NAME}`; an error in the
 file names the line and does not show it. Git ignores `.env`. The configuration depends on no other
 environment variables than those with the prefix `QUATRAIN__`, `WANDB_MODE`, and whether `WANDB_API_KEY` is
-set. In everything that is printed or written, the values of variables named `*_API_KEY`, `*_TOKEN`, `*_SECRET` or
-`*PASSWORD*` are replaced by `[redacted]`.
+set. In everything that is printed or written, the values of variables named `*_API_KEY`, `*_TOKEN`,
+`*_SECRET` or `*PASSWORD*` are replaced by `[redacted]`.
 
 With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 """

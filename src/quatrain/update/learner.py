@@ -90,7 +90,8 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
-        PolicyObjective.of(update, on_policy=True).check()
+        self.objective = PolicyObjective.of(update, on_policy=True)
+        self.objective.check()
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
@@ -130,7 +131,7 @@ class Learner:
         on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
         table = self._table(state.params, batch, on_policy)
         prepared = time.perf_counter()
-        objective = PolicyObjective.of(self.config, on_policy=on_policy)
+        objective = replace(self.objective, on_policy=on_policy)
         totals = _Totals()
         hopeless = False
         for rows in self._mini_batches(group_ids, state.train_step):

@@ -1,0 +1,129 @@
+"""Policy losses of one's own: what they may do, and what is refused before anything is computed."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.config.schema import UpdateConfig
+from quatrain.ops.tokens import ScoredTokens
+from quatrain.update.objective import PolicyObjective
+
+SOURCE = """
+import jax.numpy as jnp
+from quatrain.ops.tokens import TokenLoss
+
+def scaled(tokens, *, scale: float = 2.0, sign: int):
+    return TokenLoss(sign * scale * tokens.logprobs, {"scaled": tokens.logprobs}, {"most": tokens.entropy})
+
+def clipped(tokens, clip_high, clip_low: float = 0.5):
+    return TokenLoss(jnp.clip(tokens.logprobs, -clip_low, clip_high))
+
+def wants_reference(tokens):
+    return TokenLoss(tokens.logprobs - tokens.ref_logprobs)
+
+def wants_values(tokens):
+    return TokenLoss(tokens.column("values"))
+
+def one_number(tokens):
+    return TokenLoss(tokens.logprobs.mean())
+
+def metric_of_another_shape(tokens):
+    return TokenLoss(tokens.logprobs, {"short": tokens.logprobs[:1]})
+
+def bare(tokens):
+    return tokens.logprobs
+
+def changes(tokens):
+    tokens.logprobs[0] = 1.0
+    return TokenLoss(tokens.logprobs)
+
+def leaves(tokens):
+    raise SystemExit
+
+def no_tokens(*, scale: float = 1.0):
+    return None
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def objective(tmp_path_factory):
+    path = tmp_path_factory.mktemp("losses") / "mine.py"
+    path.write_text(SOURCE)
+
+    def make(name, **config) -> PolicyObjective:
+        made = PolicyObjective.of(UpdateConfig(loss=f"{path}:{name}", **config), on_policy=True)
+        made.check()
+        return made
+
+    return make
+
+
+def test_a_loss_of_ones_own_gets_its_arguments_and_logs_its_metrics(objective):
+    tokens = ScoredTokens(
+        jnp.array([[-1.0, -2.0]]),
+        jnp.array([[0.5, 0.25]]),
+        jnp.array([[True, True]]),
+        jnp.zeros((1, 2), jnp.int32),
+        {"advantages": jnp.ones((1, 2)), "rollout_logprobs": jnp.zeros((1, 2))},
+    )
+    mine = objective("scaled", loss_args={"sign": -1}, entropy_coef=0.5)
+    result = mine(tokens)
+    np.testing.assert_allclose(result.loss, [[2.0 - 0.25, 4.0 - 0.125]])
+    assert result.means["update/scaled"].tolist() == [[-1.0, -2.0]]
+    assert result.means["update/ratio_mean"].tolist() == [[1.0, 1.0]]
+    assert result.peaks["update/most"].tolist() == [[0.5, 0.25]]
+    assert dict(objective("scaled", loss_args={"sign": 1, "scale": 3}).arguments) == {"sign": 1, "scale": 3}
+
+
+def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(objective):
+    assert dict(objective("clipped", clip_high=0.9).arguments) == {"clip_high": 0.9}
+    own = objective("clipped", loss_args={"clip_low": 0.1})
+    assert dict(own.arguments) == {"clip_high": 0.2, "clip_low": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("absent", {}, "has no attribute 'absent'"),
+        ("NUMBER", {}, "must be callable; it is a int"),
+        ("scaled", {}, r"takes from update.loss_args scale: float = 2.0, sign: int; sign is missing"),
+        ("scaled", {"loss_args": {"sign": 1, "skale": 2}}, r"scale: float = 2.0, sign: int; got skale"),
+        ("scaled", {"loss_args": {"sign": 0.5}}, r"takes sign as int; update.loss_args.sign is 0.5"),
+        ("clipped", {"loss_args": {"clip_high": 0.3}}, "takes from update.clip_high; set that instead"),
+        ("bare", {"clip_low": 0.3}, r"update.clip_low is 0.3, which .*bare' does not take"),
+        ("wants_reference", {}, r"'ref_logprobs'.*update.kl_coef above 0"),
+        ("wants_values", {}, r"got 'values'; they have logprobs, entropy, mask, advantages"),
+        ("one_number", {}, r"one number per token, shape \(2, 8\); 'loss' has shape \(\)"),
+        ("metric_of_another_shape", {}, r"'short' has shape \(1, 8\)"),
+        ("bare", {}, "must return a TokenLoss; it returned"),
+        ("changes", {}, "immutable"),
+        ("leaves", {}, "failed: SystemExit"),
+        ("no_tokens", {}, "must take the tokens as its first argument"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_at_the_start(objective, name, config, message):
+    with pytest.raises(ValueError, match=message):
+        objective(name, **config)
+
+
+def test_the_reference_is_there_with_a_kl_coefficient(objective):
+    assert objective("wants_reference", kl_coef=0.1).kl_coef == 0.1
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("ppo", "update.loss must be ppo_clip, or a function of your own as path/file.py:function"),
+        ("no/such/file.py:f", "no such file"),
+        ("no.such.module:f", "no.such.module cannot be imported"),
+    ],
+)
+def test_a_loss_that_cannot_be_found(loss, message):
+    from quatrain.config.load import load_config
+
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective.of(
+            load_config(None, [f"update.loss={loss}"], environ={}).config.update, on_policy=True
+        )
