@@ -30,8 +30,7 @@ app = typer.Typer(
     name="quatrain",
     help="""Reinforcement-learning post-training of language models in JAX.
 
-    Without a CONFIG, every command uses the configuration of the quickstart: a small model that trains in
-    minutes, without a network.""",
+    Without a CONFIG, every command uses the quickstart: a small model that trains offline in minutes.""",
     epilog="Start with [bold]quatrain train[/]. Help for one command: [bold]quatrain train --help[/].",
     no_args_is_help=True,
     add_completion=False,
@@ -111,7 +110,8 @@ def train(
         typer.Option(
             metavar="RUN|auto",
             show_default=False,
-            help="Resume a run (folder or name) from its last checkpoint; auto: newest of all runs.",
+            help="Resume a run (its folder or name) from its last checkpoint; auto: the run with the newest "
+            "checkpoint.",
         ),
     ] = None,
     coordinator: CoordinatorOption = None,

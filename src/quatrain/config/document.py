@@ -59,8 +59,8 @@ mapping. To change one entry, use `--set reward.functions.correct=2` (everything
 the name, dots included) or `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
 
 A run writes its resolved configuration to `config.yaml` in its folder. This file can be used as a CONFIG
-again. It contains the derived values: if you change a key that others are derived from, set those to `null`,
-so that they are derived again.
+again. The file contains the derived values: if you change a key that others are derived from, set those to
+`null`, so that they are derived again.
 
 ## Secrets
 
