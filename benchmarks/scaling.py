@@ -562,12 +562,12 @@ class Programs:
         from jax.sharding import NamedSharding
 
         from quatrain.models.kv_cache import ON_MESH, CachePart, cached_heads
-        from quatrain.rollout.decode import EACH_REPLICA, Draw, Program, Sharing, Slots, decode_program
+        from quatrain.rollout.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
+        from quatrain.rollout.interface import Sampling
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards
-        draw = Draw(1.0, 1.0, 0, 0.0, 1024, (0,))
-        program = Program(self.arch, draw, dtype, "xla", self.rollout_mesh, _backend(case))
+        program = Program(self.arch, Sampling(1, 1024), (0,), dtype, "xla", self.rollout_mesh, _backend(case))
 
         def array(spec: Any, dtype: Any, *sizes: int) -> Any:
             place = NamedSharding(self.rollout_mesh, spec)

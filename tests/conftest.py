@@ -71,9 +71,14 @@ def small_params(small_arch):
 
 @pytest.fixture
 def make_batch(small_arch):
-    """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens."""
+    """make_batch(seed, groups, n) -> AdvantagedBatch of ragged sequences, completions of 0 to 9 tokens.
 
-    def make(seed: int, groups: int = 4, n: int = 3, longest: int = 9) -> AdvantagedBatch:
+    With `holes`, three in ten of these are no part of the completion mask, as if an environment wrote them.
+    """
+
+    def make(
+        seed: int, groups: int = 4, n: int = 3, longest: int = 9, holes: bool = False
+    ) -> AdvantagedBatch:
         rng = np.random.default_rng(seed)
         rows = groups * n
         prompts = np.repeat(rng.integers(1, 7, groups), n)
@@ -83,7 +88,10 @@ def make_batch(small_arch):
         attention = columns < (prompts + completions)[:, None]
         mask = attention & (columns >= prompts[:, None])
         tokens = rng.integers(0, small_arch.vocab_size, attention.shape)
-        tokens = np.where(mask, tokens, np.repeat(tokens[::n], n, axis=0))  # one prompt to a group
+        written = mask  # completions, with what an environment wrote in them
+        if holes:
+            mask = mask & (rng.random(mask.shape) < 0.7)
+        tokens = np.where(written, tokens, np.repeat(tokens[::n], n, axis=0))  # one prompt to a group
         rollouts = RolloutBatch(
             input_ids=np.where(attention, tokens, 0).astype(np.int32),
             attention_mask=attention,

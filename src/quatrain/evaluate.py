@@ -21,7 +21,7 @@ from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
 from quatrain.reward.functions import has_format, is_correct
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.interface import Rollouts
 from quatrain.types import Prompt, RolloutBatch
 
 ANSWER_COLUMN = "answer"
@@ -29,7 +29,7 @@ ANSWER_COLUMN = "answer"
 
 
 def evaluate(
-    engine: RolloutEngine,
+    engine: Rollouts,
     scorer: RewardScorer,
     prompts: Sequence[Prompt],
     config: EvalConfig,

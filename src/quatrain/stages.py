@@ -15,7 +15,8 @@ from quatrain.cluster.processes import decided_by_main
 from quatrain.config.schema import Config
 from quatrain.policy import LoadedPolicy, build_engine, build_policy
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import OnProgress, RolloutEngine
+from quatrain.rollout.engine import OnProgress
+from quatrain.rollout.interface import Rollouts
 from quatrain.update.learner import Learner
 
 
@@ -23,7 +24,7 @@ from quatrain.update.learner import Learner
 class Stages:
     """Rollout, reward, advantage and update: one line of a training step each."""
 
-    rollout: RolloutEngine
+    rollout: Rollouts
     reward: RewardScorer
     advantage: AdvantageEstimator
     update: Learner

@@ -142,7 +142,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     """In any order, under other group ids, groups torn apart, each part cut in its own way: the same sums."""
     rng = np.random.default_rng(seed)
     objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
-    batch = make_batch(30 + seed, groups=int(rng.integers(1, 6)))
+    batch = make_batch(30 + seed, groups=int(rng.integers(1, 6)), holes=bool(seed % 2))
     table = _table(small_arch, small_params, batch, seed, preamble=PREAMBLE * (seed % 3 == 1))
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)

@@ -11,8 +11,8 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
-from quatrain.rollout.decode import Sampling
 from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.interface import Sampling
 from quatrain.types import Prompt
 
 PROMPTS = [[5, 9, 200], [17], [3, 3, 3, 3, 3, 8], [120, 7], [250, 1, 40, 6]]

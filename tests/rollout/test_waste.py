@@ -1,6 +1,7 @@
 """Decode work without a token, of a real engine whose completions end where they are told to."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from quatrain.config.schema import RolloutConfig
 from quatrain.models.params import init_params
 from quatrain.rollout import session
-from quatrain.rollout.decode import Draw
+from quatrain.rollout.decode import Program
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
 
@@ -18,12 +19,12 @@ STOP_ID, OTHER_ID = 3, 5
 
 
 @dataclass(frozen=True)
-class ForcedDraw(Draw):
+class ForcedProgram(Program):
     """Draws `STOP_ID` as token number `wanted[sequence id]` of a completion, and another token before."""
 
-    wanted: tuple[int, ...]
+    wanted: tuple[int, ...] = ()
 
-    def __call__(self, token_logits, seed, steps, sequence_ids, positions):
+    def draw(self, token_logits, seed, steps, sequence_ids, positions):
         last = jnp.asarray(self.wanted, jnp.uint32)[sequence_ids] == positions + 1
         logprobs = jax.nn.log_softmax(token_logits)
         tokens = jnp.where(last, STOP_ID, OTHER_ID)
@@ -36,12 +37,7 @@ def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch):
     wanted = np.maximum(drawn.round(), 1).astype(int)
     lengths = np.minimum(wanted, LONGEST)
 
-    class Forced:
-        @staticmethod
-        def of(sampling, stop_ids):
-            return ForcedDraw(**vars(Draw.of(sampling, stop_ids)), wanted=tuple(wanted.tolist()))
-
-    monkeypatch.setattr(session, "Draw", Forced)
+    monkeypatch.setattr(session, "Program", partial(ForcedProgram, wanted=tuple(wanted.tolist())))
     arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
     config = RolloutConfig(n=N, max_new_tokens=LONGEST, max_concurrency=SLOTS)
     engine = RolloutEngine(arch, config, tokenizer, stop_ids=(STOP_ID,), seed=0)

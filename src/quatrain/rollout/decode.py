@@ -30,77 +30,11 @@ from quatrain.ops.sampling import sample, token_uniforms
 from quatrain.parallel.collectives import from_all_shards, mapped, of_first, on_any_shard
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
+from quatrain.rollout.interface import Sampling
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
 TOKENS_PER_CALL = 8
 """Tokens each slot decodes before the host looks; a slot that ends waits half as many on average."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn; static in every compiled function.
-
-    `n` samples per prompt, at most `max_new_tokens` each; temperature 0 is greedy; `top_k` 0 keeps all.
-    """
-
-    n: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("n", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}: a completion "
-                    "has a token at least, and a group a sample"
-                )
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What sampling one token needs beside the logits; static."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sampling: Sampling, stop_ids: tuple[int, ...]) -> Draw:
-        """The draw of `sampling`; a completion ends with the first of `stop_ids`."""
-        filters = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        return cls(*filters, sampling.max_new_tokens, stop_ids)
-
-    def __call__(
-        self,
-        token_logits: jax.Array,
-        seed: jax.Array,
-        steps: jax.Array,
-        sequence_ids: jax.Array,
-        positions: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Tokens and log-probabilities [B] from logits [B, V], as completion tokens number `positions`."""
-        each = jax.vmap(token_uniforms, (None, 0, 0, 0))
-        uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
-        tokens, logprobs = sample(
-            token_logits,
-            uniforms,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-        )
-        return of_first(tokens, "tp"), of_first(logprobs, "tp")
-
-    def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""
-        return jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32)) | (lengths >= self.max_new_tokens)
 
 
 class Packed(NamedTuple):
@@ -124,10 +58,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiled functions are made for; static."""
+    """What the compiled functions are made for; static.
+
+    `sampling` is that of one token (`Sampling.of_one_token`); a completion ends with the first of `stop_ids`.
+    """
 
     arch: Architecture
-    draw: Draw
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
     dtype: jnp.dtype
     attention: str
     mesh: Mesh
@@ -135,8 +73,35 @@ class Program:
 
     @property
     def params(self) -> Any:
-        """Where parameters lie."""
+        """The partition specs of the parameters."""
         return partition(self.arch, mesh_shape(self.mesh))
+
+    def draw(
+        self,
+        token_logits: jax.Array,
+        seed: jax.Array,
+        steps: jax.Array,
+        sequence_ids: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and log-probabilities [B] from logits [B, V], as completion tokens number `positions`."""
+        each = jax.vmap(token_uniforms, (None, 0, 0, 0))
+        uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        sampling = self.sampling
+        tokens, logprobs = sample(
+            token_logits,
+            uniforms,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        )
+        return of_first(tokens, "tp"), of_first(logprobs, "tp")
+
+    def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""
+        stopped = jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
+        return stopped | (lengths >= self.sampling.max_new_tokens)
 
 
 def _prefill(
@@ -252,7 +217,7 @@ def _own_decode(
     seed: jax.Array,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
-    arch, draw = program.arch, program.draw
+    arch = program.arch
     shape = (len(slots.tokens), TOKENS_PER_CALL)
     zeros = jnp.zeros(shape, jnp.int32)
     empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
@@ -278,7 +243,7 @@ def _own_decode(
             dtype=program.dtype,
             backend=program.backend,
         )
-        tokens, logprobs = draw(
+        tokens, logprobs = program.draw(
             logits(params, arch, hidden, backend=program.backend),
             seed,
             slots.steps,
@@ -291,7 +256,7 @@ def _own_decode(
             decoded.counts + live,
             now + 1,
         )
-        live = live & ~draw.ends(tokens, lengths + 1)
+        live = live & ~program.ends(tokens, lengths + 1)
         return own, tokens, live, on_any_shard(live.any()), decoded
 
     begin = (own, slots.tokens, slots.live, on_any_shard(slots.live.any()), empty)

@@ -12,23 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
-from quatrain.metrics import Metric, describe
+from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, moved, one_device, shardings
-from quatrain.rollout.decode import Sampling
-from quatrain.rollout.session import Group, Sampler, Session, Tally
+from quatrain.rollout.interface import Sampling, rollout_batch
+from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
 
 CACHE_SHARE = 0.5
@@ -88,15 +87,7 @@ class RolloutEngine:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self.dtype = jnp.dtype(dtype)
-        self.sampling = Sampling(
-            n=config.n,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=config.stop,
-        )
+        self.sampling = Sampling.of(config)
         self.mesh = mesh or one_device()
         self._places = shardings(self.mesh, partition(arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
@@ -115,20 +106,27 @@ class RolloutEngine:
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; every token they produce carries `version`.
 
-        They come to this engine's mesh from theirs, from device to device.
+        They come to this engine's mesh as `place` says.
         """
         began = time.perf_counter()
         with self._interruption():
             if self._session is None or not self._session.num_groups:
                 self._params = None  # no room for two, where nothing is in flight
-        placed = jax.block_until_ready(
+        placed = self.place(params)
+        with self._interruption():
+            self._params, self._version = placed, version
+        self._sync_s = time.perf_counter() - began
+
+    def place(self, params: Any) -> Any:
+        """`params` on this engine's mesh, from device to device, matrices in its dtype.
+
+        Arrays that lie there already in that dtype are not copied.
+        """
+        return jax.block_until_ready(
             jax.tree.map(
                 lambda x, place: moved(x.astype(self.dtype) if x.ndim > 1 else x, place), params, self._places
             )
         )
-        with self._interruption():
-            self._params, self._version = placed, version
-        self._sync_s = time.perf_counter() - began
 
     def generate(
         self,
@@ -238,44 +236,17 @@ class RolloutEngine:
         generated = time.perf_counter()
         with self._between_calls:
             groups = session.take(count)
-        fields = self._assemble(groups)
-        flushed = time.perf_counter()
-        metrics = {
-            **_length_metrics(fields),
-            **_work_metrics(session.tally - before, generated - began),
+        samples = [(group.prompt, completion) for group in groups for completion in group.completions]
+        batch = rollout_batch(
+            samples, self.tokenizer, _work_metrics(session.tally - before, generated - began)
+        )
+        timings = {
             "time/rollout_sync_s": Metric(self._sync_s),
             "time/rollout_generate_s": Metric(generated - began),
-            "time/rollout_flush_s": Metric(flushed - generated),
+            "time/rollout_flush_s": Metric(time.perf_counter() - generated),
             "rollout/compilations": Metric(num_compilations() - compilations, reduction="sum"),
         }
-        return RolloutBatch(**fields, metrics=metrics)
-
-    def _assemble(self, groups: list[Group]) -> dict[str, Any]:
-        rows = [(group.prompt, completion) for group in groups for completion in group.completions]
-        lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in rows]
-        shape = (len(rows), max((sum(both) for both in lengths), default=0))
-        input_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        versions = np.full(shape, -1, np.int32)
-        attention, mask = np.zeros(shape, bool), np.zeros(shape, bool)
-        for row, ((prompt, completion), (before, new)) in enumerate(zip(rows, lengths, strict=True)):
-            span = slice(before, before + new)
-            input_ids[row, :before], input_ids[row, span] = prompt.input_ids, completion.tokens
-            logprobs[row, span], versions[row, span] = completion.logprobs, completion.versions
-            attention[row, : before + new] = mask[row, span] = True
-        texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for _, c in rows]
-        names = rows[0][0].columns if rows else ()
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention,
-            "completion_mask": mask,
-            "rollout_logprobs": logprobs,
-            "policy_version": versions,
-            "finish_reason": np.array(["stop" if c.stopped else "length" for _, c in rows], "<U6"),
-            "group_ids": np.array([prompt.group_id for prompt, _ in rows], np.int64),
-            "prompts": tuple(prompt.text for prompt, _ in rows),
-            "completions": tuple(texts),
-            "columns": {name: tuple(prompt.columns[name] for prompt, _ in rows) for name in names},
-        }
+        return replace(batch, metrics={**batch.metrics, **timings})
 
 
 def _memory_for_cache(mesh: Mesh) -> int:
@@ -289,18 +260,6 @@ def _memory_for_cache(mesh: Mesh) -> int:
     if all("bytes_limit" in found for found in stats):
         own = [CACHE_SHARE * (found["bytes_limit"] - found.get("bytes_in_use", 0)) for found in stats]
     return min(int(x) for x in gather_objects(min(own)))
-
-
-def _length_metrics(fields: dict[str, Any]) -> dict[str, Metric]:
-    completion = fields["completion_mask"].sum(axis=1)
-    total = fields["attention_mask"].sum(axis=1)
-    truncated = fields["finish_reason"] == "length"
-    return {
-        **describe("length/prompt", total - completion, ("mean", "max")),
-        **describe("length/completion", completion, ("mean", "max")),
-        **describe("length/total", total, ("mean", "max")),
-        "rollout/truncated_fraction": Metric(float(truncated.sum()), len(truncated)),
-    }
 
 
 def _work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:

@@ -5,7 +5,7 @@ Data flow: `Prompt` -> `Group` -> `Packed`, for `decode.prefill_program`; `sessi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import jax
@@ -14,32 +14,13 @@ import numpy as np
 from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import worthwhile_preamble
 from quatrain.rollout.decode import Packed
+from quatrain.rollout.interface import Completion
 from quatrain.types import Prompt
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
 FEWEST_COLUMNS = 32
 """Of the cache: a ring of own tokens starts with this many and doubles."""
-
-
-@dataclass
-class Completion:
-    """One sample of a group: its tokens so far, each with log-probability and version of the weights."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """More tokens, all of one version."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-
-    def cut(self, length: int) -> None:
-        """Drop what follows `length` tokens."""
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
 
 @dataclass

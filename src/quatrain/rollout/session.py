@@ -26,9 +26,7 @@ from quatrain.ops.ladder import round_up
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
-    Draw,
     Program,
-    Sampling,
     Slots,
     decode_program,
     prefill_program,
@@ -37,7 +35,6 @@ from quatrain.rollout.decode import (
 from quatrain.rollout.groups import (
     FEWEST_COLUMNS,
     Admitted,
-    Completion,
     Group,
     Pack,
     arguments,
@@ -46,6 +43,7 @@ from quatrain.rollout.groups import (
     prompt_columns,
     sequence_id,
 )
+from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.scheduler import Scheduler
 from quatrain.types import Prompt
 
@@ -68,9 +66,10 @@ class Sampler:
         """Copies of the model that decode side by side."""
         return mesh_shape(self.mesh).num_data_shards
 
-    def program(self, draw: Draw) -> Program:
+    def program(self, sampling: Sampling) -> Program:
         """What the compiled functions are made for."""
-        return Program(self.arch, draw, self.dtype, self.attention, self.mesh)
+        token = sampling.of_one_token()
+        return Program(self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Session:
     def __init__(self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None):
         self.sampling, self.tally = sampling, Tally()
         self._sampler, self._limit = sampler, max_concurrency
-        self._program = sampler.program(Draw.of(sampling, sampler.stop_ids))
+        self._program = sampler.program(sampling)
         self._share = knows_branches(sampler.attention)
         self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
@@ -316,8 +315,9 @@ class Session:
             self._cut_at_stop_strings(completions)
         ended = []
         for i, completion in enumerate(completions):
-            completion.stopped |= completion.tokens[-1] in self._sampler.stop_ids
-            if completion.stopped or len(completion.tokens) >= self.sampling.max_new_tokens:
+            if completion.tokens[-1] in self._sampler.stop_ids:
+                completion.finish_reason = "stop"
+            if completion.finish_reason == "stop" or len(completion.tokens) >= self.sampling.max_new_tokens:
                 ended.append(i)
         self.tally = self.tally.plus(completions=len(ended))
         return ended
@@ -337,7 +337,7 @@ class Session:
             while length > 1 and matches(tokenizer.decode(completion.tokens[: length - 1])):
                 length -= 1
             completion.cut(length)
-            completion.stopped = True
+            completion.finish_reason = "stop"
 
     def _live_slots(self) -> list[int]:
         return [slot for slot, who in enumerate(self._scheduler.slots) if who is not None]

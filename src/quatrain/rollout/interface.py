@@ -1,0 +1,169 @@
+"""What other packages know of a rollout engine: its verbs, its sampling, and its finished completions.
+
+Data flow: an engine (`engine.py`, or another that implements `Rollouts`) finishes `Completion`s ->
+`rollout_batch` -> `RolloutBatch`, for the reward stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.metrics import Metric, Metrics, describe
+from quatrain.types import Prompt, RolloutBatch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn; hashable, for compiled functions.
+
+    `n` samples per prompt, at most `max_new_tokens` each; temperature 0 is greedy; `top_k` 0 keeps all
+    tokens; a completion that contains one of the strings `stop` ends there.
+    """
+
+    n: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("n", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}: a completion "
+                    "has a token at least, and a group a sample"
+                )
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Sampling:
+        """The sampling of training."""
+        return cls(
+            n=config.n,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+
+    def of_one_token(self) -> Sampling:
+        """The same without what the distribution of a token does not depend on: `n` and `stop`."""
+        return replace(self, n=1, stop=())
+
+
+class Rollouts(Protocol):
+    """A rollout engine as training and evaluation use it: tokens in, tokens and log-probabilities out."""
+
+    sampling: Sampling
+    """The sampling of training, used where a verb is given no other."""
+
+    def place(self, params: Any) -> Any:
+        """`params` laid out and cast for sampling; `sync_weights` takes them without another copy."""
+        ...
+
+    def sync_weights(self, params: Any, version: int) -> None:
+        """Sample from `params` from now on; every token that they produce carries `version`."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+    ) -> RolloutBatch:
+        """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
+
+        `step` is the training step that the randomness is derived from.
+        """
+        ...
+
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
+        """Queue the prompts for `wait`."""
+        ...
+
+    def wait(self, count: int) -> RolloutBatch:
+        """The completions of `count` submitted prompts, once all of these are finished."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is in flight, and the memory."""
+        ...
+
+
+@dataclass
+class Completion:
+    """Everything after a prompt: tokens, each with its log-probability and the version of the weights.
+
+    A token that the policy did not sample (an environment or a template wrote it) has version -1 and
+    log-probability 0: it is no part of the completion mask, and is not trained on.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append `tokens` that weights of one `version` sampled."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+
+    def extend_given(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` that the policy did not sample."""
+        self.extend(tokens, [0.0] * len(tokens), -1)
+
+    def cut(self, length: int) -> None:
+        """Drop what follows `length` tokens."""
+        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
+
+
+def rollout_batch(
+    samples: Sequence[tuple[Prompt, Completion]], tokenizer: Any, metrics: Metrics
+) -> RolloutBatch:
+    """The batch of finished `samples`, in their order, with `metrics` and those of the lengths.
+
+    `tokenizer` decodes completions to the text that rewards read, without special tokens.
+    """
+    lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
+    shape = (len(samples), max((sum(both) for both in lengths), default=0))
+    input_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    versions, attention = np.full(shape, -1, np.int32), np.zeros(shape, bool)
+    for row, ((prompt, completion), (before, new)) in enumerate(zip(samples, lengths, strict=True)):
+        span = slice(before, before + new)
+        input_ids[row, :before], input_ids[row, span] = prompt.input_ids, completion.tokens
+        logprobs[row, span], versions[row, span] = completion.logprobs, completion.versions
+        attention[row, : before + new] = True
+    reasons = np.array([completion.finish_reason for _, completion in samples], np.str_)
+    names = samples[0][0].columns if samples else ()
+    return RolloutBatch(
+        input_ids=input_ids,
+        attention_mask=attention,
+        completion_mask=versions >= 0,
+        rollout_logprobs=logprobs,
+        policy_version=versions,
+        finish_reason=reasons,
+        group_ids=np.array([prompt.group_id for prompt, _ in samples], np.int64),
+        prompts=tuple(prompt.text for prompt, _ in samples),
+        completions=tuple(tokenizer.decode(c.tokens, skip_special_tokens=True) for _, c in samples),
+        columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
+        metrics={**_length_metrics(lengths, (versions >= 0).sum(axis=1), reasons), **metrics},
+    )
+
+
+def _length_metrics(
+    lengths: Sequence[tuple[int, int]], sampled: np.ndarray, reasons: np.ndarray
+) -> Mapping[str, Metric]:
+    prompts = np.array([before for before, _ in lengths])
+    totals = np.array([before + new for before, new in lengths])
+    return {
+        **describe("length/prompt", prompts, ("mean", "max")),
+        **describe("length/completion", sampled, ("mean", "max")),
+        **describe("length/total", totals, ("mean", "max")),
+        "rollout/truncated_fraction": Metric(float((reasons == "length").sum()), len(reasons)),
+    }
