@@ -90,7 +90,7 @@ def _opened(resolved: Resolved, resume: str | None) -> Iterator[_Run]:
         run_section = config.run.model_copy(update={"name": folder.name})
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
     try:
-        if not folder.resumed:
+        if not (folder.resumed or folder.restarted):
             folder.write_config(dump_yaml(resolved))
         run = _Run(resolved, folder)
     except BaseException:
@@ -206,6 +206,9 @@ class _Run:
     def _begin(self) -> tuple[TrainState, _Stages]:
         """The state training starts from (warm start or checkpoint) and the stages around it."""
         config = self.config
+        if self.run.restarted:
+            self.run.start_over()
+            self.run.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.run.resumed else self._warm_start()
         self.loaded = replace(self.loaded, params=None)
         reference = self._reference(params) if config.update.kl_coef else None
