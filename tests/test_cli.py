@@ -307,6 +307,26 @@ def test_resuming_the_newest_run_takes_its_configuration(quatrain, monkeypatch):
     assert calls == [(1, Path("runs/newest"))]
 
 
+def test_auto_takes_the_run_of_the_name_that_is_set(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, resolved.config.run.name, resume)),
+    )
+    for seed, name in enumerate(("other", "mine")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: {name}}}\n")
+    Path("runs", "other", "checkpoints", "5").mkdir(parents=True)
+    auto = ("train", "--resume", "auto", "--set")
+    assert quatrain(*auto, "run.name=mine")[0] == 0
+    Path("runs", "mine", "checkpoints", "2").mkdir(parents=True)
+    assert quatrain(*auto, "run.name=mine")[0] == 0
+    assert quatrain(*auto, "run.name=third")[0] == 0
+    assert calls == [(1, "mine", "auto"), (1, "mine", "runs/mine"), (1, "third", "runs/mine")]
+
+
 @pytest.mark.parametrize("run", ["elsewhere/mine", "mine"])
 def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
     calls = []

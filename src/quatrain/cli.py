@@ -384,18 +384,21 @@ def _by_key(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
     """The configuration kept in the folder of `run` (its path, its name, or `auto`), and the run to resume.
 
-    No configuration where `auto` finds no run.
+    No configuration where `auto` finds no run. A run without a checkpoint stays `auto`: it is started again.
     """
     from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)
-    runs = Path(load_config(None, overrides or (), os.environ).config.run.dir)
+    settings = load_config(None, overrides or (), os.environ).config.run
+    runs = Path(settings.dir)
     if run == "auto":
-        from quatrain.report.run_dir import newest_run
+        from quatrain.report.run_dir import auto_run, checkpoint_steps
 
-        newest = newest_run(runs)
-        return (newest / "config.yaml", str(newest)) if newest else (None, run)
+        folder = auto_run(runs, settings.name or "")
+        if folder is None or not (folder / "config.yaml").is_file():
+            return None, run
+        return folder / "config.yaml", str(folder) if checkpoint_steps(folder) else run
     candidates = [folder / "config.yaml" for folder in (Path(run), runs / run)]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:

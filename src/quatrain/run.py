@@ -71,7 +71,7 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
         run_section = config.run.model_copy(update={"name": folder.name})
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
     try:
-        if not folder.resumed:
+        if not (folder.resumed or folder.restarted):
             folder.write_config(dump_yaml(resolved))
         run = Run(resolved, folder)
     except BaseException:
@@ -158,6 +158,9 @@ class Run:
     def begin(self) -> tuple[TrainState, Stages]:
         """The state training starts from (warm start or checkpoint) and the stages around it."""
         config = self.config
+        if self.folder.restarted:
+            self.folder.start_over()
+            self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
         reference = self._reference(params) if config.update.kl_coef else None

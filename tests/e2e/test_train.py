@@ -173,6 +173,34 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
 
 
+def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path, monkeypatch):
+    plain_step = Learner.step
+    options = ("update.kl_coef=0.1", "run.steps=2", "checkpoint.every_steps=0", "eval.every_steps=0")
+
+    def dies_in_the_second_step(self, state, batch):
+        if state.train_step == 1:
+            raise KeyboardInterrupt
+        return plain_step(self, state, batch)
+
+    monkeypatch.setattr(Learner, "step", dies_in_the_second_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(_resolved(tmp_path, "mine", *options), resume="auto")
+    run = tmp_path / "mine"
+    earlier = (run / "metrics.jsonl").read_text()
+    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="no built-in data set is called 'other'"):
+        train(_resolved(tmp_path, "mine", *options, "data.train=builtin:other"), resume="auto")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
+
+    monkeypatch.setattr(Learner, "step", plain_step)
+    assert train(_resolved(tmp_path, "mine", *options), resume="auto").run == run
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert (run / "metrics.discarded.jsonl").read_text() == earlier
+    assert "no complete checkpoint: starting mine again" in (run / "run.log").read_text()
+    assert (run / "final" / "model.safetensors").is_file()
+    assert [p.name for p in run.glob("config*.yaml")] == ["config.yaml"]
+
+
 def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
     run = finished[0].run
     assert export(run, tmp_path / "last") == 4

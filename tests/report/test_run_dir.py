@@ -64,6 +64,64 @@ def test_auto_without_a_checkpoint_starts_afresh_and_says_so(tmp_path):
     assert "has a checkpoint: starting third afresh" in run.note
 
 
+def begun(root, name="mine"):
+    """A run that was ended in its second step, with a checkpoint half written."""
+    run = RunDir.create(root, name)
+    run.write_config("seed: 1\n")
+    for step in range(2):
+        MetricsFile(run.metrics).write(step, {})
+    (run.path / "reference" / "0").mkdir(parents=True)
+    (run.checkpoints / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    return run
+
+
+def test_auto_starts_a_run_without_a_checkpoint_again(tmp_path, caplog):
+    begun(tmp_path)
+    with_checkpoint(RunDir.create(tmp_path, "other"), 5)
+    run = RunDir.create(tmp_path, "mine", resume="auto")
+    assert (run.name, run.resumed, run.restarted) == ("mine", False, True)
+    assert (
+        run.note == f"{tmp_path / 'mine'} has no complete checkpoint: starting mine again from its beginning"
+    )
+    run.discard()  # for bad input: what the earlier attempt left stays
+    assert [row["step"] for row in read_metrics(run.metrics)] == [0, 1]
+    with caplog.at_level(logging.WARNING, "quatrain"):
+        run.start_over()
+    assert run.metrics.read_text() == ""
+    assert len((run.path / "metrics.discarded.jsonl").read_text().splitlines()) == 2
+    assert not (run.path / "reference").exists()
+    assert len(caplog.messages) == 2
+
+
+def test_auto_goes_on_with_the_run_of_that_name(tmp_path):
+    with_checkpoint(begun(tmp_path), 7, age_s=100)
+    with_checkpoint(RunDir.create(tmp_path, "other"), 9)
+    run = RunDir.create(tmp_path, "mine", resume="auto")
+    assert (run.name, run.resumed, run.restarted) == ("mine", True, False)
+
+
+def test_a_folder_killed_before_its_configuration_was_written_is_started_again(tmp_path):
+    RunDir.create(tmp_path, "mine")
+    assert RunDir.create(tmp_path, "mine", resume="auto").restarted
+
+
+@pytest.mark.parametrize("made", ["final", "thesis.txt"])
+def test_auto_starts_nothing_again_that_is_more_than_a_beginning(made, tmp_path):
+    if made == "final":  # as `quatrain sft` leaves it: a result without a checkpoint
+        begun(tmp_path).final.mkdir()
+    else:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / made).write_text("")
+    with pytest.raises(ValueError, match="a run's name is used once"):
+        RunDir.create(tmp_path, "mine", resume="auto")
+
+
+def test_a_run_without_a_checkpoint_is_not_resumed_by_name(tmp_path):
+    begun(tmp_path)
+    with pytest.raises(ValueError, match=r"only a run with a checkpoint can be resumed: .*mine has none"):
+        RunDir.create(tmp_path, "mine", resume="mine")
+
+
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
     RunDir.create(tmp_path, "empty")
     with pytest.raises(ValueError, match=r"'gone' is neither a run .* runs there: empty"):
@@ -88,7 +146,7 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch
 
 
 def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
-    decided = (str(tmp_path / "first"), False, "a note")
+    decided = (str(tmp_path / "first"), False, "a note", False)
     monkeypatch.setattr(module, "is_main_process", lambda: False)
     monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
     with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has made"):

@@ -6,6 +6,7 @@ Made by `train` before anything else; `sinks`, the checkpointer and the export w
 from __future__ import annotations
 
 import logging
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +30,27 @@ class RunDir:
     """True where the run goes on from a checkpoint."""
     note: str = ""
     """What was decided about resuming, for the log; empty where nothing was asked."""
+    restarted: bool = False
+    """True where the folder has files of an attempt without a checkpoint, and the run begins again in it."""
 
     @classmethod
     def create(cls, root: str | Path, name: str, *, resume: str | None = None) -> RunDir:
         """The folder of run `name` under `root`, or of the run to resume.
 
-        `resume`: a run's name, a path to its folder, or `auto` for the run under `root` with the newest
-        checkpoint, which starts run `name` afresh where no run has one. The main process decides, makes
-        and probes the folder. Raises ValueError where the name is taken, where there is nothing to
-        resume, and where the folder cannot be written.
+        `resume`: a run's name, a path to its folder, or `auto`. `auto` takes run `name` where its folder
+        exists, else the run under `root` with the newest checkpoint, else a fresh run `name`. A run that was
+        ended before its first checkpoint is started again from its beginning by `auto`, and by `auto` alone.
+        The main process decides, makes and probes the folder. Raises ValueError where the name is taken,
+        where there is nothing to resume, and where the folder cannot be written.
         """
 
-        def chosen() -> tuple[str, bool, str]:
+        def chosen() -> tuple[str, bool, str, bool]:
             run = cls._chosen(Path(root), name, resume)
             run._make()
-            return str(run.path), run.resumed, run.note
+            return str(run.path), run.resumed, run.note, run.restarted
 
-        path, resumed, note = decided_by_main(chosen)
-        run = cls(Path(path), resumed, note)
+        path, resumed, note, restarted = decided_by_main(chosen)
+        run = cls(Path(path), resumed, note, restarted)
         blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
         if blind:
             raise ValueError(
@@ -57,8 +61,11 @@ class RunDir:
 
     @classmethod
     def _chosen(cls, root: Path, name: str, resume: str | None) -> RunDir:
-        path = _find_resumed(root, resume) if resume else None
-        if path is not None:
+        path = auto_run(root, name) if resume == AUTO else _named_run(root, resume) if resume else None
+        if path is not None and resume == AUTO and _can_start_over(path):
+            note = f"{path} has no complete checkpoint: starting {name} again from its beginning"
+            return cls(path, note=note, restarted=True)
+        if path is not None and checkpoint_steps(path):
             return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
         note = f"no run in {root} has a checkpoint: starting {name} afresh" if resume else ""
         return cls(_fresh(root, name), note=note)
@@ -133,9 +140,24 @@ class RunDir:
             )
         return moved
 
+    def start_over(self) -> None:
+        """Put aside what an attempt without a checkpoint left in this folder, in the main process.
+
+        Its metrics are moved to `metrics.discarded.jsonl`, and its frozen reference policy, the policy at the
+        start of training, is deleted, because this run saves its own. Samples are overwritten step by step.
+        """
+
+        def put_aside() -> None:
+            if (self.path / "reference").exists():
+                shutil.rmtree(self.path / "reference")
+                _log.warning("reference/, which an attempt without a checkpoint left, is written again")
+            self.rewind(-1)
+
+        decided_by_main(put_aside)
+
     def discard(self) -> None:
         """Remove the folder of a fresh run that holds no more than its start, so that the name is free."""
-        if self.resumed or not is_main_process():
+        if self.resumed or self.restarted or not is_main_process():
             return
         if {entry.name for entry in self.path.iterdir()} <= {self.config.name, self.samples.name}:
             with suppress(OSError):  # samples in it, or a file just written: the folder stays
@@ -145,7 +167,7 @@ class RunDir:
 
     def _make(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=self.resumed)
+            self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
             probe = self.path / ".write_probe"
             probe.write_bytes(b"probe" * 1000)
             probe.unlink()
@@ -170,6 +192,22 @@ def newest_run(root: Path) -> Path | None:
     return max(runs, key=_newest_checkpoint_time, default=None)
 
 
+def auto_run(root: Path, name: str) -> Path | None:
+    """The folder of run `name` where it exists, else the one with the newest checkpoint: `--resume auto`."""
+    return root / name if _is_name(name) and (root / name).is_dir() else newest_run(root)
+
+
+def _can_start_over(path: Path) -> bool:
+    """Whether `path` holds the beginning of a run: neither a checkpoint, nor a result, nor something else."""
+    entries = {entry.name for entry in path.iterdir()}
+    begun = "config.yaml" in entries or entries <= {"samples", ".write_probe"}
+    return begun and "final" not in entries and not checkpoint_steps(path)
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and name not in (AUTO, ".", "..") and name == Path(name).name and "\\" not in name
+
+
 def _values(text: str) -> Any:
     """What a configuration says, without its comments; the text itself where a crash cut it short."""
     try:
@@ -179,7 +217,7 @@ def _values(text: str) -> Any:
 
 
 def _fresh(root: Path, name: str) -> Path:
-    if not name or name in (AUTO, ".", "..") or name != Path(name).name or "\\" in name:
+    if not _is_name(name):
         raise ValueError(f"a run's name is one folder name, and not {AUTO!r}; got {name!r}; set `run.name`")
     path = root / name
     if path.exists():
@@ -190,10 +228,8 @@ def _fresh(root: Path, name: str) -> Path:
     return path
 
 
-def _find_resumed(root: Path, resume: str) -> Path | None:
-    """The folder of the run to resume; None where `auto` finds none."""
-    if resume == AUTO:
-        return newest_run(root)
+def _named_run(root: Path, resume: str) -> Path:
+    """The folder of the run to resume, by its name or its path."""
     path = root / resume
     if not path.is_dir() and Path(resume).is_dir():
         path = Path(resume)

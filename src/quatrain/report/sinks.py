@@ -188,6 +188,8 @@ class _WandB:
         import wandb
 
         kept_id = run_dir.path / "wandb_id"
+        if run_dir.restarted:  # W&B takes no step twice: the earlier attempt stays under its own id
+            kept_id.unlink(missing_ok=True)
         if not kept_id.exists():
             kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         self._run = wandb.init(
@@ -214,7 +216,9 @@ class _TensorBoard:
         from tensorboardX import SummaryWriter
 
         # A resumed run draws its steps anew: those after the checkpoint are taken back.
-        again = max(checkpoint_steps(run_dir.path)) + 1 if run_dir.resumed else None
+        again = 0 if run_dir.restarted else None
+        if run_dir.resumed:
+            again = max(checkpoint_steps(run_dir.path)) + 1
         self._writer = SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=again)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
