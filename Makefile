@@ -36,8 +36,7 @@ bench: $(STAMP) ## seconds per stage of the quickstart's training step, here
 	$(BIN)/quatrain bench
 
 docs: $(STAMP)  ## rewrite the pages that are made from the code: docs/config.md, docs/metrics.md
-	$(BIN)/python -m quatrain.config.document
-	$(BIN)/python -m quatrain.report.catalogue
+	$(BIN)/python scripts/document.py
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct (98 MB) into models/
 	$(BIN)/python scripts/fetch_smollm2.py

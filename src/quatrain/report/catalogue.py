@@ -1,13 +1,13 @@
-"""Every metric a run logs, with unit, reduction and meaning; writes docs/metrics.md when run as a module.
+"""Every metric a run logs, with unit, reduction and meaning.
 
 The stages emit these names, `sinks` writes them; a name that is not here is a mistake in one or the other.
+`scripts/document.py` makes docs/metrics.md of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -18,8 +18,6 @@ class MetricDoc(NamedTuple):
     reduction: str
     meaning: str
 
-
-PAGE = Path("docs/metrics.md")
 
 _STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Least", "max": "Greatest"}
 
@@ -196,35 +194,3 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
 
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.sub("<[a-z]+>", ".+", re.escape(pattern)), name) is not None
-
-
-INTRODUCTION = """\
-# Metrics
-
-<!-- Written by `python -m quatrain.report.catalogue` from report/catalogue.py. Edit that file. -->
-
-A run writes one JSON object per training step to `metrics.jsonl`, and the same numbers to Weights & Biases
-and TensorBoard where these are on. Step 0 is the state before training. Every line is on disk before the run
-goes on. A step that is logged twice (an evaluation after the step) is merged into its line.
-
-- **Reduction** says how the parts of a step (sequences, tokens, micro-batches, optimizer steps) become one
-  number. A mean is kept as sum and count and divided once, so that it does not depend on how a batch was cut.
-- A mean over nothing is left out. A number that is not finite is `null`, and its name is listed in
-  `non_finite`.
-- After `--resume`, lines after the restored step are moved to `metrics.discarded.jsonl`: one line per step.
-- Lengths, rewards and advantages are over the step's rollout batch; losses over the tokens trained on.
-
-| name | unit | reduction | meaning |
-|---|---|---|---|
-"""
-
-
-def metrics_page() -> str:
-    """docs/metrics.md: the catalogue as a table."""
-    rows = (f"| `{name}` | {doc.unit} | {doc.reduction} | {doc.meaning} |" for name, doc in CATALOGUE.items())
-    return INTRODUCTION + "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(metrics_page(), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Writes docs/config.md from the schema: `python -m quatrain.config.document`.
+"""Writes the pages that are made from the code: docs/config.md and docs/metrics.md. `make docs` runs it.
 
-Data flow: field descriptions, defaults and bounds of `schema.py` -> one Markdown table per section.
+Data flow: the schema of the configuration and the catalogue of metrics -> tables in Markdown.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quatrain.config.errors import ConfigError
 from quatrain.config.layers import sections
 from quatrain.config.schema import Config, Section
+from quatrain.report.catalogue import CATALOGUE
 
-PAGE = Path("docs/config.md")
+DOCS = Path(__file__).parents[1] / "docs"
 
-INTRODUCTION = """\
+CONFIG_INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m quatrain.config.document` from src/quatrain/config/schema.py. Edit that file. -->
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/config/schema.py. Edit that file. -->
 
 A run is described by one YAML file; every key has a default. `quatrain config CONFIG.yaml` prints what
 results, each value with the layer it came from (`--json` for programs), and so does
@@ -64,19 +64,39 @@ Keys and passwords (`WANDB_API_KEY`, `HF_TOKEN`) come from the environment or fr
 configuration. The file is the first that exists of `.env` in the repository (or the working directory,
 outside one) and `~/.env`; it fills only variables that are not set. `.env.example` shows the form, which is
 python-dotenv's without the substitution of `${NAME}`; an error in the file names the line and does not show
-it. Git ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and whether
-`WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`, `*_TOKEN`,
-`*_SECRET` or `*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
+it. Git ignores `.env`. Of the environment the configuration reads only the `QUATRAIN__` variables, and
+whether `WANDB_API_KEY` is set and what `WANDB_MODE` asks for. The values of variables named `*_API_KEY`,
+`*_TOKEN`, `*_SECRET` or `*PASSWORD*` are replaced by `[redacted]` in everything that is printed or written.
 
 `QUATRAIN_DEBUG=1` shows a traceback with every error.
 """
 
+METRICS_INTRODUCTION = """\
+# Metrics
 
-def page() -> str:
-    """The whole page as Markdown."""
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/report/catalogue.py. Edit that file. -->
+
+A run writes one JSON object per training step to `metrics.jsonl`, and the same numbers to Weights & Biases
+and TensorBoard where these are on. Step 0 is the state before training. Every line is on disk before the run
+goes on. A step that is logged twice (an evaluation after the step) is merged into its line.
+
+- **Reduction** says how the parts of a step (sequences, tokens, micro-batches, optimizer steps) become one
+  number. A mean is kept as sum and count and divided once, so that it does not depend on how a batch was cut.
+- A mean over nothing is left out. A number that is not finite is `null`, and its name is listed in
+  `non_finite`.
+- After `--resume`, lines after the restored step are moved to `metrics.discarded.jsonl`: one line per step.
+- Lengths, rewards and advantages are over the step's rollout batch; losses over the tokens trained on.
+
+| name | unit | reduction | meaning |
+|---|---|---|---|
+"""
+
+
+def config_page() -> str:
+    """docs/config.md: one table per section, from the descriptions, defaults and bounds of the schema."""
     nested = sections()
     top = {name: field for name, field in Config.model_fields.items() if name not in nested}
-    parts = [INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
+    parts = [CONFIG_INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
     for name, kind in nested.items():
         about = inspect.cleandoc(kind.__doc__ or "")
         parts += [f"### `{name}`\n\n{about}\n", _table(f"{name}.", kind, list(kind.model_fields))]
@@ -120,12 +140,17 @@ def type_text(field: dict[str, Any]) -> str:
     return f"{_NAMES[field['type']]} {bounds}".rstrip()
 
 
-def write(path: Path = PAGE) -> None:
-    """Writes the page; raises ConfigError where its folder is missing."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; run this in the repository's root")
-    path.write_text(page(), encoding="utf-8")
+def metrics_page() -> str:
+    """docs/metrics.md: the catalogue as a table."""
+    rows = (f"| `{name}` | {doc.unit} | {doc.reduction} | {doc.meaning} |" for name, doc in CATALOGUE.items())
+    return METRICS_INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
+    (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write()
+    main()
