@@ -1,8 +1,8 @@
 """Memory of one forward and backward pass beside parameters, optimizer and sums of gradients: an estimate.
 
-Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows the
-decoder and the tiles of the head. It stands in for the compiler's memory analysis, which takes the compiler of
-the devices planned for and far longer; `tests/plan/test_placement.py` compares the two.
+Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows
+the decoder and the tiles of the head. It stands in for the compiler's memory analysis, which takes far longer
+and the compiler of the devices planned for; `tests/plan/test_placement.py` compares the two.
 """
 
 from __future__ import annotations
