@@ -36,8 +36,7 @@ bench: $(STAMP) ## time the stages of the quickstart's training step on this mac
 	$(BIN)/quatrain bench
 
 docs: $(STAMP)  ## regenerate the pages made from the code: docs/config.md, docs/metrics.md
-	$(BIN)/python -m quatrain.config.document
-	$(BIN)/python -m quatrain.report.catalogue
+	$(BIN)/python scripts/document.py
 
 smollm2: $(STAMP) ## download SmolLM2-135M-Instruct (98 MB) into models/
 	$(BIN)/python scripts/fetch_smollm2.py

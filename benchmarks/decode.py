@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from quatrain.backend import this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.decoder import logits
@@ -116,17 +117,19 @@ def one_round(engine: RolloutEngine, prompts: list[Prompt], number: int, new_tok
 
 def weight_products(arch: Architecture, params: Any, rows: int, dtype: str) -> Callable[[], float]:
     """A function that times `rows` tokens times every weight matrix, in milliseconds."""
-    inputs = max(weight.shape[-1] for weight in jax.tree.leaves(params["layers"]))
-    wide = jax.random.normal(jax.random.key(0), (rows, max(inputs, arch.hidden_size)), dtype)
+    backend = this_backend()
+    widest = max(weight.shape[-1] for weight in jax.tree.leaves(params["layers"]))
+    wide = jax.random.normal(jax.random.key(0), (rows, max(widest, arch.hidden_size)), dtype)
 
     @jax.jit
     def run(params: Any, wide: jax.Array) -> jax.Array:
-        total = logits(params, arch, wide[:, : arch.hidden_size]).max()
+        total = logits(params, arch, wide[:, : arch.hidden_size], backend=backend).max()
         for i, layer in enumerate(params["layers"]):
             for name, weight in layer.items():
                 if weight.ndim > 1 and not name.endswith("_bias"):
                     # A shift of its own keeps products of equal inputs from becoming one.
-                    total += linear(wide[:, : weight.shape[-1]] + i, layer, name).max()
+                    inputs = wide[:, : weight.shape[-1]] + i
+                    total += linear(inputs, layer, name, few_rows=backend.few_rows).max()
         return total
 
     cast = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,13 @@ class Prompt:
         check = _Checker("data")
         check.array("input_ids", self.input_ids, np.shape(self.input_ids)[:1], np.int32)
         check.rule(self.input_ids.size > 0, "input_ids", "at least one token", "none")
+
+
+class Demonstration(NamedTuple):
+    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)

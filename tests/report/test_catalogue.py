@@ -1,17 +1,8 @@
-from pathlib import Path
-
 import numpy as np
 
 from quatrain.metrics import describe
-from quatrain.report.catalogue import PAGE, metrics_page, unknown_metrics
+from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import StageTimer
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_is_what_the_catalogue_says():
-    hint = "run `python -m quatrain.report.catalogue`"
-    assert (ROOT / PAGE).read_text(encoding="utf-8") == metrics_page(), hint
 
 
 def test_names_and_patterns_are_known():

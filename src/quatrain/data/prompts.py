@@ -21,17 +21,10 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
-from quatrain.types import REWARD_ARGUMENTS, Prompt, PromptText
+from quatrain.types import REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-class Demonstration(NamedTuple):
-    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
-
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
 
 
 class _Stream:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from quatrain.backend import ACCELERATOR
 from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
@@ -24,7 +23,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
-from quatrain.plan.activations import Activations, activations, elements_on_device
+from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
 from quatrain.plan.device_memory import (
     GRADIENT,
     PHASES,
@@ -125,7 +124,7 @@ class _Plan:
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {self.config.model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients on their way {in_units(size.gradients)}"
-        why = f"estimate for {tokens}: {layers} + {working} + {rest}"
+        why = f"estimate, off by {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
         yield Part("activations", size.total, why, (GRADIENT,))
         if self.mesh.dp > 1:
             yield Part("gradient_sum", sums, f"gradients of {self.mesh.dp} dp copies added up", (STEP,))
@@ -229,12 +228,10 @@ class _Plan:
         size = activations(
             self.arch,
             tokens=tokens,
-            tile=ACCELERATOR.tile(self.arch.vocab_size),
             remat=model.remat,
             dtype=model.dtype,
             param_dtype=model.param_dtype,
             mesh=self.mesh,
-            platform=ACCELERATOR.kind,
         )
         return size, words
 

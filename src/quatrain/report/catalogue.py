@@ -1,14 +1,13 @@
-"""Every metric that a run logs, with unit, reduction and meaning; as a module, writes docs/metrics.md.
+"""Every metric that a run logs, with unit, reduction and meaning.
 
 The stages produce metrics under these names, and `sinks` writes them; a metric that is not listed here is a
-mistake.
+mistake. `scripts/document.py` makes docs/metrics.md from this catalogue.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -19,8 +18,6 @@ class MetricDoc(NamedTuple):
     reduction: str
     meaning: str
 
-
-PAGE = Path("docs/metrics.md")
 
 _STATS = {"mean": "Mean", "std": "Standard deviation", "min": "Minimum", "max": "Maximum"}
 
@@ -271,39 +268,3 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
 
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.sub("<[a-z]+>", ".+", re.escape(pattern)), name) is not None
-
-
-INTRODUCTION = """\
-# Metrics
-
-<!-- Written by `python -m quatrain.report.catalogue` from report/catalogue.py. Edit that file. -->
-
-A run writes one JSON object (one line) per training step to `metrics.jsonl`. It also sends the metrics to
-Weights & Biases and TensorBoard if these are enabled. Step 0 is the state before training. Each line is on
-disk before the run continues. If a step is logged twice (for example by an evaluation after the step), the
-metrics are merged into one line.
-
-- The **reduction** says how the values of sequences, tokens, micro-batches or optimizer steps are combined
-  into one number per training step. A mean is accumulated as a sum and a count and divided once, so it does
-  not depend on how a batch was split.
-- A mean over zero items is left out of the line. A non-finite number is written as `null`, and its name is
-  listed in `non_finite`.
-- When a run is resumed, lines for steps after the restored one are moved to `metrics.discarded.jsonl`, so
-  that `metrics.jsonl` has one line per step.
-- Lengths, rewards and advantages are those of the rollout batch of the training step. Losses are taken over
-  the completion tokens that were trained on.
-
-| name | unit | reduction | meaning |
-|---|---|---|---|
-"""
-
-
-def metrics_page() -> str:
-    """docs/metrics.md: the catalogue as a table."""
-    rows = (f"| `{name}` | {doc.unit} | {doc.reduction} | {doc.meaning} |" for name, doc in CATALOGUE.items())
-    return INTRODUCTION + "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(metrics_page(), encoding="utf-8")

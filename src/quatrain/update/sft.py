@@ -1,6 +1,6 @@
 """The supervised step: demonstrations to new weights, through the same gradient as the update.
 
-Data flow: (prompt, completion) token pairs -> micro-batches -> negative log-likelihood of the completion
+Data flow: `Demonstration`s -> micro-batches -> negative log-likelihood of the completion
 tokens, averaged over the batch's tokens -> optimizer.
 """
 
@@ -15,15 +15,13 @@ from quatrain.config.schema import OptimizerConfig, SFTConfig
 from quatrain.metrics import Metric
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.mesh import in_memory
+from quatrain.types import Demonstration
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import Policy, init_optimizer, optimizer_step
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.residuals import residual_memory
 from quatrain.update.table import TokenTable
-
-TokenPair = tuple[np.ndarray, np.ndarray]
-"""Prompt ids [P] and completion ids [C]."""
 
 
 def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
@@ -60,13 +58,13 @@ class SupervisedLearner:
         return in_memory(self.optimizer_memory, init_optimizer(self.optimizer, params))
 
     def step(
-        self, params: Any, opt_state: Any, pairs: Sequence[TokenPair]
+        self, params: Any, opt_state: Any, demonstrations: Sequence[Demonstration]
     ) -> tuple[Any, Any, dict[str, Metric]]:
         """One optimizer step on a batch of demonstrations; donates `params` and `opt_state`.
 
         Raises ValueError where the loss or gradient is not finite: a warm start does not recover from that.
         """
-        table = _table(pairs).weighted("token_mean", max_new_tokens=1)
+        table = _table(demonstrations).weighted("token_mean", max_new_tokens=1)
         params, opt_state, applied, metrics = optimizer_step(
             params,
             opt_state,
@@ -83,11 +81,11 @@ class SupervisedLearner:
         return params, opt_state, metrics
 
 
-def _table(pairs: Sequence[TokenPair]) -> TokenTable:
-    prompts = np.array([len(prompt) for prompt, _ in pairs])
-    totals = prompts + np.array([len(completion) for _, completion in pairs])
+def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:
+    prompts = np.array([len(demonstration.prompt_ids) for demonstration in demonstrations])
+    totals = prompts + np.array([len(demonstration.completion_ids) for demonstration in demonstrations])
     columns = np.arange(totals.max())
     attention = columns < totals[:, None]
     input_ids = np.zeros(attention.shape, np.int32)
-    input_ids[attention] = np.concatenate([ids for pair in pairs for ids in pair])
+    input_ids[attention] = np.concatenate([ids for demonstration in demonstrations for ids in demonstration])
     return TokenTable(input_ids, attention, attention & (columns >= prompts[:, None]), {})

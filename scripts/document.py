@@ -1,6 +1,6 @@
-"""Writes docs/config.md from the schema: `python -m quatrain.config.document`.
+"""Writes the pages that are made from the code: docs/config.md and docs/metrics.md. `make docs` runs it.
 
-Data flow: field descriptions, defaults and bounds of `schema.py` -> one Markdown table per section.
+Data flow: the schema of the configuration and the catalogue of metrics -> tables in Markdown.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quatrain.config.errors import ConfigError
 from quatrain.config.layers import sections
 from quatrain.config.schema import Config, Section
+from quatrain.report.catalogue import CATALOGUE
 
-PAGE = Path("docs/config.md")
+DOCS = Path(__file__).parents[1] / "docs"
 
-INTRODUCTION = """\
+CONFIG_INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m quatrain.config.document` from src/quatrain/config/schema.py. Edit that file. -->
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/config/schema.py. Edit that file. -->
 
 A YAML file describes a run; every key has a default. `quatrain config CONFIG.yaml` prints the resolved
 configuration, each value with the layer it came from (`--json` prints JSON).
@@ -76,12 +76,36 @@ set. In everything that is printed or written, the values of variables named `*_
 With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 """
 
+METRICS_INTRODUCTION = """\
+# Metrics
 
-def page() -> str:
-    """docs/config.md as Markdown: the introduction, and one table of keys per section."""
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/report/catalogue.py. Edit that file. -->
+
+A run writes one JSON object (one line) per training step to `metrics.jsonl`. It also sends the metrics to
+Weights & Biases and TensorBoard if these are enabled. Step 0 is the state before training. Each line is on
+disk before the run continues. If a step is logged twice (for example by an evaluation after the step), the
+metrics are merged into one line.
+
+- The **reduction** says how the values of sequences, tokens, micro-batches or optimizer steps are combined
+  into one number per training step. A mean is accumulated as a sum and a count and divided once, so it does
+  not depend on how a batch was split.
+- A mean over zero items is left out of the line. A non-finite number is written as `null`, and its name is
+  listed in `non_finite`.
+- When a run is resumed, lines for steps after the restored one are moved to `metrics.discarded.jsonl`, so
+  that `metrics.jsonl` has one line per step.
+- Lengths, rewards and advantages are those of the rollout batch of the training step. Losses are taken over
+  the completion tokens that were trained on.
+
+| name | unit | reduction | meaning |
+|---|---|---|---|
+"""
+
+
+def config_page() -> str:
+    """docs/config.md: one table per section, from the descriptions, defaults and bounds of the schema."""
     nested = sections()
     top = {name: field for name, field in Config.model_fields.items() if name not in nested}
-    parts = [INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
+    parts = [CONFIG_INTRODUCTION, "## Keys\n", _table("", Config, list(top))]
     for name, kind in nested.items():
         about = inspect.cleandoc(kind.__doc__ or "")
         parts += [f"### `{name}`\n\n{about}\n", _table(f"{name}.", kind, list(kind.model_fields))]
@@ -130,12 +154,17 @@ def _as_yaml(choice: str | bool) -> str:
     return str(choice).lower() if isinstance(choice, bool) else choice
 
 
-def write(path: Path = PAGE) -> None:
-    """Writes the page to `path`; raises ConfigError if the folder of `path` does not exist."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; run this in the repository's root")
-    path.write_text(page(), encoding="utf-8")
+def metrics_page() -> str:
+    """docs/metrics.md: the catalogue as a table."""
+    rows = (f"| `{name}` | {doc.unit} | {doc.reduction} | {doc.meaning} |" for name, doc in CATALOGUE.items())
+    return METRICS_INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "config.md").write_text(config_page(), encoding="utf-8")
+    (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write()
+    main()
