@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import DEFAULT_FUSION
 
 from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
@@ -43,7 +44,7 @@ def test_products_of_few_rows_have_the_weights_first_on_a_cpu(rows):
     program = with_barriers(rows_times)()
     np.testing.assert_allclose(program(x, weight), np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
     assert rows_times(x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), jnp.float32).dtype == jnp.float32
-    hlo = program.lower(x, weight).compile().as_text()
+    hlo = program.lower(x, weight).compile(DEFAULT_FUSION).as_text()
     products = re.findall(r" = f32\[([\d,]+)\]\S* dot\(", hlo)
     assert products == [f"48,{rows}" if rows <= FEW_ROWS else f"{rows},48"]
 
