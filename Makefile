@@ -21,10 +21,10 @@ train: $(STAMP) ## the quickstart: a small model learns by reinforcement, offlin
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 test-slow: $(STAMP) ## the long proofs
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 check: $(STAMP) ## lint, format, types, import rule
 	$(BIN)/ruff check .
