@@ -21,10 +21,10 @@ train: $(STAMP) ## run the quickstart: a small model learns by reinforcement lea
 	$(BIN)/quatrain train
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 test-slow: $(STAMP) ## the long proofs
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .

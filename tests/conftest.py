@@ -19,6 +19,61 @@ from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+CHEAP_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+"""Compiling is most of what the tests cost on a CPU; with these flags XLA takes about a third of the time.
+
+The programs compute the same up to rounding and run slower. Tests that count a program's bytes or operations
+compile it with `DEFAULT_FUSION` of `compiling.py`.
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets XLA's flags before it reads them, which it does when JAX asks for its devices.
+
+    Flags that are set already come last and win. Tests on an accelerator (`-m gpu`) keep XLA's own choices.
+    """
+    if config.option.markexpr != "gpu":
+        given = os.environ.get("XLA_FLAGS", "").split()
+        cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
+        os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])
+
+
+LONG_FILES = (
+    "rollout/test_engine.py",
+    "e2e/test_quickstart.py",
+    "update/test_learner.py",
+    "equivalence/test_partition.py",
+    "e2e/test_train.py",
+    "equivalence/test_meshes.py",
+    "multihost/test_training.py",
+    "multihost/test_processes.py",
+    "equivalence/test_sampler_trainer.py",
+    "e2e/test_qwen_config.py",
+    "models/attention/test_kernels.py",
+    "models/attention/test_blocks.py",
+    "ops/test_logprobs.py",
+    "update/test_residuals.py",
+    "plan/test_placement.py",
+    "test_cli.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first.
+
+    A file goes to one of two workers as a whole; a long one begun last would leave the other worker idle.
+    """
+    folder = Path(__file__).parent
+    ranks = {folder / name: rank for rank, name in enumerate(LONG_FILES)}
+    if missing := [str(path) for path in ranks if not path.is_file()]:
+        raise pytest.UsageError(f"LONG_FILES in tests/conftest.py names files that are gone: {missing}")
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
 MANY_MAPS = 40_000
 SECONDS_BETWEEN_COUNTS = 10.0
 _counted = time.monotonic()

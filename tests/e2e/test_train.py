@@ -12,6 +12,7 @@ from quatrain.config.load import load_config
 from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
 from quatrain.metrics import Metric
+from quatrain.models import families
 from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
@@ -32,6 +33,15 @@ SMALL = (
 )
 # Timings differ between runs; whether something compiles depends on what ran before in the process.
 CHANGING = re.compile(r"^time/|_per_s$|compilations$|^rollout/(prefill|decode)_s$")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smaller():
+    """`builtin:tiny` has two narrow layers in these tests, which compile faster than its four."""
+    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(families._BUILTIN, "tiny", families._BUILTIN["tiny"] | narrow)
+        yield
 
 
 def _resolved(folder, name, *overrides):
@@ -327,26 +337,6 @@ def test_steps_follow_from_epochs(tmp_path):
     summary = train(_resolved(tmp_path, "epochs", *options))
     assert summary.steps == 2  # half a pass over 10 prompts, 4 at a time
     assert summary.before == summary.after == {}
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """The quickstart, shortened: with its learning rate and with none."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    short = ("run.steps=24", "eval.every_steps=0", "eval.num_prompts=100", "eval.final_num_prompts=100")
-    base = (f"run.dir={folder}", *short)
-    learning = train(load_config(None, (*base, "run.name=learning"), environ={}))
-    unmoved = ("run.name=still", "optimizer.learning_rate=0", "run.steps=4")
-    still = train(load_config(None, (*base, *unmoved), environ={}))
-    return learning, still
-
-
-def test_the_gain_comes_from_reinforcement(warm):
-    learning, still = warm
-    key = "eval/accuracy_strict"
-    assert learning.before[key] == still.before[key] <= 0.5
-    assert still.after[key] == still.before[key]
-    assert learning.after[key] >= learning.before[key] + 0.2
 
 
 def test_a_mean_over_nothing_is_no_result():

@@ -14,10 +14,12 @@ from quatrain.update.table import TokenTable
 @pytest.mark.parametrize(
     ("temperature", "n", "slots"),
     [
-        (0.6, 4, None),
-        (1.7, 4, 3),
-        (1.0, 1, 4),
-        *(pytest.param(1.0, *sizes, marks=pytest.mark.slow) for sizes in ((4, 6), (1, None))),
+        (0.6, 4, 3),
+        (1.7, 1, None),
+        *(
+            pytest.param(temperature, *sizes, marks=pytest.mark.slow)
+            for temperature, *sizes in ((0.6, 4, None), (1.7, 4, 3), (1.0, 1, 4), (1.0, 4, 6), (1.0, 1, None))
+        ),
     ],
 )
 def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperature, n, slots):

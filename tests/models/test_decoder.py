@@ -14,7 +14,6 @@ from quatrain.models.params import init_params
 from quatrain.weights.hf import load_hf
 
 TOLERANCE = 1e-4
-FAST_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests cost
 
 
 def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat="none"):
@@ -22,7 +21,7 @@ def whole(params, arch, ids, positions, segments, dtype=jnp.float32, remat="none
     return logits(params, arch, hidden)
 
 
-run = jax.jit(whole, static_argnames=("arch", "dtype", "remat"), compiler_options=FAST_COMPILE)
+run = jax.jit(whole, static_argnames=("arch", "dtype", "remat"))
 
 
 @functools.cache
@@ -125,7 +124,7 @@ def test_remat_gives_the_same_gradient(remat):
     arch, params = small_model()
     inputs = rows(5, 8)
 
-    @partial(jax.jit, static_argnames="remat", compiler_options=FAST_COMPILE)
+    @partial(jax.jit, static_argnames="remat")
     @jax.grad
     def gradient(params, remat):
         return jnp.sum(jax.nn.log_softmax(whole(params, arch, *inputs, remat=remat))[..., 3])

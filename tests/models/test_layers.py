@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import DEFAULT_FUSION
 
 from quatrain.backend import CPU
 from quatrain.models.architecture import RopeScaling
@@ -45,7 +46,7 @@ def test_products_of_few_rows_have_the_weights_first_on_a_cpu(rows):
     np.testing.assert_allclose(program(x, weight), np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
     in_bfloat16 = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), jnp.float32
     assert rows_times(*in_bfloat16, few_rows=CPU.few_rows).dtype == jnp.float32
-    hlo = program.lower(x, weight).compile().as_text()
+    hlo = program.lower(x, weight).compile(DEFAULT_FUSION).as_text()
     products = re.findall(r" = f32\[([\d,]+)\]\S* dot\(", hlo)
     assert products == [f"48,{rows}" if rows <= CPU.few_rows else f"{rows},48"]
 

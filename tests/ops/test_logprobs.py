@@ -1,9 +1,12 @@
 """Token log-probabilities: literal values, the gradient of the naive formula, memory of one tile."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import DEFAULT_FUSION
 
 from quatrain.ops.logprobs import Tile, kept_logits, token_logprobs
 
@@ -43,27 +46,43 @@ def test_temperature_divides_the_logits():
     np.testing.assert_allclose(entropy, [0.5339616], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
-@pytest.mark.parametrize("words", [1, 2, 3, 4, 5, 10, 11, 16])
-@pytest.mark.parametrize("tokens", [1, 3, 5, 7])
-def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words, kept_bytes):
-    """Tiles of each size, those that do not come out even in eleven words and seven tokens among them."""
+def quick_or_slow(cases, quick):
+    """Those of `cases` that are in `quick` as they are, the others marked slow."""
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@functools.cache
+def eleven_words():
+    """Seven tokens and eleven words: a function that gives the value and gradients of a weighted sum of the
+    log-probabilities and entropies that its argument computes; and what it gives for the naive formula.
+    """
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(11, 5)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, 11, 7), jnp.int32)
     by_logprob, by_entropy = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32)
 
-    def loss(function):
+    def gradient_of(function):
         def value(hidden, head):
-            logprobs, entropy = function(hidden, head)
+            logprobs, entropy = function(hidden, head, targets)
             return (by_logprob * logprobs + by_entropy * entropy**2).sum()
 
         return jax.jit(jax.value_and_grad(value, (0, 1)))(hidden, head)
 
+    return gradient_of, gradient_of(lambda h, w, targets: naive(h @ w.T, targets, 0.7))
+
+
+SIZES = [(tokens, words) for tokens in (1, 3, 5, 7) for words in (1, 2, 3, 4, 5, 10, 11, 16)]
+QUICK_SIZES = [(1, 1), (3, 2), (5, 3), (7, 4), (3, 5), (5, 10), (1, 11), (7, 16)]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
+@pytest.mark.parametrize(("tokens", "words"), quick_or_slow(SIZES, QUICK_SIZES))
+def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words, kept_bytes):
+    """Tiles of each size, those that do not come out even in eleven words and seven tokens among them."""
+    gradient_of, theirs = eleven_words()
     tile = Tile(tokens, words, kept_bytes)
-    ours = loss(lambda h, w: token_logprobs(dot, w, h, targets, 0.7, tile=tile))
-    theirs = loss(lambda h, w: naive(h @ w.T, targets, 0.7))
+    ours = gradient_of(lambda h, w, targets: token_logprobs(dot, w, h, targets, 0.7, tile=tile))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
     assert np.abs(theirs[1][1]).max() > 0.1  # the head does get a gradient
 
@@ -78,7 +97,7 @@ def test_backward_holds_one_tile_of_logits(tile):
         logprobs, entropy = token_logprobs(dot, head, hidden, targets, 1.0, tile=tile)
         return (logprobs + entropy).sum()
 
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head).compile(DEFAULT_FUSION)
     full_logits = num_tokens * vocab * 4
     assert compiled.memory_analysis().temp_size_in_bytes < full_logits / 6
 
@@ -144,7 +163,7 @@ def test_logits_wait_for_the_backward_pass_where_there_is_room():
             return token_logprobs(dot, head, hidden, jnp.zeros(16, jnp.int32), 1.0, tile=tile)[0].sum()
 
         grad = jax.jit(jax.grad(loss, (0, 1)))
-        hlo = grad.lower(jnp.ones((16, 8)), jnp.ones((64, 8))).compile().as_text()
+        hlo = grad.lower(jnp.ones((16, 8)), jnp.ones((64, 8))).compile(DEFAULT_FUSION).as_text()
         return hlo.count(" dot(")
 
     assert kept_logits(16, 64, Tile(16, 16, 4096)) == 4096
@@ -177,39 +196,47 @@ def test_bad_input(hidden, targets, temperature, message):
         given(jnp.zeros(hidden), jnp.zeros(targets, jnp.int32), temperature)
 
 
+@functools.cache
+def of_live_tokens(kept_bytes: int | None):
+    """Of the first `count` of eleven tokens: their sum with its gradients and all log-probabilities.
+
+    In chunks of 4, 4 and 3 tokens, or by the naive formula where `kept_bytes` is None.
+    """
+    targets = jax.random.randint(jax.random.key(2), (11,), 0, 7)
+
+    def loss(hidden, weight, count):
+        if kept_bytes is None:
+            logprobs, entropy = naive(hidden @ weight.T, targets, 1.3)
+        else:
+            tile = Tile(4, 3, kept_bytes)
+            logprobs, entropy = token_logprobs(dot, weight, hidden, targets, 1.3, tile=tile, num_live=count)
+        return jnp.where(jnp.arange(11) < count, logprobs + 0.3 * entropy, 0.0).sum(), logprobs
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 4 * 11 * 7], ids=["made twice", "kept"])
 @pytest.mark.parametrize("num_live", [0, 1, 5, 8, 11])
 def test_tokens_past_the_live_ones_are_not_computed(num_live, kept_bytes):
-    """Eleven tokens in chunks of 4, 4 and 3: results and gradients are those of the live tokens alone."""
-    hidden, weight, targets = (
-        jax.random.normal(jax.random.key(0), (11, 5)),
-        jax.random.normal(jax.random.key(1), (7, 5)),
-        jax.random.randint(jax.random.key(2), (11,), 0, 7),
-    )
-
-    def loss(hidden, weight, count, live):
-        tile = Tile(4, 3, kept_bytes)
-        logprobs, entropy = token_logprobs(
-            dot, weight, hidden, targets[: len(hidden)], 1.3, tile=tile, num_live=live
-        )
-        return jnp.where(jnp.arange(len(hidden)) < count, logprobs + 0.3 * entropy, 0.0).sum(), logprobs
-
-    part = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (value, logprobs), (to_hidden, to_weight) = part(hidden, weight, num_live, jnp.int32(num_live))
+    """Results and gradients are those of the live tokens alone."""
+    hidden = jax.random.normal(jax.random.key(0), (11, 5))
+    weight = jax.random.normal(jax.random.key(1), (7, 5))
+    args = hidden, weight, jnp.int32(num_live)
+    (value, logprobs), (to_hidden, to_weight) = of_live_tokens(kept_bytes)(*args)
     assert not np.asarray(logprobs)[-(-num_live // 4) * 4 :].any()
-    if not num_live:
-        assert value == 0
-        assert not np.asarray(to_weight).any()
-        return
-    (expected, _), (hidden_grad, weight_grad) = part(hidden[:num_live], weight, num_live, None)
+    (expected, _), (hidden_grad, weight_grad) = of_live_tokens(None)(*args)
+    assert (expected == 0) == (num_live == 0)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(to_hidden[:num_live], hidden_grad, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(to_hidden, hidden_grad, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(to_weight, weight_grad, rtol=1e-5, atol=1e-6)
 
 
+PARTS = [(words, forbidden) for words in (3, 4, 11, 16) for forbidden in (False, True)]
+QUICK_PARTS = [(3, True), (4, False), (11, True), (16, False)]
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 4 * 7 * 11], ids=["made twice", "kept"])
-@pytest.mark.parametrize("forbidden", [False, True], ids=["all finite", "one device's words forbidden"])
-@pytest.mark.parametrize("words", [3, 4, 11, 16])
+@pytest.mark.parametrize(("words", "forbidden"), quick_or_slow(PARTS, QUICK_PARTS))
 def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden, kept_bytes):
     """Two parts of eleven words: the results of the whole, the gradient of hidden states in two parts."""
     rng = np.random.default_rng(3)
@@ -231,12 +258,12 @@ def test_devices_that_share_the_vocabulary_tile_their_parts(words, forbidden, ke
         return (by_logprob * logprobs + by_entropy * entropy).sum()
 
     run = jax.value_and_grad(loss, (0, 1))
-    whole, (to_hidden, to_rows) = run(hidden, rows, None)
-    parts = jax.vmap(lambda own: run(hidden, own, "tp"), axis_name="tp")(rows.reshape(2, 11, 6))
+    whole, (to_hidden, to_rows) = jax.jit(lambda: run(hidden, rows, None))()
+    parts = jax.jit(jax.vmap(lambda own: run(hidden, own, "tp"), axis_name="tp"))(rows.reshape(2, 11, 6))
     value, (part_of_hidden, part_of_rows) = parts
     np.testing.assert_allclose(value, [whole, whole], rtol=1e-5)
     np.testing.assert_allclose(part_of_hidden.sum(axis=0), to_hidden, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(part_of_rows.reshape(22, 6)[:, :-1], to_rows[:, :-1], rtol=1e-5, atol=1e-5)
     picked, _ = naive(project(rows, hidden), targets, 0.7)
-    singles = token_logprobs(project, rows, hidden, targets, 0.7, tile=Tile(3, words))[0]
+    singles = jax.jit(lambda: token_logprobs(project, rows, hidden, targets, 0.7, tile=Tile(3, words))[0])()
     np.testing.assert_allclose(singles, picked, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import DEFAULT_FUSION
 from jax.sharding import AbstractMesh, NamedSharding
 
 from quatrain.backend import CPU
@@ -171,7 +172,7 @@ def compiled_bytes(arch, tokens, remat):
     params = abstract_params(arch)
     total = jax.eval_shape(partial(_nothing_yet, policy=policy, objective=objective), params, batch)
     program = gradient_program(policy.backend).lower(params, total, batch, policy=policy, objective=objective)
-    return program.compile().memory_analysis().temp_size_in_bytes
+    return program.compile(DEFAULT_FUSION).memory_analysis().temp_size_in_bytes
 
 
 def on_a_cpu(estimate, arch, tokens, remat):
@@ -189,11 +190,27 @@ def on_a_cpu(estimate, arch, tokens, remat):
     )
 
 
-@pytest.mark.parametrize("remat", ["layer", "dots", "none"])
+REMATS = ("layer", "dots", "none")
+SHAPES = {
+    "small": (SMALL, False, 512),
+    "small with norms": (SMALL, True, 512),
+    "middle": (MIDDLE, False, 1024),
+}
+QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", "none"), ("middle", "dots")}
+
+
 @pytest.mark.parametrize(
-    ("shape", "norms", "tokens"),
-    [(SMALL, False, 512), (SMALL, True, 512), (MIDDLE, False, 1024)],
-    ids=["small", "small with norms", "middle"],
+    ("shape", "norms", "tokens", "remat"),
+    [
+        pytest.param(
+            *SHAPES[name],
+            remat,
+            id=f"{name}-{remat}",
+            marks=[pytest.mark.slow] * ((name, remat) not in QUICK),
+        )
+        for name in SHAPES
+        for remat in REMATS
+    ],
 )
 def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
     """With norms after queries and keys, attention and MLP, and without."""

@@ -216,7 +216,15 @@ def _filtered(scores, option):
 
 
 @pytest.mark.parametrize(
-    "option", [{"temperature": 0.5}, {"temperature": 1.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}]
+    "option",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.7},
+        *(
+            pytest.param(option, marks=pytest.mark.slow)
+            for option in ({"temperature": 1.6}, {"top_k": 4}, {"min_p": 0.2})
+        ),
+    ],
 )
 def test_chi_squared(make_engine, small_arch, option):
     """The first token, which the prompt's pass gives, and the second, from a decode step."""
@@ -238,10 +246,10 @@ def test_chi_squared(make_engine, small_arch, option):
 
 
 def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokenizer):
-    free = make_engine(max_new_tokens=40, stop_ids=()).generate(_prompts())
+    free = make_engine(max_new_tokens=24, stop_ids=()).generate(_prompts())
     texts = [tokenizer.decode(ids) for ids in _completion_ids(free)]
     stop = texts[4][len(texts[4]) // 2 :][:2]
-    cut = make_engine(max_new_tokens=40, stop_ids=(), stop=(stop, "never met"), max_concurrency=6)
+    cut = make_engine(max_new_tokens=24, stop_ids=(), stop=(stop, "never met"), max_concurrency=6)
     batch = cut.generate(_prompts())
     hits = 0
     for before, after, reason in zip(_completion_ids(free), _completion_ids(batch), batch.finish_reason):
@@ -258,9 +266,9 @@ def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokeniz
 
 
 def test_stop_string_never_met(make_engine):
-    batch = make_engine(stop=("never met",), stop_ids=()).generate(_prompts())
+    batch = make_engine(stop=("never met",), stop_ids=(), max_new_tokens=24).generate(_prompts())
     assert set(batch.finish_reason) == {"length"}
-    assert set(batch.completion_lengths) == {16}
+    assert set(batch.completion_lengths) == {24}
 
 
 def test_evaluation_overrides_sampling(make_engine):
@@ -282,8 +290,12 @@ def test_no_prompts_give_an_empty_batch(make_engine):
     assert len(engine.wait(0)) == 0
 
 
-def test_nothing_compiles_in_steady_state(make_engine):
-    engine = make_engine(stop_ids=tuple(range(0, 290, 40)), n=4, max_concurrency=8, max_new_tokens=40)
+def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):
+    """A model of one layer, of which as many programs are compiled."""
+    arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
+    params = {**small_params, "layers": small_params["layers"][:1]}
+    sizes = {"n": 4, "max_concurrency": 8, "max_new_tokens": 40}
+    engine = make_engine(arch=arch, params=params, stop_ids=tuple(range(0, 290, 40)), **sizes)
     rng = np.random.default_rng(0)
 
     def batch(step):
@@ -296,6 +308,7 @@ def test_nothing_compiles_in_steady_state(make_engine):
     assert warm_up < 40  # 8 or 4 slots, 2, 4 or 8 rows; 64, 96, 128 or 192 tokens of 1, 2, 4 or 8 prompts
 
 
+@pytest.mark.slow
 def test_a_group_larger_than_the_slots(make_engine):
     whole = make_engine(n=9).generate(_prompts()[:2])
     parts = make_engine(n=9, max_concurrency=4).generate(_prompts()[:2])
@@ -326,7 +339,7 @@ def test_a_cache_that_cannot_fit_says_what_would(make_engine, small_arch):
 
 
 def test_groups_are_handed_out_as_they_finish(make_engine):
-    engine = make_engine(max_concurrency=6)
+    engine = make_engine(max_concurrency=4)
     whole = engine.generate(_prompts(), step=2)
     engine.submit(_prompts()[:2], step=2)
     engine.submit(_prompts()[2:], step=2)
@@ -365,8 +378,9 @@ def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
 
 def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
     other = jax.tree.map(lambda x: x * 1.1, small_params)
-    before = _completion_ids(make_engine(stop_ids=()).generate(_prompts()))
-    engine = make_engine(stop_ids=(), on_progress=lambda _: engine.sync_weights(other, 6))
+    options = {"stop_ids": (), "max_new_tokens": 24}
+    before = _completion_ids(make_engine(**options).generate(_prompts()))
+    engine = make_engine(**options, on_progress=lambda _: engine.sync_weights(other, 6))
     changed = engine.generate(_prompts())
     for old, new in zip(before, _completion_ids(changed)):
         assert old[:9] == new[:9]

@@ -1,6 +1,7 @@
 """The attention that skips blocks is the attention that does not."""
 
-from functools import partial
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,45 +34,77 @@ def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, 
     return positions, segments
 
 
-def _dense(q, k, v, positions, segments, window, cap):
-    mask = attention_mask(positions, positions, segments, segments, window)
+@functools.cache
+def _inputs(rows: int, width: int, heads: int, split=None):
+    """Positions, segments, branches, queries, keys, values and the gradient that reaches the output."""
+    rng = np.random.default_rng(rows * width)
+    positions, segments = _rows(rng, rows, width)
+    branches = np.zeros_like(segments)
+    if split is not None:
+        positions, branches = split(segments, positions)
+    shapes = [(rows, width, n, 4) for n in (heads, 2, 2, heads)]
+    q, k, v, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    dy = jnp.where((jnp.asarray(segments) != 0)[..., None, None], dy, 0.0)  # nothing reads padding's output
+    return (*map(jnp.asarray, (positions, segments, branches)), (q, k, v), dy)
+
+
+def _dense(q, k, v, positions, segments, branches, window, cap):
+    mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
     return attention(q, k, v, mask, cap)
 
 
-def _block(q, k, v, positions, segments, window, cap, sizes):
-    pattern = block_pattern(positions, segments, jnp.zeros_like(segments), window, sizes)
+def _block(q, k, v, positions, segments, branches, window, cap, *, sizes):
+    pattern = block_pattern(positions, segments, branches, window, sizes)
     return block_attention(q, k, v, pattern, window, cap)
 
 
-def _assert_dense(qkv, dy, positions, segments, window, cap, sizes):
-    block = partial(_block, sizes=sizes)
+def _value_and_gradients(attend, inputs, window, cap):
+    def loss(qkv, positions, segments, branches, dy):
+        return jnp.sum(attend(*qkv, positions, segments, branches, window, cap) * dy)
 
-    def loss(attend, q, k, v):
-        return jnp.sum(attend(q, k, v, positions, segments, window, cap) * dy)
+    positions, segments, branches, qkv, dy = inputs
+    return jax.jit(jax.value_and_grad(loss))(qkv, positions, segments, branches, dy)
 
-    expected = jax.value_and_grad(loss, argnums=(1, 2, 3))(_dense, *qkv)
-    got = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)(block, *qkv)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+
+@functools.cache
+def _expected(*case, window, cap):
+    """Dense attention's, which both block sizes are held to."""
+    return _value_and_gradients(_dense, _inputs(*case), window, cap)
+
+
+def _assert_dense(*case, window, cap, sizes):
+    got = _value_and_gradients(functools.partial(_block, sizes=sizes), _inputs(*case), window, cap)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(_expected(*case, window=window, cap=cap))):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, 2.0), (13, 3.0)])
-@pytest.mark.parametrize(("rows", "width"), [(1, 61), (3, 37), (2, 4)])
-def test_values_and_gradients_are_those_of_dense_attention(window, cap, rows, width, sizes):
-    rng = np.random.default_rng(rows * width)
-    positions, segments = map(jnp.asarray, _rows(rng, rows, width))
-    q, k, v, dy = (
-        jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (6, 2, 2, 6)
-    )
-    dy = jnp.where((segments != 0)[..., None, None], dy, 0.0)  # nothing reads the output of padding
-    _assert_dense((q, k, v), dy, positions, segments, window, cap, sizes)
+SIZES = ((1, 61), (3, 37), (2, 4))
+LIMITS = ((None, None), (5, None), (None, 2.0), (13, 3.0))
+QUICK = {((3, 37), (None, None)), ((1, 61), (5, None)), ((2, 4), (None, 2.0)), ((3, 37), (13, 3.0))}
+
+
+@pytest.mark.parametrize(
+    ("size", "limits"),
+    [
+        pytest.param(size, limits, marks=[pytest.mark.slow] * ((size, limits) not in QUICK))
+        for size in SIZES
+        for limits in LIMITS
+    ],
+)
+def test_values_and_gradients_are_those_of_dense_attention(size, limits, sizes):
+    window, cap = limits
+    _assert_dense(*size, 6, window=window, cap=cap, sizes=sizes)
+
+
+def _one_segment(segments, positions):
+    """Makes all tokens one segment, without branches or padding."""
+    segments[:] = 1
+    return np.broadcast_to(np.arange(segments.shape[1], dtype=np.int32), segments.shape), segments * 0
 
 
 def test_no_key_counts_twice_where_an_odd_number_of_blocks_is_seen(sizes):
-    rng = np.random.default_rng(40)
-    positions, segments = jnp.arange(40)[None], jnp.ones((1, 40), jnp.int32)  # 5 blocks, looked at by two
-    q, k, v, dy = (jnp.asarray(rng.normal(size=(1, 40, heads, 4)), jnp.float32) for heads in (6, 2, 2, 6))
-    _assert_dense((q, k, v), dy, positions, segments, None, None, sizes)
+    """Five blocks, looked at by two."""
+    _assert_dense(1, 40, 6, _one_segment, window=None, cap=None, sizes=sizes)
 
 
 def test_blocks_with_nothing_to_see_are_left_out(sizes):
@@ -93,7 +126,7 @@ def test_padding_comes_out_as_zero(sizes):
     positions = jnp.arange(10, dtype=jnp.int32)[None]
     segments = jnp.asarray([[1] * 6 + [0] * 4], jnp.int32)
     q = jnp.ones((1, 10, 2, 4))
-    out = _block(q, q, q, positions, segments, None, None, sizes)
+    out = _block(q, q, q, positions, segments, jnp.zeros_like(segments), None, None, sizes=sizes)
     assert not np.asarray(out)[0, 6:].any()
     np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
 
@@ -128,33 +161,21 @@ def _twigs(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
     return positions, branches
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize(("rows", "width"), [(1, 90), (2, 70)])
-@pytest.mark.parametrize("split", [_branches, _twigs])
-def test_branches_see_where_they_begin_and_themselves(split, window, rows, width, sizes):
-    rng = np.random.default_rng(width)
-    positions, segments = _rows(rng, rows, width)
-    positions, branches = (jnp.asarray(x) for x in split(segments, positions))
-    segments = jnp.asarray(segments)
-    q, k, v, dy = (
-        jnp.asarray(rng.normal(size=(rows, width, heads, 4)), jnp.float32) for heads in (4, 2, 2, 4)
-    )
-    dy = jnp.where((segments != 0)[..., None, None], dy, 0.0)
+QUICK_BRANCHES = {
+    (_branches, (2, 70), None), (_branches, (1, 90), 6), (_twigs, (1, 90), None), (_twigs, (2, 70), 6)
+}  # fmt: skip
 
-    def dense(q, k, v):
-        mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
-        return attention(q, k, v, mask, None)
 
-    def block(q, k, v):
-        pattern = block_pattern(positions, segments, branches, window, sizes)
-        return block_attention(q, k, v, pattern, window, None)
-
-    expected, got = (
-        jax.value_and_grad(lambda *x, f=f: jnp.sum(f(*x) * dy), argnums=(0, 1, 2))(q, k, v)
-        for f in (dense, block)
-    )
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+@pytest.mark.parametrize(
+    ("split", "size", "window"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_BRANCHES))
+        for case in itertools.product((_branches, _twigs), ((1, 90), (2, 70)), (None, 6))
+    ],
+)
+def test_branches_see_where_they_begin_and_themselves(split, size, window, sizes):
+    _assert_dense(*size, 4, split, window=window, cap=None, sizes=sizes)
+    positions, segments, branches, *_ = _inputs(*size, 4, split)
     whole = block_pattern(positions, segments, jnp.zeros_like(segments), window, sizes)
     branched = block_pattern(positions, segments, branches, window, sizes)
     assert branched.counts.sum() <= whole.counts.sum()
