@@ -3,9 +3,11 @@
 import ast
 import inspect
 import json
+import re
 import shlex
 import subprocess
 import sys
+import types
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,6 +56,21 @@ def test_the_custom_reward_is_added_to_the_built_in_one(monkeypatch):
     )
     rewards = RewardScorer(config.reward).score(rollouts).rewards
     np.testing.assert_allclose(rewards, [1 + 0.2 * (1 - 39 / 200), 0.2], rtol=1e-6)
+
+
+def test_the_loop_by_hand_is_that_of_the_page_and_trains(monkeypatch, capsys):
+    """In the process of the test, as in a notebook: the functions are those of `__main__`."""
+    path = EXAMPLES / "by_hand.py"
+    source = path.read_text("utf-8")
+    assert len(source.splitlines()) < 40
+    page = (ROOT / "docs" / "library.md").read_text("utf-8")
+    assert source[source.index("def centred") :] in page
+    small = source.replace('"update.kl_coef=0"', '"update.kl_coef=0", "data.batch_size=2", "rollout.n=2"')
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(small, path, "exec"), vars(module))
+    assert re.findall(r"step (\d): reward \d", capsys.readouterr().out) == list("01234")
+    assert vars(module)["state"].metrics["update/completion_loss"].count > 0
 
 
 def test_gsm8k_demonstrations_show_the_calculations_in_the_format(tmp_path):
