@@ -21,11 +21,11 @@ LEAST_PREAMBLE = 32
 """Fewest tokens of a prefix shared by all sequences: every query of a buffer reads it, which has a price."""
 WIDTH_UNIT = 128
 """Widths of buffers are multiples of so many tokens, or the whole budget."""
-OCTAVE = (14, 11, 9)
-"""Sixteenths of the budget: the widths between half and all of it. Then those halved, again and again."""
-SEVERAL = (7, 11, 14, 16)
-"""Sixteenths of the budget: the widths in a plan of several micro-batches. Few, because each is a program to
-compile, and chosen so that the sums of `LAST` come close to any total."""
+OCTAVE = (11, 9, 7)
+"""Sixteenths of the budget: with their halves, quarters and eighths the widths of a single micro-batch."""
+SEVERAL = (7, 11, 13, 16)
+"""Sixteenths of the budget: the widths where there are several micro-batches. Few, because each is a program
+to compile, and chosen so that the sums of `LAST` of them come close to any total."""
 LAST = 3
 """So many micro-batches, the last ones, may be narrower than the budget."""
 PAIRS = 8
@@ -83,8 +83,8 @@ def worthwhile_preamble(sequences: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def width_ladder(max_tokens: int) -> tuple[int, ...]:
-    """The widths a buffer may have, ascending: about three an octave from a sixteenth of `max_tokens` on."""
-    return _rungs(max_tokens, [16, *(sixteenths / 2**k for k in range(4) for sixteenths in OCTAVE)])
+    """The widths a buffer may have, ascending: three an octave, from an eighteenth of `max_tokens` on."""
+    return _rungs(max_tokens, [16, 13, *(sixteenths / 2**k for k in range(4) for sixteenths in OCTAVE)])
 
 
 def _rungs(max_tokens: int, sixteenths: Iterable[float]) -> tuple[int, ...]:
