@@ -1,9 +1,12 @@
-"""The packer on log-normal lengths: cap, padding, balance and time, beside balancing by cost without a cap.
+"""The packer on log-normal lengths: cap, padding, balance, time and widths of buffers.
 
     python benchmarks/packing.py [--json]
 
 Lengths are exp(Normal(ln 300, 0.8)) clipped to [8, C], C = 4096. The baseline is what a dynamic batch
 without a cap does: A = ceil(total / (C * D)) micro-batches, A * D bins by Karmarkar-Karp on cost.
+
+A second table is of totals around one budget, and beside it the figures of the packer before this one, which
+searched several plans and gave buffers a quarter, a half, three quarters or all of the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 
 import numpy as np
 
-from quatrain.ops.packing import DEFAULT_COST, least_imbalance, plan_packing
+from quatrain.ops.packing import DEFAULT_COST, Packing, plan_packing
 
 MAX_TOKENS = 4096
 SHARDS = (1, 2, 8)
@@ -40,6 +43,10 @@ COLUMNS = {
     "baseline_batches_over": "batches > C",
     "baseline_median_ms": "median ms",
 }
+
+
+TOTALS = {"0.1 to 0.5": (0.1, 0.5), "0.5 to 4": (0.5, 4.0)}  # budgets of all shards
+BEFORE = {"0.1 to 0.5": 0.306, "0.5 to 4": 0.068}  # mean padding of the packer before this one
 
 
 def log_normal(seed: int, n: int) -> np.ndarray:
@@ -73,6 +80,43 @@ def timed(function, *arguments):
     return result, 1e3 * (time.perf_counter() - begin)
 
 
+def least_imbalance(lengths: np.ndarray, max_tokens: int, num_shards: int) -> float:
+    """A bound that no plan's imbalance is below: the longest sequence alone in its bin, and in the D - 1
+    others as many of the next longest, in part if need be, as the cap lets in.
+    """
+    longest, *others = np.sort(lengths)[::-1]
+    others = np.array(others)
+    room = (num_shards - 1) * max_tokens - (np.cumsum(others) - others)
+    tokens = np.clip(room, 0, others)
+    own = DEFAULT_COST.of(longest, longest**2)
+    rest = DEFAULT_COST.of(tokens.sum(), (tokens * others).sum())
+    return max(1.0, float(own * num_shards / (own + rest)))
+
+
+def imbalance(packing: Packing, lengths: np.ndarray) -> float:
+    """The largest cost of a bin over the mean of its micro-batch."""
+    bins = [[lengths[rows] for rows in group] for group in packing.bins]
+    costs = [[DEFAULT_COST.of(held.sum(), (held**2).sum()) for held in group] for group in bins]
+    return float(max(max(group) / np.mean(group) for group in costs))
+
+
+def padding(packing: Packing, lengths: np.ndarray, num_shards: int) -> float:
+    return float(1 - lengths.sum() / (sum(packing.widths) * num_shards))
+
+
+def mean_padding(least: float, most: float) -> float:
+    """Of totals from `least` to `most` budgets of 4,096 and 16,384 tokens on each of one to four shards."""
+    known, rng, found = np.minimum(log_normal(1, 5000), 1000), np.random.default_rng(0), []
+    for num_shards, budgets, max_tokens in itertools.product(
+        (1, 2, 3, 4), np.linspace(least, most, 40), (4096, 16384)
+    ):
+        drawn = rng.choice(known, 2000)
+        count = np.searchsorted(np.cumsum(drawn), budgets * max_tokens * num_shards)
+        lengths = drawn[: max(count, 1)]
+        found.append(padding(plan_packing(lengths, max_tokens, num_shards), lengths, num_shards))
+    return statistics.mean(found)
+
+
 def measure(n: int, num_shards: int, draws: int) -> dict:
     """One row of the table; fractions, not per cent, and milliseconds."""
     violations, paddings, imbalances, forced, ms = 0, [], [], [], []
@@ -82,8 +126,8 @@ def measure(n: int, num_shards: int, draws: int) -> dict:
         packing, spent = timed(plan_packing, lengths, MAX_TOKENS, num_shards)
         ms.append(spent)
         violations += sum(int(lengths[rows].sum()) > MAX_TOKENS for group in packing.bins for rows in group)
-        paddings.append(packing.padding_fraction)
-        imbalances.append(packing.imbalance)
+        paddings.append(padding(packing, lengths, num_shards))
+        imbalances.append(imbalance(packing, lengths))
         forced.append(least_imbalance(lengths, MAX_TOKENS, num_shards))
         full.append(lengths.sum() >= 8 * MAX_TOKENS * num_shards)
 
@@ -140,15 +184,24 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object with all rows instead of the table")
     as_json = parser.parse_args().json
     rows = [measure(n, num_shards, draws) for n, draws in SEEDS.items() for num_shards in SHARDS]
+    small = [
+        {"budgets": name, "mean_padding": mean_padding(*ends), "before": BEFORE[name]}
+        for name, ends in TOTALS.items()
+    ]
     device = f"{platform.machine()} CPU, {os.cpu_count()} cores, one used"
     if as_json:
-        print(json.dumps({"device": device, "max_tokens": MAX_TOKENS, "rows": rows}, indent=1))
+        print(
+            json.dumps({"device": device, "max_tokens": MAX_TOKENS, "rows": rows, "totals": small}, indent=1)
+        )
         return
     print(f"{device}; C = {MAX_TOKENS}; left: plan_packing, right: Karmarkar-Karp on cost without a cap\n")
     print(table(rows))
     print("\nworst padding: over the draws of at least 8 * C * D tokens; * over all draws, none has as many")
     print("> 1.05: draws of a larger imbalance; forced: draws in which no plan is within 1.05, by a bound")
     print("batches > C: draws in which at least one bin is over the cap")
+    print("\nmean padding where the total is so many budgets, over one to four shards:")
+    for each in small:
+        print(f"{each['budgets']:>12}  {each['mean_padding']:.1%} (the packer before: {each['before']:.1%})")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Packing: literal plans, the invariants of every plan, its targets on log-normal lengths, its errors."""
+"""Packing: the promises of every plan, literal plans, its targets on random and real lengths, its errors."""
 
-import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quatrain.ops.packing import PackingCost, least_imbalance, plan_packing, width_ladder
+from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_ladder
 
 LOG_NORMAL = [(n, d) for n in (120, 512, 2048, 8192) for d in (1, 2, 8)]
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
 def log_normal(seed, n, longest=4096):
@@ -18,7 +20,7 @@ def log_normal(seed, n, longest=4096):
 
 
 def listed(packing):
-    return [[rows.tolist() for rows in micro_batch] for micro_batch in packing.bins]
+    return [[rows.tolist() for rows in bins] for bins in packing.bins]
 
 
 @st.composite
@@ -27,92 +29,99 @@ def problems(draw):
     shapes = st.sampled_from([(1, max_tokens), (1, 1 + max_tokens // 8), (1 + max_tokens // 2, max_tokens)])
     low, high = draw(shapes)
     lengths = draw(st.lists(st.integers(low, min(high, max_tokens)), max_size=80))
-    options = {
-        "min_micro_batches": draw(st.integers(1, 5)),
-        "micro_batches_multiple_of": draw(st.integers(1, 4)),
-        "cost": PackingCost(draw(st.sampled_from([0.0, 1.0, 24576.0])), draw(st.sampled_from([0.5, 1.0]))),
-    }
-    return lengths, max_tokens, draw(st.integers(1, 9)), options
+    return np.array(lengths, np.int64), max_tokens, draw(st.integers(1, 9)), draw(prefixes(lengths))
+
+
+@st.composite
+def prefixes(draw, lengths):
+    """No prefixes, or groups of random sequences with a prefix each, and perhaps one that all share."""
+    if not lengths or draw(st.booleans()):
+        return {}
+    groups = np.array([draw(st.integers(0, 4)) for _ in lengths])
+    shared = draw(st.integers(0, min(lengths) - 1))
+    tokens = np.array([draw(st.integers(shared, min(lengths))) for _ in range(5)])
+    return {"groups": groups, "prefixes": tokens[groups], "shared_prefix": shared}
+
+
+def tokens_of(rows, lengths, groups=None, prefixes=None, shared_prefix=0):
+    """Tokens of a bin: the prefix of all, each group's prefix after it, and each sequence's own."""
+    if groups is None:
+        return int(lengths[rows].sum())
+    own = {groups[row]: prefixes[row] - shared_prefix for row in rows}
+    return shared_prefix + sum(own.values()) + int((lengths[rows] - prefixes[rows]).sum())
 
 
 @given(problems())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=300)
 def test_every_plan_holds_every_sequence_once_under_the_cap(problem):
-    lengths, max_tokens, num_shards, options = problem
-    packing = plan_packing(lengths, max_tokens, num_shards, **options)
-    tokens = np.array([[sum(lengths[row] for row in rows) for rows in group] for group in packing.bins])
-    ladder = width_ladder(max_tokens)
-
-    assert sorted(packing.order) == list(range(len(lengths)))
-    np.testing.assert_array_equal(
-        packing.order, np.concatenate([rows for group in packing.bins for rows in group])
-    )
-    assert tokens.shape == (packing.num_micro_batches, num_shards)
-    assert tokens.max() <= max_tokens
-    assert all(
-        width == min(w for w in ladder if w >= most) for width, most in zip(packing.widths, tokens.max(1))
-    )
-    assert packing.num_micro_batches >= options["min_micro_batches"]
-    assert packing.num_micro_batches % options["micro_batches_multiple_of"] == 0
-    np.testing.assert_array_equal(packing.tokens_per_shard, tokens.sum(0))
+    lengths, max_tokens, num_shards, shared = problem
+    packing = plan_packing(lengths, max_tokens, num_shards, **shared)
+    rows = np.concatenate([rows for bins in packing.bins for rows in bins])
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    assert {len(bins) for bins in packing.bins} == {num_shards}
+    assert len(packing.widths) == len(packing.bins)
+    for bins, width in zip(packing.bins, packing.widths, strict=True):
+        assert width in width_ladder(max_tokens)
+        assert max(tokens_of(rows, lengths, **shared) for rows in bins) <= width <= max_tokens
 
 
 @given(problems())
 @settings(deadline=None, max_examples=100)
-def test_statistics_are_those_of_the_bins(problem):
-    lengths, max_tokens, num_shards, options = problem
-    packing = plan_packing(lengths, max_tokens, num_shards, **options)
-    cost = options["cost"]
-    costs = np.array(
-        [[sum(cost.linear * lengths[r] + cost.quadratic * lengths[r] ** 2 for r in rows) for rows in group]
-         for group in packing.bins]
-    )  # fmt: skip
-    ratios = [row.max() / row.mean() if row.any() else 1.0 for row in costs]
-    np.testing.assert_allclose(packing.imbalance, max(ratios), rtol=1e-12)
-    np.testing.assert_allclose(
-        packing.padding_fraction, 1 - sum(lengths) / (sum(packing.widths) * num_shards), rtol=1e-12
-    )
-    assert packing.imbalance >= least_imbalance(np.array(lengths), max_tokens, num_shards, cost) - 1e-12
-    totals = costs.sum(1)
-    top = int(totals.argmax())
-    assert (np.diff(totals[: top + 1]) >= 0).all()  # the least at both ends, the largest between
-    assert (np.diff(totals[top:]) <= 0).all()
+def test_sequences_of_a_group_are_adjacent(problem):
+    lengths, max_tokens, num_shards, shared = problem
+    if "groups" in shared:
+        groups = shared["groups"]
+        with_prefix = shared["prefixes"] > shared["shared_prefix"]
+        for bins in plan_packing(lengths, max_tokens, num_shards, **shared).bins:
+            for rows in bins:
+                order = groups[rows[with_prefix[rows]]]
+                assert 1 + np.count_nonzero(np.diff(order)) <= max(1, len(set(order)))
+
+
+@given(problems())
+@settings(deadline=None, max_examples=100)
+def test_no_more_micro_batches_than_first_fit_could_need(problem):
+    lengths, max_tokens, num_shards, shared = problem
+    if len(lengths):
+        in_a_bin = max_tokens // int(lengths.max())
+        most = -(-len(lengths) // (in_a_bin * num_shards))
+        assert len(plan_packing(lengths, max_tokens, num_shards, **shared).bins) <= most
 
 
 @given(problems())
 @settings(deadline=None, max_examples=50)
 def test_the_same_arguments_give_the_same_plan(problem):
-    lengths, max_tokens, num_shards, options = problem
-    first = plan_packing(lengths, max_tokens, num_shards, **options)
-    plan_packing(lengths[::-1], max_tokens, num_shards, **options)
-    again = plan_packing(np.array(lengths, np.int32), max_tokens, num_shards, **options)
+    lengths, max_tokens, num_shards, shared = problem
+    first = plan_packing(lengths, max_tokens, num_shards, **shared)
+    plan_packing(lengths[::-1], max_tokens, num_shards)
+    again = plan_packing(lengths.astype(np.int32), max_tokens, num_shards, **shared)
     assert listed(first) == listed(again)
-    assert (first.widths, first.imbalance) == (again.widths, again.imbalance)
+    assert first.widths == again.widths
 
 
 @given(problems(), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=50)
 def test_the_order_of_the_sequences_does_not_change_the_lengths_of_the_bins(problem, random):
-    lengths, max_tokens, num_shards, options = problem
-    shuffled = random.sample(lengths, len(lengths))
+    lengths, max_tokens, num_shards, _ = problem
+    shuffled = np.array(random.sample(lengths.tolist(), len(lengths)), np.int64)
 
     def contents(lengths):
-        packing = plan_packing(lengths, max_tokens, num_shards, **options)
-        return [[sorted(lengths[row] for row in rows) for rows in group] for group in packing.bins]
+        packing = plan_packing(lengths, max_tokens, num_shards)
+        return [[sorted(lengths[rows].tolist()) for rows in bins] for bins in packing.bins]
 
     assert contents(lengths) == contents(shuffled)
 
 
-@given(problems())
-@settings(deadline=None, max_examples=50)
-def test_restore_order_is_the_inverse_of_order(problem):
-    lengths, max_tokens, num_shards, options = problem
-    packing = plan_packing(lengths, max_tokens, num_shards, **options)
-    values = np.random.default_rng(0).normal(size=(len(lengths), 3))
-    np.testing.assert_array_equal(packing.restore_order(values[packing.order]), values)
-    names = [f"sequence {row}" for row in range(len(lengths))]
-    assert packing.restore_order([names[row] for row in packing.order]) == names
-    assert packing.restore_order(tuple(packing.order.tolist())) == list(range(len(lengths)))
+def padding(packing, lengths, num_shards):
+    return 1 - lengths.sum() / (sum(packing.widths) * num_shards)
+
+
+def imbalances(packing, lengths):
+    """The dearest bin over the mean of a micro-batch, for each micro-batch."""
+    costs = [
+        [DEFAULT_COST.of(lengths[r].sum(), (lengths[r] ** 2).sum()) for r in bins] for bins in packing.bins
+    ]
+    return [max(each) / np.mean(each) for each in costs]
 
 
 @pytest.mark.parametrize(("n", "num_shards"), LOG_NORMAL)
@@ -120,69 +129,107 @@ def test_targets_on_log_normal_lengths(n, num_shards):
     for seed in range(1 if n == 8192 else 4):
         lengths = log_normal(seed, n)
         packing = plan_packing(lengths, 4096, num_shards)
-        assert max(lengths[rows].sum() for group in packing.bins for rows in group) <= 4096
-        if lengths.sum() >= 8 * 4096 * num_shards:
-            assert packing.padding_fraction <= 0.05
-        # Where one sequence of 4096 tokens stands beside shorter ones, no plan is within 1.05. At 99.85% of
-        # the capacity (n = 512 on 8 shards, seed 1) it is 1.0506: computed tokens come before balance.
-        forced = least_imbalance(lengths, 4096, num_shards)
-        assert packing.imbalance <= max(1.051, 1.015 * forced)
-        units = -(-4 * int(lengths.sum()) // (4096 * num_shards))  # quarters of a micro-batch, at the least
-        assert sum(packing.widths) <= (units + 1) * 1024
+        assert max(lengths[rows].sum() for bins in packing.bins for rows in bins) <= 4096
+        assert padding(packing, lengths, num_shards) <= (0.01 if n > 512 else 0.1)
+        # One sequence of 4,096 tokens costs 14% more than as many of short ones: no plan evens that out.
+        assert max(imbalances(packing, lengths)) <= 1.112
+        assert np.mean(imbalances(packing, lengths)) <= 1.06
+        assert len(packing.bins) <= 1 + -(-lengths.sum() // (4096 * num_shards))
 
 
-def test_all_micro_batches_are_full_but_one():
+def real_lengths():
+    if not GSM8K.exists():
+        pytest.skip(f"{GSM8K} is absent: lengths of real sequences are read from it")
+    with GSM8K.open() as lines:
+        records = [json.loads(line) for line in lines]
+    return np.array([(len(r["question"]) + len(r["answer"])) // 3 for r in records])
+
+
+@pytest.mark.parametrize("source", ["real", "log-normal"])
+@pytest.mark.parametrize(("least", "most", "target"), [(0.5, 4.0, 0.04), (0.1, 0.5, 0.15)])
+def test_mean_padding_of_totals_around_one_budget(source, least, most, target):
+    """Totals of all sizes, one to four shards: little padding on average."""
+    rng = np.random.default_rng(0)
+    known = real_lengths() if source == "real" else log_normal(1, 5000, longest=1000)
+    found = []
+    for num_shards in (1, 2, 3, 4):
+        for budgets in np.linspace(least, most, 30):
+            for max_tokens in (4096, 16384):
+                drawn = rng.choice(known, 2000)
+                count = np.searchsorted(np.cumsum(drawn), budgets * max_tokens * num_shards)
+                lengths = drawn[: max(count, 1)]
+                found.append(padding(plan_packing(lengths, max_tokens, num_shards), lengths, num_shards))
+    assert np.mean(found) <= target
+
+
+def test_all_micro_batches_but_the_last_three_are_full():
     lengths = log_normal(1, 2048)
     packing = plan_packing(lengths, 4096, 8)
-    assert packing.num_micro_batches == -(-lengths.sum() // (4096 * 8))
-    assert sorted(packing.widths)[1:] == [4096] * (packing.num_micro_batches - 1)
+    assert len(packing.bins) == -(-lengths.sum() // (4096 * 8))
+    assert set(packing.widths[:-3]) == {4096}
+    assert sum(packing.widths) <= 1.01 * lengths.sum() / 8
+
+
+def test_one_shard_has_micro_batches_of_different_widths():
+    """2,347 tokens under a budget of 2,048: two buffers of three quarters would be padded by 24%."""
+    lengths = [300] * 7 + [247]
+    packing = plan_packing(lengths, 2048, 1)
+    assert packing.widths == (1664, 896)
+    assert sum(map(len, packing.bins[0])) + sum(map(len, packing.bins[1])) == 8
+
+
+def test_few_sequences_have_a_narrow_buffer():
+    packing = plan_packing([150] * 8, 16384, 1)
+    assert packing.widths == (1408,)
+
+
+def test_a_group_is_split_where_a_bin_ends_and_its_prefix_counts_again():
+    groups, prefixes = np.array([0, 0, 0, 0, 1, 1]), np.array([40, 40, 40, 40, 30, 30])
+    packing = plan_packing([60, 55, 50, 45, 60, 50], 100, 1, groups=groups, prefixes=prefixes)
+    assert listed(packing) == [[[0, 1, 2, 3]], [[4, 5]]]  # 40 + 20 + 15 + 10 + 5, and 30 + 30 + 20
+    packing = plan_packing([60, 55, 50, 45, 60, 50], 85, 1, groups=groups, prefixes=prefixes)
+    assert listed(packing) == [[[4, 5]], [[0, 1, 2]], [[3]]]  # 80; 85 of the other group; 40 + 5
+
+
+def test_widths_count_the_prefix_of_all_sequences():
+    prefixes = np.full(4, 500)
+    packing = plan_packing([600] * 4, 1024, 2, groups=np.arange(4), prefixes=prefixes, shared_prefix=500)
+    assert [len(rows) for bins in packing.bins for rows in bins] == [2, 2]
+    assert packing.widths == (768,)  # 500 + 2 * 100
 
 
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "num_shards", "bins", "widths"),
     [
-        # First fit by decreasing length needs three bins here.
-        ([5, 4, 4, 3, 2, 2], 10, 1, [[[1, 2, 5]], [[0, 3, 4]]], (10, 10)),
-        ([5, 4, 4, 3, 2, 2], 10, 2, [[[0, 3, 4], [1, 2, 5]]], (10,)),
-        ([6, 6, 6, 6, 6], 10, 1, [[[0]], [[2]], [[4]], [[3]], [[1]]], (10,) * 5),
-        ([300, 200, 200, 100, 500, 512], 512, 2, [[[0, 3], [1, 2]], [[4], [5]]], (512, 512)),
-        ([512, 512, 100, 30], 512, 2, [[[2], [3]], [[1], [0]]], (128, 512)),
+        ([5, 4, 4, 3, 2, 2], 10, 2, None, (10,)),
+        ([6, 6, 6, 6, 6], 10, 1, [[[4]], [[3]], [[2]], [[1]], [[0]]], (10,) * 5),
+        ([512, 512, 100, 30], 512, 2, [[[1], [0]], [[2], [3]]], (512, 256)),
         ([7], 10, 4, [[[0], [], [], []]], (10,)),
         ([], 512, 2, [[[], []]], (128,)),
     ],
 )
 def test_literal_plans(lengths, max_tokens, num_shards, bins, widths):
     packing = plan_packing(lengths, max_tokens, num_shards)
-    assert listed(packing) == bins
+    assert bins is None or listed(packing) == bins
     assert packing.widths == widths
 
 
-def test_literal_statistics():
-    packing = plan_packing([512, 512, 100, 30], 512, 2, cost=PackingCost(linear=1.0, quadratic=0.0))
-    assert packing.tokens_per_shard.tolist() == [612, 542]
-    assert packing.order.tolist() == [2, 3, 1, 0]
-    assert packing.padding_fraction == 1 - 1154 / 1280
-    assert packing.imbalance == 100 / 65
-    assert (packing.max_tokens, packing.num_shards, packing.num_sequences) == (512, 2, 4)
-
-
 def test_the_cap_is_obeyed_where_it_asks_for_more_micro_batches():
-    packing = plan_packing([60] * 10, 100, 2, micro_batches_multiple_of=2)
-    assert packing.num_micro_batches == 6  # 600 tokens are 3 micro-batches of 2 * 100, but 60 + 60 > 100
-    assert [len(rows) for group in packing.bins for rows in group].count(1) == 10
+    packing = plan_packing([60] * 10, 100, 2)
+    assert len(packing.bins) == 5  # 600 tokens are 3 micro-batches of 2 * 100, but 60 + 60 > 100
+    assert [len(rows) for bins in packing.bins for rows in bins] == [1] * 10
 
 
 def test_the_cost_decides_what_balanced_is():
     lengths = [300, 100, 100, 100, 90, 80, 70, 60]
 
     def spread(weights, cost):
-        (group,) = plan_packing(lengths, 4096, 2, cost=cost).bins
-        first, second = (sum(weights[row] for row in rows) for rows in group)
+        (bins,) = plan_packing(lengths, 4096, 2, cost=cost).bins
+        first, second = (sum(weights[row] for row in rows) for rows in bins)
         return abs(first - second) / (first + second)
 
     squares = [length**2 for length in lengths]
-    assert spread(lengths, PackingCost(1.0, 0.0)) <= 0.01
-    assert spread(lengths, PackingCost(0.0, 1.0)) > 0.1
+    assert spread(lengths, PackingCost(1.0, 0.0)) <= 0.05
     assert spread(squares, PackingCost(0.0, 1.0)) < spread(squares, PackingCost(1.0, 0.0))
 
 
@@ -191,29 +238,13 @@ def test_the_cost_decides_what_balanced_is():
     [
         (1, (1,)),
         (100, (100,)),
-        (300, (128, 256, 300)),
         (512, (128, 256, 384, 512)),
-        (1000, (256, 512, 768, 1000)),
-        (4096, (1024, 2048, 3072, 4096)),
-        (5000, (1280, 2560, 3840, 5000)),
+        (1000, (128, 256, 384, 512, 640, 768, 896, 1000)),
+        (4096, (256, 384, 512, 640, 768, 896, 1152, 1408, 1792, 2304, 2816, 3328, 4096)),
     ],
 )
 def test_width_ladder(max_tokens, widths):
     assert width_ladder(max_tokens) == widths
-
-
-def test_least_imbalance():
-    cost = PackingCost(linear=1.0, quadratic=0.0)
-    assert least_imbalance(np.array([10]), 10, 4, cost) == 4
-    assert least_imbalance(np.array([10, 3, 2]), 10, 2, cost) == 20 / 15
-    assert least_imbalance(np.array([10, 8, 4]), 10, 2, PackingCost(0.0, 1.0)) == 200 / (100 + 64 + 8)
-    assert least_imbalance(np.array([], np.int64), 10, 2) == 1
-
-
-def test_a_packing_is_frozen():
-    packing = plan_packing([3], 10, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        packing.widths = (5,)
 
 
 @pytest.mark.parametrize(
@@ -233,21 +264,7 @@ def test_errors(arguments, message):
         plan_packing(*arguments)
 
 
-@pytest.mark.parametrize("name", ["min_micro_batches", "micro_batches_multiple_of"])
-def test_errors_of_counts(name):
-    with pytest.raises(ValueError, match=f"{name} is at least 1, got 0"):
-        plan_packing([5], 10, 1, **{name: 0})
-
-
 @pytest.mark.parametrize("cost", [(-1.0, 1.0), (0.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))])
 def test_errors_of_cost(cost):
     with pytest.raises(ValueError, match="finite and not negative"):
         PackingCost(*cost)
-
-
-def test_restore_order_wants_every_sequence():
-    packing = plan_packing([3, 4], 10, 1)
-    with pytest.raises(ValueError, match="expected 2, got 3"):
-        packing.restore_order(np.zeros(3))
-    with pytest.raises(ValueError, match="expected 2, got 1"):
-        packing.restore_order(["a"])

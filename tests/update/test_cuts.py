@@ -5,7 +5,7 @@ from quatrain.models.layers import TWIGS
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
-from quatrain.update.cuts import Cutting, common_beginnings, common_preamble, describe_cuts, shared_segments
+from quatrain.update.cuts import Cutting, common_preamble, describe_cuts
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.table import TokenTable, mini_batches
 
@@ -76,19 +76,15 @@ def _group() -> TokenTable:
 
 def test_a_group_has_its_prompt_once():
     ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=9, share_prompts=True), one_device())
-    assert rows.tolist() == [3, 0, 1, 2]
+    assert rows.tolist() == [0, 1, 2, 3]
     assert batch.shared
-    assert batch.input_ids.tolist() == [[1, 2, 20, 1, 2, 3, 10, 11, 12]]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 3]]
-    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 2, 2, 2]]
-    assert batch.branch_ids.tolist() == [[0, 0, 1, 0, 0, 0, 1, 1, 3]]
-    assert batch.targets[0, :4].tolist() == [20, 10, 11, 12]
-    assert batch.predictors[0, :4].tolist() == [
-        1,
-        5,
-        6,
-        5,
-    ]  # both samples begin after the prompt's last token
+    assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 1, 2, 20]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 1, 2, 2, 2]]
+    assert batch.branch_ids.tolist() == [[0, 0, 0, 1, 1, 3, 0, 0, 1]]
+    assert batch.targets[0, :4].tolist() == [10, 11, 12, 20]
+    # Both samples begin after the prompt's last token.
+    assert batch.predictors[0, :4].tolist() == [2, 3, 2, 7]
 
 
 def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
@@ -108,14 +104,14 @@ def short_preambles(monkeypatch):
 
 def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
     ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=7, share_prompts=True), one_device())
-    assert rows.tolist() == [3, 0, 1, 2]
-    assert batch.input_ids.tolist() == [[1, 2, 20, 3, 10, 11, 12]]
-    assert batch.positions.tolist() == [[0, 1, 2, 2, 3, 4, 3]]
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 20]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 3, 2]]
     assert batch.segment_ids.tolist() == [[1] * 7]
     first, second = TWIGS, 2 * TWIGS  # the sample of three has no token of its own
-    assert batch.branch_ids.tolist() == [[0, 0, first + 1, second, second + 1, second + 1, second + 3]]
-    assert batch.targets[0, :4].tolist() == [20, 10, 11, 12]
-    assert batch.predictors[0, :4].tolist() == [1, 3, 4, 3]
+    assert batch.branch_ids.tolist() == [[0, 0, first, first + 1, first + 1, first + 3, second + 1]]
+    assert batch.targets[0, :4].tolist() == [10, 11, 12, 20]
+    assert batch.predictors[0, :4].tolist() == [2, 3, 2, 1]
     assert batch.mask[0].tolist() == [True] * 4 + [False] * 3
 
 
@@ -123,7 +119,7 @@ def test_each_line_has_the_preamble_and_the_cap_counts_it(short_preambles):
     cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
     (cut,) = cutting.cut(_group())
     held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.work(line) for line in cut.lines}
-    assert held == {(0, 1): (5, 5**2), (3, 2): (5, 2**2 + (3**2 - 2**2) + (4**2 - 2**2))}
+    assert held == {(0, 1): (5, 5**2), (2, 3): (5, 2**2 + (3**2 - 2**2) + (4**2 - 2**2))}
     assert cut.width == 5
     metrics = describe_cuts(_group(), [cut], DEFAULT_COST)
     assert metrics["batch/padding_fraction"].result() == 0
@@ -146,8 +142,9 @@ def test_widths_are_of_the_ladder_with_a_preamble_too():
         ladder = packing.width_ladder(max_tokens)
         for cut in cuts:
             filled = max(cut.work(line)[0] for line in cut.lines)
-            assert cut.width == min(width for width in ladder if width >= filled)
-    assert [cut.width for cut in cuts] == [1536]  # 1,050 tokens; three quarters of 2,000
+            assert cut.width in ladder
+            assert filled <= cut.width <= max_tokens
+    assert [cut.width for cut in cuts] == [1152]  # for 1,050 tokens; nine sixteenths of 2,000
 
 
 def test_a_preamble_is_of_tokens_that_nobody_produced_and_not_all_of_a_sequence(short_preambles):
@@ -176,14 +173,13 @@ def test_only_tokens_that_are_equal_are_shared():
     table = _group()
 
     def segments():
-        return shared_segments(table, common_beginnings(table), 100)
+        ((line,),) = (cut.lines for cut in Cutting(max_tokens=100, share_prompts=True).cut(table))
+        return {tuple(segment.rows.tolist()): (segment.shared, segment.num_tokens) for segment in line}
 
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
-    shared = {tuple(s.rows.tolist()): s.shared for s in segments()}
-    assert shared == {(3,): 2, (0, 1, 2): 1}
+    assert segments() == {(3,): (2, 3), (0, 1, 2): (1, 1 + 4 + 2 + 3)}
     table.input_ids[2, 0] = 9
-    alone = {tuple(s.rows.tolist()): (s.shared, s.num_tokens) for s in segments()}
-    assert alone == {(3,): (2, 3), (0,): (0, 5), (1,): (0, 3), (2,): (0, 4)}
+    assert segments() == {(3,): (2, 3), (0,): (0, 5), (1,): (0, 3), (2,): (0, 4)}
 
 
 def test_a_micro_batch_has_the_columns_of_its_table():

@@ -1,28 +1,35 @@
-"""Packing: whole sequences into micro-batches of at most so many tokens per data shard.
+"""Packing: sequences into micro-batches of at most so many tokens per data shard.
 
 Data flow: lengths -> `plan_packing` -> the rows of every micro-batch and shard, for each pass that reads a
-budget of tokens (update, log-probabilities, values). Host-side numpy int64; a plan depends on its arguments
-alone, and every comparison is made on exact integer sums, so that every host finds the same one.
+budget of tokens (update, log-probabilities, values). A plan depends on its arguments alone, so every process
+computes the same plan.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-GOOD = 1.03  # imbalance that ends the search; a full bin further above the mean may give up its shortest
-LEVEL = 1.005  # moves and swaps end where the dearest bin is not further above the mean
-LAST = (1, 2, 4)  # how many micro-batches, the last ones, share evenly what the full ones leave
-WIDENINGS = 3  # totals of widths that are tried before plain first fit
-LEAST_PREAMBLE = 32  # tokens; attention looks back at a preamble from all of its line, which has a price
-OFFERS = 16  # bins a sequence is offered, the one with the most room first
+LEAST_PREAMBLE = 32
+"""Fewest tokens of a prefix shared by all sequences: every query of a buffer reads it, which has a price."""
+WIDTH_UNIT = 128
+"""Widths of buffers are multiples of so many tokens, or the whole budget."""
+OCTAVE = (11, 9, 7)
+"""Sixteenths of the budget: with their halves, quarters and eighths the widths of a single micro-batch."""
+SEVERAL = (7, 11, 13, 16)
+"""Sixteenths of the budget: the widths where there are several micro-batches. Few, because each is a program
+to compile, and chosen so that the sums of `LAST` of them come close to any total."""
+LAST = 3
+"""So many micro-batches, the last ones, may be narrower than the budget."""
+PAIRS = 8
+"""Pairs of sequences that are tried where the longest that fits would leave a gap too small for any other."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class PackingCost:
     """Compute of a sequence: linear * tokens + quadratic * tokens^2, in any unit.
 
     The default is verl's for a 7B (hidden size 4096: 6 * 4096 * tokens + tokens^2); its ratio is the number
-    of tokens at which attention costs as much as all that is linear.
+    of tokens at which attention costs as much as everything linear in the tokens.
     """
 
     linear: float = 24576.0
@@ -52,49 +59,13 @@ class PackingCost:
 DEFAULT_COST = PackingCost()
 
 
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """Which sequences make up each micro-batch on each shard; A micro-batches, D shards, n sequences."""
+class Packing(NamedTuple):
+    """Which sequences each micro-batch has on each data shard, and how wide its buffers are."""
 
-    bins: tuple[tuple[np.ndarray, ...], ...]  # [A][D] int64 indices of sequences
-    widths: tuple[int, ...]  # [A] tokens of the D buffers of a micro-batch, a rung of the ladder
-    max_tokens: int
-    num_shards: int
-    num_sequences: int
-    tokens_per_shard: np.ndarray  # [D] int64
-    imbalance: float  # the largest max/mean of cost over the D bins of one micro-batch; 1 for an empty one
-    order: np.ndarray = field(init=False)  # [n] int64: `bins` one after another, micro-batch by micro-batch
-
-    def __post_init__(self) -> None:
-        rows = [rows for micro_batch in self.bins for rows in micro_batch]
-        object.__setattr__(self, "order", np.concatenate(rows))
-
-    @property
-    def num_micro_batches(self) -> int:
-        return len(self.bins)
-
-    @property
-    def padding_fraction(self) -> float:
-        """The part of the computed tokens, sum of widths * D, that holds no sequence."""
-        return 1 - int(self.tokens_per_shard.sum()) / (sum(self.widths) * self.num_shards)
-
-    def restore_order(self, values: Any) -> Any:
-        """Values in the order of `order` -> the same in the order of the sequences.
-
-        Args:
-            values: an array [n, ...] or a sequence of n; value k belongs to sequence order[k].
-
-        Returns:
-            An array for an array, a list for any other sequence.
-        """
-        if len(values) != self.num_sequences:
-            raise ValueError(
-                f"restore_order takes one value per sequence: expected {self.num_sequences}, got "
-                f"{len(values)}; pass the values of all bins, one after another as in `order`"
-            )
-        position = np.empty_like(self.order)
-        position[self.order] = np.arange(self.num_sequences)
-        return values[position] if isinstance(values, np.ndarray) else [values[k] for k in position]
+    bins: tuple[tuple[np.ndarray, ...], ...]
+    """[micro-batches][shards] int64 indices of sequences; those that share a group prefix are adjacent."""
+    widths: tuple[int, ...]
+    """[micro-batches] tokens of the buffer of each shard."""
 
 
 def common_tokens(sequences: np.ndarray) -> int:
@@ -112,28 +83,14 @@ def worthwhile_preamble(sequences: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def width_ladder(max_tokens: int) -> tuple[int, ...]:
-    """The widths a micro-batch may have: 1/4, 1/2, 3/4 and all of `max_tokens`, ascending.
-
-    Each is rounded up to a multiple of 128, but never above `max_tokens`; equal ones are one.
-    """
-    quarters = (-(-max_tokens * k // 4) for k in (1, 2, 3, 4))
-    return tuple(sorted({min(-(-width // 128) * 128, max_tokens) for width in quarters}))
+    """The widths a buffer may have, ascending: three an octave, from an eighteenth of `max_tokens` on."""
+    return _rungs(max_tokens, [16, 13, *(sixteenths / 2**k for k in range(4) for sixteenths in OCTAVE)])
 
 
-def least_imbalance(
-    lengths: np.ndarray, max_tokens: int, num_shards: int, cost: PackingCost = DEFAULT_COST
-) -> float:
-    """A bound that no plan's `imbalance` is below: the longest sequence alone in its bin, and in the D - 1
-    others as many of the next longest, in part if need be, as the cap lets in.
-    """
-    descending = np.sort(lengths)[::-1].astype(np.int64)
-    if not len(descending):
-        return 1.0
-    longest, others = descending[0], descending[1:]
-    room = (num_shards - 1) * max_tokens - (np.cumsum(others) - others)
-    tokens = np.clip(room, 0, others)
-    own, rest = cost.of(longest, longest**2), cost.of(tokens.sum(), (tokens * others).sum())
-    return max(1.0, float(own * num_shards / (own + rest)))
+def _rungs(max_tokens: int, sixteenths: Iterable[float]) -> tuple[int, ...]:
+    """Parts of `max_tokens`, ascending, each rounded up to a multiple of `WIDTH_UNIT` but never above it."""
+    widths = (math.ceil(max_tokens * part / (16 * WIDTH_UNIT)) * WIDTH_UNIT for part in sixteenths)
+    return tuple(sorted({min(width, max_tokens) for width in widths}))
 
 
 def plan_packing(
@@ -141,57 +98,69 @@ def plan_packing(
     max_tokens: int,
     num_shards: int,
     *,
-    min_micro_batches: int = 1,
-    micro_batches_multiple_of: int = 1,
+    groups: np.ndarray | None = None,
+    prefixes: np.ndarray | None = None,
+    shared_prefix: int = 0,
     cost: PackingCost = DEFAULT_COST,
-    ladder: tuple[int, ...] | None = None,
 ) -> Packing:
-    """Sequences into A micro-batches of D bins, every bin of at most C = `max_tokens` tokens.
+    """Sequences into micro-batches of one bin per shard, every bin of at most `max_tokens` tokens.
 
-    A = max(ceil(total / (C * D)), `min_micro_batches`), rounded up to `micro_batches_multiple_of`, and more
-    where that many cannot hold all. Among the plans tried the one with the fewest computed tokens (sum of
-    widths * D) is taken, the better balanced of two equal ones; so micro-batches are full but for the last.
-    Those of least cost stand at both ends, the largest in the middle. Bins may be empty.
-
-    Each plan tried fills the first micro-batches bin by bin with the longest sequence that still fits, shares
-    the rest evenly among the last ones (longest first, always to the bin with the most room), groups bins of
-    like cost and then levels the bins of each micro-batch by moves and swaps under the cap.
+    All micro-batches have the full width, except the last `LAST`: their widths get the least sum that could
+    hold the remaining tokens, and then larger sums until all sequences fit. A micro-batch takes the longest
+    sequence that fits into one of its bins, again and again, each into the bin of least cost that has room. A
+    group that shares a prefix is placed whole, like one sequence; where none fits whole, one is split, and
+    each part holds the prefix again. Bins may be empty.
 
     Args:
-        lengths: [n] integers >= 1, tokens of each sequence.
+        lengths: [n] integers >= 1, tokens of each sequence, all prefixes included.
         max_tokens: most tokens of a shard in one micro-batch.
         num_shards: data shards.
-        min_micro_batches: fewest micro-batches.
-        micro_batches_multiple_of: what A must be a multiple of (pipeline stages).
+        groups: [n] integers; sequences of equal ones share a prefix. None: each is alone.
+        prefixes: [n] tokens that a sequence shares with its group; at least `shared_prefix`.
+        shared_prefix: tokens that all sequences begin with, which stand once in every buffer.
         cost: compute of a sequence; see `PackingCost`.
-        ladder: the widths a micro-batch may have, ascending up to `max_tokens`; by default `width_ladder`.
 
     Raises:
         ValueError: a length above `max_tokens` or below 1, lengths that are not [n] integers, or one of the
             other numbers below 1.
     """
-    lengths = _check(lengths, max_tokens, num_shards, min_micro_batches, micro_batches_multiple_of)
-    search = _Search(lengths, ladder or width_ladder(max_tokens), num_shards, cost)
-    first_fit = search.pool.copy().first_fit(max_tokens)
-    fewest = max(-(-int(lengths.sum()) // (max_tokens * num_shards)), min_micro_batches)
-    enough = max(-(-len(first_fit) // num_shards), fewest)
-    for count in (fewest, enough):
-        num_micro_batches = -(-count // micro_batches_multiple_of) * micro_batches_multiple_of
-        drafts = list(search.drafts(num_micro_batches, first_fit))
-        if drafts:
+    lengths = _check(lengths, max_tokens, num_shards)
+    groups = np.arange(len(lengths)) if groups is None else groups
+    prefixes = np.zeros(len(lengths), np.int64) if prefixes is None else prefixes - shared_prefix
+    units = _units(lengths - shared_prefix, groups, prefixes)
+    cost = PackingCost(cost.linear + 2 * shared_prefix * cost.quadratic, cost.quadratic)
+    ladder, several = (
+        tuple(width - shared_prefix for width in widths if width > shared_prefix)
+        for widths in (width_ladder(max_tokens), _rungs(max_tokens, SEVERAL))
+    )
+    pool, full = _Pool(units), ladder[-1]
+    filled: list[tuple[list[list[_Unit]], int]] = []
+    total = -(-sum(pool.sizes) // num_shards)  # of one shard; what the widths must sum to
+    count = max(1, -(-total // full))
+    while True:
+        while len(filled) < count - LAST:
+            filled.append(pool.fill(full, num_shards, cost))
+        rungs = ladder if count == 1 else several
+        widths = _widths(rungs, total - len(filled) * full, count - len(filled))
+        rest = pool.copy()
+        last = [rest.fill(width, num_shards, cost) for width in widths]
+        left = -(-sum(rest.sizes) // num_shards)
+        if not left:
             break
-    return search.packing(min(drafts, key=lambda draft: (sum(draft.widths), draft.imbalance)))
+        reached, most = len(filled) * full + sum(widths), count * full
+        total = min(reached + max(1, left // 2), most) if reached < most else most + left
+        count = -(-total // full)
+    return Packing(
+        tuple(tuple(map(_rows, bins)) for bins, _ in (*filled, *last)),
+        tuple(
+            shared_prefix + next(width for width in rungs if width >= held) for _, held in (*filled, *last)
+        ),
+    )
 
 
-def _check(lengths: Any, max_tokens: int, num_shards: int, minimum: int, multiple: int) -> np.ndarray:
+def _check(lengths: Any, max_tokens: int, num_shards: int) -> np.ndarray:
     """`lengths` as [n] int64, or the error that says what is wrong."""
-    numbers = {
-        "max_tokens": max_tokens,
-        "num_shards": num_shards,
-        "min_micro_batches": minimum,
-        "micro_batches_multiple_of": multiple,
-    }
-    for name, value in numbers.items():
+    for name, value in {"max_tokens": max_tokens, "num_shards": num_shards}.items():
         if value < 1:
             raise ValueError(f"packing: {name} is at least 1, got {value}; set it to 1 or more")
     array = np.asarray(lengths)
@@ -217,254 +186,105 @@ def _check(lengths: Any, max_tokens: int, num_shards: int, minimum: int, multipl
     return array
 
 
-class _Pool:
-    """Sequences not placed yet, ascending by length; of equal ones the lowest index counts as the longest."""
+class _Unit(NamedTuple):
+    """Sequences that are placed together: a single one, or some of a group with their prefix counted once."""
 
-    def __init__(self, lengths: list[int], rows: list[int]) -> None:
-        self.lengths, self.rows = lengths, rows
+    tokens: int
+    rows: tuple[int, ...]
+    own: tuple[int, ...] = ()
+    """[rows] tokens after the group prefix, descending; empty for a single sequence, which has no prefix."""
+
+    def split(self, room: int) -> tuple[_Unit, _Unit] | None:
+        """The sequences that fit into `room` with the prefix, the longest first, and the others; or None."""
+        prefix = self.tokens - sum(self.own)
+        inside: list[int] = []
+        outside: list[int] = []
+        tokens = prefix
+        for k, own in enumerate(self.own):
+            fits = tokens + own <= room
+            tokens += own * fits
+            (inside if fits else outside).append(k)
+        return (self._part(prefix, inside), self._part(prefix, outside)) if inside and outside else None
+
+    def _part(self, prefix: int, members: list[int]) -> _Unit:
+        rows, own = (tuple(values[k] for k in members) for values in (self.rows, self.own))
+        return _Unit(prefix + sum(own), rows, own)
+
+
+def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> list[_Unit]:
+    """The sequences, those of a group together where they share a prefix; ascending by tokens."""
+    units, members = [], defaultdict(list)
+    for row, (length, group, prefix) in enumerate(zip(lengths.tolist(), groups.tolist(), prefixes.tolist())):
+        if prefix:
+            members[group, prefix].append((length - prefix, row))
+        else:
+            units.append(_Unit(length, (row,)))
+    for (_, prefix), held in members.items():
+        own, rows = zip(*sorted(held, reverse=True), strict=True)
+        units.append(_Unit(prefix + sum(own), rows, own))
+    return sorted(units)
+
+
+def _rows(units: list[_Unit]) -> np.ndarray:
+    """The sequences of a bin, those of a unit side by side."""
+    return np.array([row for rows in sorted(sorted(unit.rows) for unit in units) for row in rows], np.int64)
+
+
+def _widths(rungs: tuple[int, ...], total: int, count: int) -> tuple[int, ...]:
+    """`count` widths, descending, of the least sum from `total` on."""
+    choices = itertools.combinations_with_replacement(rungs, count)
+    return min((sum(choice), choice) for choice in choices if sum(choice) >= total)[1][::-1]
+
+
+class _Pool:
+    """Units not placed yet, ascending by tokens."""
+
+    def __init__(self, units: list[_Unit]) -> None:
+        self.units, self.sizes = units.copy(), [unit.tokens for unit in units]
+        self.has_groups = any(len(unit.own) > 1 for unit in units)
 
     def copy(self) -> _Pool:
-        return _Pool(self.lengths.copy(), self.rows.copy())
+        return _Pool(self.units)
 
-    def fill(self, room: int) -> list[int]:
-        """Take the longest sequence that fits in what is left of `room`, again and again."""
-        taken: list[int] = []
-        end = len(self.rows)
-        while end := bisect.bisect_right(self.lengths, room, 0, end):
-            end -= 1
-            room -= self.lengths.pop(end)
-            taken.append(self.rows.pop(end))
-        return taken
+    def fill(self, width: int, num_shards: int, cost: PackingCost) -> tuple[list[list[_Unit]], int]:
+        """One bin per shard, until nothing left fits into any, and the tokens of the fullest bin."""
+        bins: list[list[_Unit]] = [[] for _ in range(num_shards)]
+        rooms, costs = [width] * num_shards, [0.0] * num_shards
+        while unit := self.take(max(rooms)):
+            fitting = [k for k, room in enumerate(rooms) if room >= unit.tokens]
+            k = min(fitting, key=costs.__getitem__)
+            bins[k].append(unit)
+            rooms[k] -= unit.tokens
+            costs[k] += cost.of(unit.tokens, unit.tokens**2)
+        return bins, width - min(rooms)
 
-    def first_fit(self, room: int) -> list[list[int]]:
-        """Take all into as many bins as it needs: first fit by decreasing length."""
-        bins = []
-        while self.rows:
-            bins.append(self.fill(room))
-        return bins
+    def take(self, room: int) -> _Unit | None:
+        """The longest unit that fits; where none does, the part that fits of the longest that has one."""
+        at = bisect.bisect_right(self.sizes, room)
+        if at:
+            return self._pop(self._closest(at - 1, room))
+        for k in reversed(range(len(self.units) if self.has_groups else 0)):
+            if parts := self.units[k].split(room):
+                self._pop(k)
+                at = bisect.bisect_left(self.units, parts[1])
+                self.units.insert(at, parts[1])
+                self.sizes.insert(at, parts[1].tokens)
+                return parts[0]
+        return None
 
-    def put_back(self, length: int, row: int) -> None:
-        at = bisect.bisect_left(self.lengths, length)
-        while at < len(self.rows) and self.lengths[at] == length and self.rows[at] > row:
-            at += 1
-        self.lengths.insert(at, length)
-        self.rows.insert(at, row)
+    def _closest(self, longest: int, room: int) -> int:
+        """`longest`, unless no other fits beside it and a pair of shorter ones leaves less of `room`."""
+        best, gap = longest, room - self.sizes[longest]
+        if not 0 < gap < self.sizes[0]:
+            return best
+        end = bisect.bisect_right(self.sizes, room - self.sizes[0])
+        for k in range(max(1, end - PAIRS), end):
+            other = min(bisect.bisect_right(self.sizes, room - self.sizes[k]), k) - 1
+            left = room - self.sizes[k] - self.sizes[other]
+            if left < gap:
+                best, gap = k, left
+        return best
 
-    def share(self, rooms: list[int]) -> list[list[int]] | None:
-        """Take all, longest first, each to the bin that is furthest below its share.
-
-        The shares are in proportion to `rooms`. None where a sequence fits in no bin it is offered.
-        """
-        total, capacity = sum(self.lengths), sum(rooms)
-        if total > capacity:
-            return None
-        bins: list[list[int]] = [[] for _ in rooms]
-        spare = [room - room * total // capacity for room in rooms]
-        heap = [(extra - room, k) for k, (room, extra) in enumerate(zip(rooms, spare))]  # load - share
-        heapq.heapify(heap)
-        for length, row in zip(reversed(self.lengths), reversed(self.rows)):
-            passed: list[tuple[int, int]] = []
-            while heap and length + heap[0][0] > spare[heap[0][1]] and len(passed) < OFFERS:
-                passed.append(heapq.heappop(heap))
-            if not heap or len(passed) == OFFERS:
-                return None
-            above, k = heap[0]
-            heapq.heapreplace(heap, (above + length, k))
-            bins[k].append(row)
-            for entry in passed:
-                heapq.heappush(heap, entry)
-        return bins
-
-
-@dataclass(frozen=True)
-class _Draft:
-    micro_batches: list[list[list[int]]]
-    widths: list[int]
-    costs: list[float]
-    imbalance: float
-
-
-class _Search:
-    """The plans worth trying for one set of lengths."""
-
-    def __init__(
-        self, lengths: np.ndarray, ladder: tuple[int, ...], num_shards: int, cost: PackingCost
-    ) -> None:
-        self.lengths, self.squares, self.cost = lengths, lengths**2, cost
-        self.ladder, self.max_tokens, self.num_shards = ladder, ladder[-1], num_shards
-        order = np.lexsort((-np.arange(len(lengths)), lengths))
-        self.pool = _Pool(lengths[order].tolist(), order.tolist())
-        self.good = max(GOOD, 1.01 * least_imbalance(lengths, self.max_tokens, num_shards, cost))
-
-    def sums(self, bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and sum of squared lengths of each bin, [len(bins)] int64."""
-        rows = np.fromiter(itertools.chain.from_iterable(bins), np.int64)
-        ends = np.cumsum([0] + [len(rows) for rows in bins])
-        running = np.zeros((2, len(rows) + 1), np.int64)
-        np.cumsum([self.lengths[rows], self.squares[rows]], axis=1, out=running[:, 1:])
-        tokens, squares = np.diff(running[:, ends], axis=1)
-        return tokens, squares
-
-    def drafts(self, num_micro_batches: int, first_fit: list[list[int]]) -> Iterator[_Draft]:
-        """Plans of so many micro-batches, at the least total of widths at which one is found."""
-        floor = self.floor(num_micro_batches)
-        need = -(-int(self.lengths.sum()) // self.num_shards)
-        found = False
-        for _ in range(WIDENINGS):
-            choices = [w for w in (self.filled(floor, need), self.spread(floor, need)) if w] if floor else []
-            if found or not choices:
-                break
-            least = min(map(sum, choices))
-            for widths in choices[: 1 if choices[0] == choices[-1] else 2]:
-                for draft in self.drafts_of_widths(widths):
-                    found = True
-                    yield draft
-                    if draft.imbalance <= self.good and sum(draft.widths) <= least:
-                        return
-            need = least + 1
-        num_bins = num_micro_batches * self.num_shards
-        if not found and len(first_fit) <= num_bins:
-            empty: list[list[int]] = [[] for _ in range(num_bins - len(first_fit))]
-            yield self.draft([*first_fit, *empty], [self.max_tokens] * num_micro_batches)
-
-    def drafts_of_widths(self, widths: list[int]) -> Iterator[_Draft]:
-        """Plans whose widths, descending, are at most these."""
-        for last in sorted({min(last, len(widths)) for last in LAST}):
-            for heavy in (math.inf, GOOD):
-                bins = self.assign(widths, last, heavy)
-                if bins is None:
-                    break
-                yield self.draft(bins, widths)
-                if self.num_shards == 1 or last == len(widths):
-                    break
-
-    def floor(self, num_micro_batches: int) -> list[int] | None:
-        """The widths, descending, that the long sequences alone ask for; None where they need more bins."""
-        widths = [self.ladder[0]] * num_micro_batches
-        for rung, above in itertools.pairwise(self.ladder):
-            longer = len(self.lengths) - bisect.bisect_right(self.pool.lengths, rung)
-            bins = -(-longer // (self.max_tokens // (rung + 1)))
-            count = -(-bins // self.num_shards)
-            if count > num_micro_batches:
-                return None
-            widths[:count] = [above] * count
-        return widths
-
-    def filled(self, floor: list[int], need: int) -> list[int] | None:
-        """`floor` widened to a sum of `need`: as many full ones as possible, and one between."""
-        widths, total = floor.copy(), sum(floor)
-        for k, width in enumerate(floor):
-            if total >= need:
-                break
-            rest = total - width
-            least = max(width, need - rest)
-            widths[k] = next((rung for rung in self.ladder if rung >= least), self.max_tokens)
-            total = rest + widths[k]
-        return widths if total >= need else None
-
-    def spread(self, floor: list[int], need: int) -> list[int] | None:
-        """`floor` widened to a sum of `need`, always the narrowest by one rung."""
-        widths, total = floor.copy(), sum(floor)
-        for rung, above in itertools.pairwise(self.ladder):
-            for k, width in enumerate(widths):
-                if total < need and width == rung:
-                    widths[k] = above
-                    total += above - rung
-        return sorted(widths, reverse=True) if total >= need else None
-
-    def assign(self, widths: list[int], last: int, heavy: float) -> list[list[int]] | None:
-        """Bins of all sequences, D for each of `widths`; None where they do not fit."""
-        pool = self.pool.copy()
-        bins: list[list[int]] = []
-        for width in widths[: len(widths) - last]:
-            group = [pool.fill(width) for _ in range(self.num_shards)]
-            if heavy < math.inf:
-                self.lighten(group, pool, heavy)
-            bins += group
-        rest = pool.share([width for width in widths[len(widths) - last :] for _ in range(self.num_shards)])
-        return None if rest is None else bins + rest
-
-    def lighten(self, group: list[list[int]], pool: _Pool, heavy: float) -> None:
-        """In bins dearer than `heavy` times the mean, put shorter sequences in the place of the shortest."""
-        while True:
-            tokens, squares = self.sums(group)
-            costs = self.cost.of(tokens, squares)
-            most = heavy * self.cost.of(tokens.sum(), squares.sum()) / len(group)
-            k = int(costs.argmax())
-            if costs[k] <= most or len(group[k]) == 1:
-                return
-            row = group[k].pop()
-            length = int(self.lengths[row])
-            given_up = self.cost.of(length, length**2)
-            room = int((most - costs[k] + given_up) * length / given_up)  # shorter ones cost less per token
-            group[k] += pool.fill(min(room, length - 1)) if room > 0 else []
-            pool.put_back(length, row)
-
-    def draft(self, bins: list[list[int]], widths: list[int]) -> _Draft:
-        """Bins of like cost into one micro-batch, those of one micro-batch levelled."""
-        order = np.lexsort((-self.cost.of(*self.sums(bins)), -np.repeat(widths, self.num_shards)))
-        groups = [[bins[k] for k in chunk] for chunk in order.reshape(len(widths), self.num_shards)]
-        tokens, squares = self.sums([rows for group in groups for rows in group])
-        tokens, squares = tokens.reshape(len(widths), -1), squares.reshape(len(widths), -1)
-        for a, group in enumerate(groups):
-            self.level(group, tokens[a], squares[a], widths[a])
-        costs = self.cost.of(tokens, squares).max(1)
-        means = self.cost.of(tokens.sum(1), squares.sum(1)) / self.num_shards
-        rungs = np.searchsorted(self.ladder, tokens.max(1))
-        return _Draft(
-            micro_batches=groups,
-            widths=[self.ladder[k] for k in rungs],
-            costs=means.tolist(),
-            imbalance=float(np.max(costs / np.where(means > 0, means, 1), initial=1.0)),
-        )
-
-    def level(self, group: list[list[int]], tokens: np.ndarray, squares: np.ndarray, room: int) -> None:
-        """Moves and swaps from the dearest of the D bins to another that make the dearer of the two cheaper.
-
-        Changes `group`, and with it its `tokens` and `squares` [D].
-        """
-        mean = self.cost.of(tokens.sum(), squares.sum()) / len(group)
-        for _ in range(8 * len(group)):
-            costs = self.cost.of(tokens, squares)
-            high = int(costs.argmax())
-            if costs[high] <= LEVEL * mean:
-                return
-            # Partners are the sequences of the other bins, and for a move -1, which has no tokens.
-            bins = [(k, row) for k, rows in enumerate(group) if k != high for row in (*rows, -1)]
-            other, partners = np.array(bins).T
-            lengths = np.where(partners >= 0, self.lengths[partners], 0)
-            own = self.lengths[group[high]][:, None]
-            fewer = own - lengths
-            saved = self.cost.of(fewer, own**2 - lengths**2)
-            dearer = np.maximum(costs[high] - saved, costs[other] + saved)
-            fits = (tokens[other] + fewer <= room) & (tokens[high] - fewer <= room) & (saved > 0)
-            dearer = np.where(fits, dearer, np.inf)
-            i, j = np.unravel_index(dearer.argmin(), dearer.shape)
-            if dearer[i, j] >= costs[high]:
-                return
-            k, partner = bins[j]
-            group[k].append(group[high].pop(i))
-            if partner >= 0:
-                group[k].remove(partner)
-                group[high].append(partner)
-            change = fewer[i, j], (own**2 - lengths**2)[i, j]
-            tokens[[high, k]] += np.array([-1, 1]) * change[0]
-            squares[[high, k]] += np.array([-1, 1]) * change[1]
-
-    def packing(self, draft: _Draft) -> Packing:
-        """The plan in the order it runs: the micro-batches of least cost at both ends."""
-        ascending = sorted(range(len(draft.costs)), key=lambda a: (draft.costs[a], a))
-        order = ascending[::2] + ascending[1::2][::-1]
-        # Every other micro-batch backwards: no shard gets the dearest bin of all of them.
-        groups = [draft.micro_batches[a][:: -1 if k % 2 else 1] for k, a in enumerate(order)]
-        bins = [[np.array(sorted(rows), np.int64) for rows in group] for group in groups]
-        tokens = [[int(self.lengths[rows].sum()) for rows in micro_batch] for micro_batch in bins]
-        return Packing(
-            bins=tuple(map(tuple, bins)),
-            widths=tuple(draft.widths[a] for a in order),
-            max_tokens=self.max_tokens,
-            num_shards=self.num_shards,
-            num_sequences=len(self.lengths),
-            tokens_per_shard=np.array(tokens, np.int64).sum(0),
-            imbalance=draft.imbalance,
-        )
+    def _pop(self, k: int) -> _Unit:
+        del self.sizes[k]
+        return self.units.pop(k)

@@ -228,7 +228,7 @@ class _Stage:
 
     Fixed mode: shards take equal shares, and a micro-batch `rows` of each share.
     Token-budget mode: a bin (one shard's part of one micro-batch) holds at most C = `tokens`, so at most
-    floor(C / 2) sequences, or C - 1 where prompts are `shared`. First fit closes no bin below floor(C / L)
+    floor(C / 2) sequences, or C - 1 where prompts are `shared`. The packer closes no bin below floor(C / L)
     sequences of at most L tokens while any is left, so ceil(sequences / (D x floor(C / L))) micro-batches
     always do. Both ends are met: by sequences that are all of the shortest, and all of the longest possible
     length; with shared prompts the lower one only by a single group.

@@ -7,7 +7,7 @@ with a token budget it holds one data shard's share of whole sequences, one afte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +20,6 @@ from quatrain.ops.packing import (
     PackingCost,
     common_tokens,
     plan_packing,
-    width_ladder,
     worthwhile_preamble,
 )
 from quatrain.update.table import TokenTable
@@ -76,30 +75,27 @@ class Cutting:
         """The micro-batches of `table`, in the order to run them; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
-        if not self.share_prompts or table.group_ids is None:
-            return self._packed(_whole_sequences(table), self.max_tokens, 0)
-        # Long segments share more, short ones fill the buffers better.
-        groups, preamble = common_beginnings(table), common_preamble(table, self.max_tokens)
-        fractions = (preamble + (self.max_tokens - preamble) // k for k in (1, 2, 4))
-        candidates = [*(shared_segments(table, groups, most) for most in fractions), _whole_sequences(table)]
-        plans = [self._packed(segments, self.max_tokens, preamble) for segments in candidates]
-        return min(plans, key=lambda cuts: (len(cuts), sum(cut.num_tokens for cut in cuts)))
+        return self._packed(table, self.max_tokens)
 
-    def _packed(self, segments: list[Segment], max_tokens: int, preamble: int) -> list[Cut]:
-        own = np.array([segment.num_tokens for segment in segments], np.int64) - preamble
-        segments = [replace(segment, shared=max(segment.shared, preamble)) for segment in segments]
-        # Of what stands beside the preamble, which all of it looks back at.
-        ladder = tuple(width - preamble for width in width_ladder(max_tokens) if width > preamble)
-        cost = replace(self.cost, linear=self.cost.linear + 2 * preamble * self.cost.quadratic)
-        packing = plan_packing(own, max_tokens - preamble, self.num_shards, cost=cost, ladder=ladder)
+    def _packed(self, table: TokenTable, max_tokens: int) -> list[Cut]:
+        shared = _SharedPrefixes.of(table, max_tokens) if self.share_prompts else _SharedPrefixes.none(table)
+        packing = plan_packing(
+            table.lengths,
+            max_tokens,
+            self.num_shards,
+            groups=shared.groups,
+            prefixes=shared.tokens,
+            shared_prefix=shared.by_all,
+            cost=self.cost,
+        )
         return [
             Cut(
-                tuple(tuple(segments[i] for i in held) for held in bins),
+                tuple(shared.segments(rows, table.lengths) for rows in bins),
                 len(bins),
-                preamble + width,
+                width,
                 packed=True,
                 shared=self.share_prompts,
-                preamble=preamble,
+                preamble=shared.by_all,
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
@@ -119,6 +115,43 @@ class Cutting:
             )
             for first in range(0, largest, rows)
         ]
+
+
+@dataclass(frozen=True)
+class _SharedPrefixes:
+    """Which sequences of a table share a prefix that is computed once for them."""
+
+    groups: np.ndarray
+    """[B] sequences with equal numbers share a prefix beyond the one that all sequences share."""
+    tokens: np.ndarray
+    """[B] tokens of the prefix that a sequence shares with its group or, as a single one, with all."""
+    by_all: int
+    """Tokens of the prefix that all sequences share."""
+
+    @classmethod
+    def none(cls, table: TokenTable) -> _SharedPrefixes:
+        return cls(np.arange(len(table)), np.zeros(len(table), np.int64), 0)
+
+    @classmethod
+    def of(cls, table: TokenTable, max_tokens: int) -> _SharedPrefixes:
+        if table.group_ids is None:
+            return cls.none(table)
+        by_all = common_preamble(table, max_tokens)
+        groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
+        for rows, prefix in common_beginnings(table):
+            if prefix > by_all:
+                groups[rows], tokens[rows] = rows[0], prefix
+        return cls(groups, tokens, by_all)
+
+    def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
+        """The sequences `rows` of one line; those that share a prefix are adjacent and become one segment."""
+        starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
+        parts = np.split(rows, starts) if len(rows) else []
+        prefixes = (int(self.tokens[part[0]]) for part in parts)
+        return tuple(
+            Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
+            for part, prefix in zip(parts, prefixes, strict=True)
+        )
 
 
 def _whole_sequences(table: TokenTable) -> list[Segment]:
@@ -141,31 +174,6 @@ def common_preamble(table: TokenTable, max_tokens: int) -> int:
         return 0
     given = _given_tokens(table, np.arange(len(table)))
     return worthwhile_preamble(table.input_ids[:, :given], table.lengths)
-
-
-def shared_segments(
-    table: TokenTable, groups: list[tuple[np.ndarray, int]], max_tokens: int
-) -> list[Segment]:
-    """Each of `groups` as one segment, or as several where it has more than `max_tokens` tokens.
-
-    A segment of one sequence may be longer than that.
-    """
-    lengths, segments = table.lengths, []
-    for rows, shared in groups:
-        if not shared:
-            segments += [Segment(rows[i : i + 1], 0, int(lengths[row])) for i, row in enumerate(rows)]
-            continue
-        own = lengths[rows] - shared
-        held: list[int] = []
-        tokens = shared
-        for row, extra in zip(rows, own, strict=True):
-            if held and tokens + extra > max_tokens:
-                segments.append(Segment(np.array(held), shared, tokens))
-                held, tokens = [], shared
-            held.append(int(row))
-            tokens += int(extra)
-        segments.append(Segment(np.array(held), shared, tokens))
-    return segments
 
 
 def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
