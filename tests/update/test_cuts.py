@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from quatrain.models.layers import TWIGS
+from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
@@ -112,7 +112,7 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
     assert batch.input_ids.tolist() == [[1, 2, 20, 3, 10, 11, 12]]
     assert batch.positions.tolist() == [[0, 1, 2, 2, 3, 4, 3]]
     assert batch.segment_ids.tolist() == [[1] * 7]
-    first, second = TWIGS, 2 * TWIGS  # the sample of three has no token of its own
+    first, second = BRANCHES_PER_GROUP, 2 * BRANCHES_PER_GROUP  # the sample of three has no token of its own
     assert batch.branch_ids.tolist() == [[0, 0, first + 1, second, second + 1, second + 1, second + 3]]
     assert batch.targets[0, :4].tolist() == [20, 10, 11, 12]
     assert batch.predictors[0, :4].tolist() == [1, 3, 4, 3]
