@@ -56,7 +56,7 @@ from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
 from quatrain.update.cuts import Cut, Cutting, describe_cuts
-from quatrain.update.gradient import Policy, init_optimizer, optimizer_step, table_logprobs
+from quatrain.update.gradient import PolicySpec, init_optimizer, optimizer_step, table_logprobs
 from quatrain.update.micro_batch import MicroBatch, fill
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
@@ -272,7 +272,7 @@ class Bench:
         except ValueError as error:
             raise NotPossible(str(error)) from None
         figures["auto_picks"] = choose("auto", packed=packed, shared=shared)
-        policy = Policy(arch, dtype=dtype, remat=self.remat, attention=attention)
+        policy = PolicySpec(arch, dtype=dtype, remat=self.remat, attention=attention)
         table = random_table(arch, scale)
         cuts = _cutting(policy, layout, table, scale.max_tokens).cut(table)
         flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
@@ -293,7 +293,7 @@ class Bench:
             "most_gib_so_far": _most_memory(),
         }
 
-    def _optimizer_steps(self, policy: Policy, batches: list[MicroBatch]) -> tuple[list[float], float]:
+    def _optimizer_steps(self, policy: PolicySpec, batches: list[MicroBatch]) -> tuple[list[float], float]:
         """Seconds of each optimizer step, the first of which compiles, and the norm of the last gradient."""
         params = init_params(policy.arch, _key())
         state, seconds = init_optimizer(self.optimizer, params), []
@@ -317,7 +317,7 @@ class Bench:
             engine = _engine(arch, scale.group, scale.gap_tokens, "float32")
             engine.sync_weights(params, 0)
             batch = engine.generate(random_prompts(arch, scale.gap_groups, scale.prompt_tokens))
-            figures |= describe_gap(Policy(arch), params, batch, scale.max_tokens)
+            figures |= describe_gap(PolicySpec(arch), params, batch, scale.max_tokens)
         largest = figures["logprob_diff_max"]
         if precision == "highest" and not largest < LARGEST_GAP:
             raise RuntimeError(
@@ -331,7 +331,7 @@ class Bench:
         batch, max_tokens = self.sampled[arch], self.scale.max_tokens
         rows = 2 * (max_tokens // int(batch.lengths.max()))
         params = init_params(arch, _key(), jnp.bfloat16)
-        figures |= describe_gap(Policy(arch, dtype="bfloat16"), params, batch, max_tokens, rows)
+        figures |= describe_gap(PolicySpec(arch, dtype="bfloat16"), params, batch, max_tokens, rows)
 
 
 def _shares(rate: float, **limits: float | None) -> dict[str, float]:
@@ -387,7 +387,7 @@ def random_table(arch: Architecture, scale: Scale) -> TokenTable:
 
 
 def describe_gap(
-    policy: Policy, params: Any, batch: RolloutBatch, max_tokens: int, rows: int | None = None
+    policy: PolicySpec, params: Any, batch: RolloutBatch, max_tokens: int, rows: int | None = None
 ) -> Figures:
     """Log-probabilities of `policy` minus the sampler's, over the tokens of the first `rows` sequences."""
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
@@ -405,7 +405,7 @@ def describe_gap(
     }
 
 
-def _cutting(policy: Policy, layout: str, table: TokenTable, max_tokens: int) -> Cutting:
+def _cutting(policy: PolicySpec, layout: str, table: TokenTable, max_tokens: int) -> Cutting:
     """Micro-batches of `max_tokens` tokens, or of equal numbers of rows with about so many at most."""
     if layout == "rows":
         count = -(-len(table) * int(table.lengths.max()) // max_tokens)

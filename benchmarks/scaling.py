@@ -453,7 +453,7 @@ class Programs:
 
         from quatrain.config.schema import UpdateConfig
         from quatrain.parallel.mesh import make_mesh
-        from quatrain.update.gradient import Policy, _weighted_loss
+        from quatrain.update.gradient import PolicySpec, _weighted_loss
         from quatrain.update.objective import PolicyObjective
 
         self.case, self.arch = case, case.arch
@@ -461,7 +461,7 @@ class Programs:
         self.mesh, self.rollout_mesh = (
             make_mesh(shape, list(near.flat)) for shape in (case.mesh, case.rollout)
         )
-        self.policy = Policy(
+        self.policy = PolicySpec(
             self.arch, dtype=case.dtype, remat="layer", mesh=self.mesh, backend=_backend(case)
         )
         self.objective = PolicyObjective.of(UpdateConfig(mini_batch_size=1), on_policy=True)
@@ -561,7 +561,7 @@ class Programs:
         import jax.numpy as jnp
         from jax.sharding import NamedSharding
 
-        from quatrain.models.kv_cache import ON_MESH, CachePart, cached_heads
+        from quatrain.models.kv_cache import CACHE_SPEC, CachePart, cached_heads
         from quatrain.rollout.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
         from quatrain.rollout.interface import Sampling
 
@@ -576,7 +576,7 @@ class Programs:
         def cache(rows: int, columns: int) -> CachePart:
             heads, size = cached_heads(self.arch, case.rollout.tp), self.arch.head_dim
             keys, values = (
-                (array(ON_MESH, dtype, rows, heads, *shape),) * self.arch.num_layers
+                (array(CACHE_SPEC, dtype, rows, heads, *shape),) * self.arch.num_layers
                 for shape in ((size, columns), (columns, size))
             )
             return CachePart(keys, values)

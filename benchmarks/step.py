@@ -27,7 +27,7 @@ from quatrain.config.load import load_config
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.parallel.compilations import num_compilations
-from quatrain.policy import build_engine, build_policy, load_policy
+from quatrain.policy import build_engine, build_policy_spec, load_policy
 from quatrain.report.metrics import StageTimer, reduce_metrics
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
@@ -136,7 +136,7 @@ class Steps:
         self.scorer = RewardScorer(config.reward)
         self.advantage = AdvantageEstimator(config.advantage)
         self.learner = Learner(
-            build_policy(config, loaded, temperature=config.rollout.temperature),
+            build_policy_spec(config, loaded, temperature=config.rollout.temperature),
             config.update,
             config.logprob,
             config.optimizer,

@@ -1,7 +1,7 @@
 """What the library chooses by the kind of device: one frozen `Backend`, decided once per process.
 
-Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `update.gradient.Policy` and of
-`rollout.decode.Program`, which pass its values as arguments to the model, the output head and the compiler.
+Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `update.gradient.PolicySpec` and
+of `rollout.decode.Program`, which pass its values to the model, the output head and the compiler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Backend:
     fixed_tile: Tile | None = None
     """The tile of logits for every vocabulary; None lets `tile` derive it from the size of the vocabulary."""
     few_rows: int = 0
-    """Products of at most so many rows with a weight matrix have the matrix first (`layers.rows_times`)."""
+    """A product of at most this many rows with a weight matrix has the matrix as its first factor; see
+    `layers.matmul_transposed`."""
     holds_residuals: bool = False
     """Whether a micro-batch's residuals take the memory of the one before (`update/residuals.py`)."""
     compiler_options: tuple[tuple[str, str], ...] = ()

@@ -18,9 +18,9 @@ from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
-from quatrain.parallel.mesh import in_memory, make_mesh, role_mesh
+from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.rollout.engine import OnProgress, RolloutEngine
-from quatrain.update.gradient import Policy
+from quatrain.update.gradient import PolicySpec
 from quatrain.weights.load import load_model
 
 
@@ -57,7 +57,7 @@ def load_policy(config: Config) -> LoadedPolicy:
     """
     meshes = role_meshes(config)
     if config.offload.reference or config.offload.optimizer:
-        in_memory("host", {})
+        to_memory("host", {})
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
@@ -129,9 +129,9 @@ def _attention(config: Config, arch: Architecture, *, packed: bool = True, promp
     return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
 
 
-def build_policy(config: Config, loaded: LoadedPolicy, *, temperature: float) -> Policy:
+def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:
     """How micro-batches become log-probabilities, at `temperature`."""
-    return Policy(
+    return PolicySpec(
         loaded.arch,
         temperature=temperature,
         dtype=config.model.dtype,

@@ -29,7 +29,7 @@ from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
-from quatrain.parallel.mesh import in_memory
+from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
 from quatrain.policy import build_engine, load_policy
@@ -201,7 +201,7 @@ class Run:
             if not self.folder.resumed:
                 store.save(0, {"params": params}, {})
             _, arrays, _ = store.restore({"params": like})
-        return in_memory("host" if self.config.offload.reference else "device", arrays["params"])
+        return to_memory("host" if self.config.offload.reference else "device", arrays["params"])
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         """Shows that `stage` of a training step runs, and counts its seconds."""

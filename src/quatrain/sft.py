@@ -8,7 +8,7 @@ from typing import Any
 from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.metrics import Metric
-from quatrain.policy import LoadedPolicy, build_policy
+from quatrain.policy import LoadedPolicy, build_policy_spec
 from quatrain.update.cuts import Cutting
 from quatrain.update.sft import SupervisedLearner
 
@@ -34,7 +34,7 @@ def warm_start(
     Donates the parameters of `loaded`. Their likelihood is that of temperature 1, whatever the rollout
     samples at. `on_step` is told each finished step, counted from 1, and its metrics.
     """
-    policy = build_policy(config, loaded, temperature=1.0)
+    policy = build_policy_spec(config, loaded, temperature=1.0)
     learner = SupervisedLearner(
         policy,
         config.sft,

@@ -13,7 +13,7 @@ from typing import Any
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.cluster.processes import decided_by_main
 from quatrain.config.schema import Config
-from quatrain.policy import LoadedPolicy, build_engine, build_policy
+from quatrain.policy import LoadedPolicy, build_engine, build_policy_spec
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress
 from quatrain.rollout.interface import Rollouts
@@ -62,7 +62,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
     assert config.update.mini_batch_size is not None, "batch sizes are derived before they come here"
     mini_batches = math.ceil(config.data.batch_size / config.update.mini_batch_size)
     return Learner(
-        build_policy(config, loaded, temperature=config.rollout.temperature or 1.0),
+        build_policy_spec(config, loaded, temperature=config.rollout.temperature or 1.0),
         config.update,
         config.logprob,
         config.optimizer,

@@ -30,17 +30,17 @@ from quatrain.config.schema import (
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
-from quatrain.parallel.mesh import in_memory, whole
+from quatrain.parallel.mesh import to_host, to_memory
 from quatrain.policy import role_meshes
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
-from quatrain.update.gradient import Policy
+from quatrain.update.gradient import PolicySpec
 from quatrain.update.learner import Learner
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
-PREAMBLE = (5, 9)
-packing.LEAST_PREAMBLE = len(PREAMBLE)
+COMMON_PREFIX = (5, 9)
+packing.LEAST_PREAMBLE = len(COMMON_PREFIX)
 STEPS = 3
 STOP_IDS = (1, 7, 30)
 GROUPS, SAMPLES = 5, 3
@@ -75,10 +75,10 @@ def architecture(mode: str):
 
 
 def prompts(step: int) -> list[Prompt]:
-    """5 prompts, so that no mesh of eight devices divides them, nor their 15 samples; after a preamble."""
+    """5 prompts with a common prefix: no mesh of eight devices divides them or their 15 samples."""
     rng = np.random.default_rng(step)
     own = [rng.integers(0, 63, rng.integers(1, 5)) for _ in range(GROUPS)]
-    ids = [np.array([*PREAMBLE, *tokens], np.int32) for tokens in own]
+    ids = [np.array([*COMMON_PREFIX, *tokens], np.int32) for tokens in own]
     return [Prompt(step * GROUPS + i, tokens, f"prompt {i}", {}) for i, tokens in enumerate(ids)]
 
 
@@ -96,14 +96,14 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     arch = architecture(mode)
     update, logprob = MODES[mode]
     learner = Learner(
-        Policy(arch, remat=REMAT[mode], mesh=meshes.train),
+        PolicySpec(arch, remat=REMAT[mode], mesh=meshes.train),
         UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, loss=LOSSES[mode], **update),
         LogprobConfig(**logprob),
         OptimizerConfig(learning_rate=3e-3, eps=1e-3),
         max_new_tokens=LONGEST,
         total_steps=2 * STEPS,
         seed=3,
-        reference=in_memory(
+        reference=to_memory(
             "host" if offload.reference else "device",
             init_params(arch, jax.random.key(1), mesh=meshes.reference),
         ),
@@ -113,7 +113,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
     greedy = dataclasses.replace(engine.sampling, temperature=0.0, n=1)
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
-    first = whole(params["layers"][0]["qkv"])
+    first = to_host(params["layers"][0]["qkv"])
     state = learner.init(params)
     before = [leaf.sharding for leaf in jax.tree.leaves((state.params, state.opt_state))]
     result = {}
@@ -132,7 +132,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     result["steps"] = np.array(state.step)
     result["kept optimizer"] = np.array(leaf.sharding.memory_kind)
     result["kept reference"] = np.array(jax.tree.leaves(learner.reference)[0].sharding.memory_kind)
-    result["moved"] = np.abs(whole(state.params["layers"][0]["qkv"]) - first).max()
+    result["moved"] = np.abs(to_host(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         result[f"held {jax.tree_util.keystr(path)}"] = np.array(leaf.addressable_shards[0].data.size)
     return result | arrays("weights", state.params)
@@ -140,8 +140,8 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
 
 def arrays(name: str, params: dict) -> dict[str, np.ndarray]:
     """Each parameter, or what is like it, whole."""
-    leaves = jax.tree_util.tree_flatten_with_path(in_memory("device", params))[0]
-    return {f"{name} {jax.tree_util.keystr(path)}": whole(leaf) for path, leaf in leaves}
+    leaves = jax.tree_util.tree_flatten_with_path(to_memory("device", params))[0]
+    return {f"{name} {jax.tree_util.keystr(path)}": to_host(leaf) for path, leaf in leaves}
 
 
 def sampled(name: str, rollouts: RolloutBatch) -> dict[str, np.ndarray]:

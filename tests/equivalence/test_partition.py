@@ -13,7 +13,7 @@ from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, sum_gradients, table_logprobs
+from quatrain.update.gradient import PolicySpec, sum_gradients, table_logprobs
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.table import TokenTable
@@ -29,14 +29,14 @@ LONGEST = 9
 ALL_ROWS = Cutting(rows=1000)
 
 
-PREAMBLE = 40
+COMMON_PREFIX = 40
 """Tokens: more than the least that stand in each line once."""
 
 
-def _table(arch, params, batch, seed: int, preamble: int = 0) -> TokenTable:
+def _table(arch, params, batch, seed: int, num_common: int = 0) -> TokenTable:
     """Old and reference log-probabilities near the policy's own, so that some ratios are clipped.
 
-    All sequences begin with `preamble` tokens, which are put before those of `batch`.
+    All sequences begin with `num_common` tokens, which are put before those of `batch`.
     """
     rollouts = batch.rollouts
     columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
@@ -44,7 +44,7 @@ def _table(arch, params, batch, seed: int, preamble: int = 0) -> TokenTable:
         rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, columns, rollouts.group_ids
     )
     rng = np.random.default_rng(seed)
-    before = ((0, 0), (preamble, 0))
+    before = ((0, 0), (num_common, 0))
     table = TokenTable(
         np.pad(table.input_ids, before),
         np.pad(table.attention_mask, before, constant_values=True),
@@ -52,7 +52,7 @@ def _table(arch, params, batch, seed: int, preamble: int = 0) -> TokenTable:
         {name: np.pad(values, before) for name, values in columns.items()},
         table.group_ids,
     )
-    table.input_ids[:, :preamble] = rng.integers(0, arch.vocab_size, preamble)
+    table.input_ids[:, :num_common] = rng.integers(0, arch.vocab_size, num_common)
     own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
@@ -63,8 +63,8 @@ def _plain_table(batch) -> TokenTable:
     return TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {}, r.group_ids)
 
 
-def _policy(arch) -> Policy:
-    return Policy(arch, temperature=0.9, remat="none")
+def _policy(arch) -> PolicySpec:
+    return PolicySpec(arch, temperature=0.9, remat="none")
 
 
 def _gradient(arch, params, table, cutting, objective):
@@ -143,7 +143,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     rng = np.random.default_rng(seed)
     objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=bool(seed % 2))
     batch = make_batch(30 + seed, groups=int(rng.integers(1, 6)), holes=bool(seed % 2))
-    table = _table(small_arch, small_params, batch, seed, preamble=PREAMBLE * (seed % 3 == 1))
+    table = _table(small_arch, small_params, batch, seed, num_common=COMMON_PREFIX * (seed % 3 == 1))
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
@@ -182,26 +182,32 @@ def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
 @pytest.mark.parametrize(
     ("window", "cuttings"),
     [
-        (None, [(PREAMBLE + 30, 2)]),
-        pytest.param(44, [(PREAMBLE + 500, 1)], marks=pytest.mark.slow),
-        pytest.param(None, [(PREAMBLE + 500, 1), (PREAMBLE + LONGEST_SEQUENCE, 1)], marks=pytest.mark.slow),
-        pytest.param(44, [(PREAMBLE + 30, 2), (PREAMBLE + LONGEST_SEQUENCE, 3)], marks=pytest.mark.slow),
-        pytest.param(4, [(PREAMBLE + 30, 1), (PREAMBLE + 500, 2)], marks=pytest.mark.slow),
+        (None, [(COMMON_PREFIX + 30, 2)]),
+        pytest.param(44, [(COMMON_PREFIX + 500, 1)], marks=pytest.mark.slow),
+        pytest.param(
+            None, [(COMMON_PREFIX + 500, 1), (COMMON_PREFIX + LONGEST_SEQUENCE, 1)], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            44, [(COMMON_PREFIX + 30, 2), (COMMON_PREFIX + LONGEST_SEQUENCE, 3)], marks=pytest.mark.slow
+        ),
+        pytest.param(4, [(COMMON_PREFIX + 30, 1), (COMMON_PREFIX + 500, 2)], marks=pytest.mark.slow),
     ],
 )
-def test_a_preamble_computed_once_changes_nothing(small_arch, small_params, make_batch, cuttings, window):
+def test_a_common_prefix_computed_once_changes_nothing(
+    small_arch, small_params, make_batch, cuttings, window
+):
     """Wherever lines end, and where layers do not see far enough back for all of it."""
     kinds = ("full_attention", "full_attention" if window is None else "sliding_attention")
     arch = replace(small_arch, layer_types=kinds, sliding_window=window)
     objective = PolicyObjective.of(UpdateConfig(kl_coef=0.1), on_policy=False)
-    table = _table(arch, small_params, make_batch(26, groups=5), 6, preamble=PREAMBLE)
+    table = _table(arch, small_params, make_batch(26, groups=5), 6, num_common=COMMON_PREFIX)
     table = table.weighted("token_mean", LONGEST)
     expected = _gradient(arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0])) > 1e-3
     for budget, shards in cuttings:
         cutting = Cutting(max_tokens=budget, num_shards=shards, share_prompts=True)
         cuts = cutting.cut(table)
-        assert {cut.preamble for cut in cuts} == {PREAMBLE}
+        assert {cut.preamble for cut in cuts} == {COMMON_PREFIX}
         assert max(cut.work(line)[0] for cut in cuts for line in cut.lines) <= budget
         _assert_same(_gradient(arch, small_params, table, cutting, objective), expected)
 

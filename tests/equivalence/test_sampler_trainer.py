@@ -7,7 +7,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, table_logprobs
+from quatrain.update.gradient import PolicySpec, table_logprobs
 from quatrain.update.table import TokenTable
 
 
@@ -32,7 +32,7 @@ def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperat
     prompts = [Prompt(i, row, "") for i, row in enumerate(ids)]
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
-    policy = Policy(small_arch, temperature=temperature, remat="layer")
+    policy = PolicySpec(small_arch, temperature=temperature, remat="layer")
     trained = table_logprobs(small_params, table, policy=policy, cutting=Cutting(rows=6))
     gap = np.abs(trained - batch.rollout_logprobs)
     assert len(np.unique(batch.completion_lengths)) > 2

@@ -6,7 +6,7 @@ import pytest
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, sum_gradients
+from quatrain.update.gradient import PolicySpec, sum_gradients
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.objective import PolicyObjective
 
@@ -23,7 +23,7 @@ SHARED = Cutting(max_tokens=800, share_prompts=True)
 
 
 def _gradient(arch, params, table, cutting, attention, dtype="float32"):
-    policy = Policy(arch, temperature=0.9, dtype=dtype, attention=attention)
+    policy = PolicySpec(arch, temperature=0.9, dtype=dtype, attention=attention)
     objective = PolicyObjective.of(UpdateConfig(entropy_coef=0.1), on_policy=True)
     batches = [batch for _, batch in micro_batches(table, cutting, policy.mesh)]
     assert len(batches) > 1

@@ -9,7 +9,7 @@ from quatrain.models.decoder import forward, logits
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, table_logprobs
+from quatrain.update.gradient import PolicySpec, table_logprobs
 from quatrain.update.table import TokenTable
 
 pytestmark = [
@@ -43,7 +43,7 @@ def test_sampler_and_trainer_agree(arch, params, attention, n):
     with jax.default_matmul_precision("highest"):
         batch = _sampled(arch, params, n, attention, temperature=0.8)
         table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
-        policy = Policy(arch, temperature=0.8, attention=attention)
+        policy = PolicySpec(arch, temperature=0.8, attention=attention)
         trained = table_logprobs(params, table, policy=policy, cutting=Cutting(max_tokens=512))
     assert len(np.unique(batch.completion_lengths)) > 2
     assert trained[batch.completion_mask].std() > 0.5

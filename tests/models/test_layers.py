@@ -12,16 +12,16 @@ from quatrain.backend import CPU
 from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import (
-    TWIGS,
+    BRANCHES_PER_GROUP,
     attention_mask,
-    contract,
-    expand,
     linear,
+    matmul_transposed,
+    mlp_down,
+    mlp_up,
     rms_norm,
     rope_angles,
     rope_frequencies,
     rotate,
-    rows_times,
     softcap,
 )
 from quatrain.parallel.compilations import jit_for_backend
@@ -42,10 +42,10 @@ def test_rms_norm():
 def test_products_of_few_rows_have_the_weights_first_on_a_cpu(rows):
     """The compiled program's, too: XLA would turn a product round whose result is transposed."""
     x, weight = (jax.random.normal(jax.random.key(0), shape) for shape in ((rows, 32), (48, 32)))
-    program = jit_for_backend(partial(rows_times, few_rows=CPU.few_rows))(CPU)
+    program = jit_for_backend(partial(matmul_transposed, few_rows=CPU.few_rows))(CPU)
     np.testing.assert_allclose(program(x, weight), np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
     in_bfloat16 = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), jnp.float32
-    assert rows_times(*in_bfloat16, few_rows=CPU.few_rows).dtype == jnp.float32
+    assert matmul_transposed(*in_bfloat16, few_rows=CPU.few_rows).dtype == jnp.float32
     hlo = program.lower(x, weight).compile(DEFAULT_FUSION).as_text()
     products = re.findall(r" = f32\[([\d,]+)\]\S* dot\(", hlo)
     assert products == [f"48,{rows}" if rows <= CPU.few_rows else f"{rows},48"]
@@ -119,8 +119,9 @@ def test_attention_mask():
     np.testing.assert_array_equal(windowed, expected)
 
 
-def test_a_twig_sees_its_stem_and_the_trunk():
-    branches = jnp.array([[0, TWIGS, TWIGS + 1, TWIGS + 2, 2 * TWIGS, 2 * TWIGS + 1]])
+def test_a_branch_sees_its_group_prefix_and_the_common_prefix():
+    first, second = BRANCHES_PER_GROUP, 2 * BRANCHES_PER_GROUP
+    branches = jnp.array([[0, first, first + 1, first + 2, second, second + 1]])
     positions, segments = jnp.array([[0, 1, 2, 2, 1, 2]]), jnp.ones((1, 6), jnp.int32)
     seen = attention_mask(positions, positions, segments, segments, None, (branches, branches))
     assert seen[0].astype(int).tolist() == [
@@ -144,5 +145,5 @@ def test_mlp():
     layer = {"gate_up": jnp.array([[[2.0]], [[3.0]]]), "down": jnp.array([[5.0]])}
     arch = builtin_architecture("tiny", 8, ())
     silu = 2 / (1 + math.exp(-2))
-    gate_up = expand(jnp.ones((1, 1, 1)), layer)
-    np.testing.assert_allclose(contract(gate_up, layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)
+    gate_up = mlp_up(jnp.ones((1, 1, 1)), layer)
+    np.testing.assert_allclose(mlp_down(gate_up, layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)

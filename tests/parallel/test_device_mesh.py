@@ -7,7 +7,7 @@ import pytest
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Role
 from quatrain.parallel import mesh
-from quatrain.parallel.mesh import in_memory, moved
+from quatrain.parallel.mesh import reshard, to_memory
 
 
 def test_copies_of_the_model_are_kept_within_a_process(monkeypatch):
@@ -32,14 +32,14 @@ def test_copies_of_the_model_are_kept_within_a_process(monkeypatch):
 def test_what_lies_there_already_is_given_back():
     tree = {"a": jnp.ones(3), "b": jnp.zeros((2, 2))}
     places = jax.tree.map(lambda x: x.sharding, tree)
-    assert all(x is y for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(moved(tree, places))))
+    assert all(x is y for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(reshard(tree, places))))
 
 
 def test_to_the_hosts_memory_and_back():
     tree = {"a": jnp.arange(6.0)}
-    there = in_memory("host", tree)
+    there = to_memory("host", tree)
     assert there["a"].sharding.memory_kind == "pinned_host"
-    back = in_memory("device", there)
+    back = to_memory("device", there)
     assert back["a"].sharding == tree["a"].sharding
     assert back["a"].tolist() == tree["a"].tolist() == there["a"].tolist()
 
@@ -51,4 +51,4 @@ def test_a_backend_without_pinned_memory_is_named(monkeypatch):
     )
     monkeypatch.setattr(mesh.jax, "local_devices", lambda: [device])
     with pytest.raises(ValueError, match=r"\(toaster\) know device; set offload.reference and offload.optim"):
-        in_memory("host", {"a": 1})
+        to_memory("host", {"a": 1})

@@ -10,7 +10,7 @@ from quatrain.parallel import host_memory
 
 PROGRAM = """
 import ctypes, json, resource
-from quatrain.parallel.host_memory import give_back_free_memory
+from quatrain.parallel.host_memory import trim_free_memory
 
 def resident_mib():
     with open("/proc/self/statm") as statm:
@@ -26,7 +26,7 @@ for piece in (*pieces, last):
 for piece in pieces:
     libc.free(piece)
 freed = resident_mib()
-give_back_free_memory()
+trim_free_memory()
 print(json.dumps(freed - resident_mib()))
 """
 
@@ -40,10 +40,10 @@ def test_what_is_free_is_given_back():
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
-    host_memory.give_back_free_memory()
+    host_memory.trim_free_memory()
 
 
 def test_another_system_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: pytest.fail("asked for a C library"))
-    host_memory.give_back_free_memory()
+    host_memory.trim_free_memory()

@@ -20,7 +20,7 @@ from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
 from quatrain.plan.device_memory import parse_bytes, render
 from quatrain.plan.placement import placement
-from quatrain.update.gradient import Policy, _nothing_yet, gradient_program, init_optimizer
+from quatrain.update.gradient import PolicySpec, _zero_total, gradient_program, init_optimizer
 from quatrain.update.micro_batch import MicroBatch
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
@@ -162,7 +162,7 @@ def compiled_bytes(arch, tokens, remat):
 
     The head works on the tile of an accelerator, as the estimate assumes.
     """
-    policy = Policy(arch, remat=remat, backend=replace(CPU, fixed_tile=None))
+    policy = PolicySpec(arch, remat=remat, backend=replace(CPU, fixed_tile=None))
     objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
     integers, floats, bools = (
         jax.ShapeDtypeStruct((1, tokens), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
@@ -170,7 +170,7 @@ def compiled_bytes(arch, tokens, remat):
     columns = dict.fromkeys(("weights", "advantages", "rollout_logprobs"), floats)
     batch = MicroBatch(*(integers,) * 6, bools, integers, columns, packed=True, shared=True)
     params = abstract_params(arch)
-    total = jax.eval_shape(partial(_nothing_yet, policy=policy, objective=objective), params, batch)
+    total = jax.eval_shape(partial(_zero_total, policy=policy, objective=objective), params, batch)
     program = gradient_program(policy.backend).lower(params, total, batch, policy=policy, objective=objective)
     return program.compile(DEFAULT_FUSION).memory_analysis().temp_size_in_bytes
 

@@ -111,9 +111,9 @@ def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, f
     arch = _family_arch(small_arch, family)
     params = init_params(arch, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
-    preamble = np.random.default_rng(0).integers(1, 290, 40).tolist()
+    common_prefix = np.random.default_rng(0).integers(1, 290, 40).tolist()
     engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
-    batch = engine.generate(_prompts([preamble + ids for ids in PROMPTS]))
+    batch = engine.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
     scores = _forward_scores(params, arch, batch, width=64)
     rows, columns = np.nonzero(batch.completion_mask)
     assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
@@ -122,7 +122,7 @@ def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, f
     assert (whole - computed) % 40 == 0
     assert whole - 4 * 40 <= computed <= whole - 40
     together = make_engine(arch=arch, params=params, temperature=0.0, n=2)
-    others = together.generate(_prompts([preamble + ids for ids in PROMPTS]))
+    others = together.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
     assert _completion_ids(others) == _completion_ids(batch)
     assert others.metrics["rollout/prefill_tokens"].result() == whole - 4 * 40
 

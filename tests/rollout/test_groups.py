@@ -9,7 +9,7 @@ from quatrain.types import Prompt
 
 
 @pytest.fixture(autouse=True)
-def _short_preambles(monkeypatch):
+def _short_common_prefixes(monkeypatch):
     monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
 
 
@@ -29,7 +29,7 @@ def test_prompts_stand_one_behind_the_other(share):
     assert packed.segment_ids.reshape(3, -1)[0, :6].tolist() == [1, 1, 1, 2, 2, 0]
     assert packed.positions.reshape(3, -1)[0, :6].tolist() == [0, 1, 2, 0, 1, 0]
     assert not packed.branch_ids.any()
-    assert packed.preamble.tolist() == [0, 0, 0]
+    assert packed.num_common.tolist() == [0, 0, 0]
     assert packed.starts.tolist() == [0, 3, 0, 0, 0, 0]
     assert packed.lengths.tolist() == [3, 2, 2, 1, 1, 1]
     assert packed.rows.tolist() == [0, 1, 0, 4, 4, 4]
@@ -38,7 +38,7 @@ def test_prompts_stand_one_behind_the_other(share):
 def test_what_they_begin_with_stands_once_in_each_row():
     alike, others = _pack([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6]), _pack([7, 8, 9], [7, 8, 9])
     packed = pack_prompts([alike, others], 1, 4, share=True)
-    assert packed.preamble.tolist() == [2, 2]  # the last token of the shortest is its own
+    assert packed.num_common.tolist() == [2, 2]  # the last token of the shortest is its own
     assert packed.input_ids.reshape(2, -1)[:, :9].tolist() == [
         [1, 2, 3, 3, 4, 5, 3, 6, 0],
         [7, 8, 9, 9, 0, 0, 0, 0, 0],
@@ -54,5 +54,5 @@ def test_prompts_are_not_shared_where_they_must_not_be():
     packed = pack_prompts([_pack([1, 2, 3], [1, 2, 4])], 1, 2, share=False)
     assert packed.input_ids[:6].tolist() == [1, 2, 3, 1, 2, 4]
     assert packed.segment_ids[:6].tolist() == [1, 1, 1, 2, 2, 2]
-    assert packed.preamble.tolist() == [0]
+    assert packed.num_common.tolist() == [0]
     assert not packed.branch_ids.any()

@@ -23,7 +23,7 @@ from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.interface import Completion, Rollouts, Sampling, rollout_batch
 from quatrain.types import Prompt
-from quatrain.update.gradient import Policy
+from quatrain.update.gradient import PolicySpec
 from quatrain.update.learner import Learner
 
 REWARD = """
@@ -95,7 +95,7 @@ def test_a_batch_with_holes_goes_through_all_stages(batch, tmp_path, small_param
 def train_on(small_arch):
     def train(batch, params):
         learner = Learner(
-            Policy(small_arch, remat="none"),
+            PolicySpec(small_arch, remat="none"),
             UpdateConfig(mini_batch_size=2, max_tokens_per_device=32),
             LogprobConfig(max_tokens_per_device=32),
             OptimizerConfig(name="sgd", learning_rate=0.0),

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from quatrain.models.layers import TWIGS
+from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
@@ -108,7 +108,8 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
     assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 20]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 3, 2]]
     assert batch.segment_ids.tolist() == [[1] * 7]
-    first, second = TWIGS, 2 * TWIGS  # the sample of three has no token of its own
+    # The sample of three has no token of its own.
+    first, second = BRANCHES_PER_GROUP, 2 * BRANCHES_PER_GROUP
     assert batch.branch_ids.tolist() == [[0, 0, first, first + 1, first + 1, first + 3, second + 1]]
     assert batch.targets[0, :4].tolist() == [10, 11, 12, 20]
     assert batch.predictors[0, :4].tolist() == [2, 3, 2, 1]

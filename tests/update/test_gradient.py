@@ -10,7 +10,7 @@ from quatrain.models.params import abstract_params
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, gradient_program
+from quatrain.update.gradient import PolicySpec, gradient_program
 from quatrain.update.micro_batch import fill
 from quatrain.update.table import TokenTable
 
@@ -24,7 +24,7 @@ def _temporary_bytes(arch, batch, remat: str) -> int:
     params = abstract_params(arch)
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
     stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
-    policy = Policy(arch, remat=remat)
+    policy = PolicySpec(arch, remat=remat)
     lowered = gradient_program(policy.backend).lower(
         params, (total, stats), batch, policy=policy, objective=_surprise
     )
@@ -43,7 +43,7 @@ def test_remat_saves_memory(small_arch):
     }
     table = TokenTable(ids, real, completion, columns, np.arange(4)).weighted("token_mean", 55)
     config = UpdateConfig(mini_batch_size=4, max_tokens_per_device=1024)
-    cutting = Cutting.of(config, Policy(arch).packing_cost, num_shards=1, share_prompts=False)
+    cutting = Cutting.of(config, PolicySpec(arch).packing_cost, num_shards=1, share_prompts=False)
     (cut,) = cutting.cut(table)
     none, dots, layer = (
         _temporary_bytes(arch, fill(cut, table, one_device()), remat) for remat in ("none", "dots", "layer")

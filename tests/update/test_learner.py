@@ -10,10 +10,10 @@ from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
-from quatrain.parallel.mesh import in_memory
+from quatrain.parallel.mesh import to_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, table_logprobs
+from quatrain.update.gradient import PolicySpec, table_logprobs
 from quatrain.update.learner import Learner, TooManyBadSteps
 from quatrain.update.table import TokenTable
 
@@ -39,7 +39,7 @@ def make_learner(small_arch):
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
         return Learner(
-            Policy(small_arch, temperature=0.8, remat="none"),
+            PolicySpec(small_arch, temperature=0.8, remat="none"),
             config,
             LogprobConfig(max_tokens_per_device=48) if max_tokens else LogprobConfig(micro_batch_size=7),
             optimizer,
@@ -279,7 +279,7 @@ def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, ma
         learner = make_learner(
             {"kl_coef": 0.1},
             {"name": "adamw", "learning_rate": 0.1},
-            reference=in_memory(memory, _copy(small_params)),
+            reference=to_memory(memory, _copy(small_params)),
             optimizer_memory=memory,
         )
         state = learner.init(_copy(small_params))

@@ -1,6 +1,6 @@
 """The forward pass of the sampler: packed prompts into a cache, then one token of every sequence at a time.
 
-Data flow: `rollout/decode.py` compiles it. Layers are `decoder.through_layers`; what is here is where keys
+Data flow: `rollout/decode.py` compiles it. Layers are `decoder.run_layers`; what is here is where keys
 and values come from. The cache has two parts: prompts, each once however many sequences continue it, and each
 sequence's own tokens, in a ring of columns that all sequences write in step.
 
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.attention import knows_branches, seen_by, self_attention
-from quatrain.models.decoder import layer_windows, through_layers
+from quatrain.models.attention import attention_pattern, self_attention, supports_shared_prefixes
+from quatrain.models.decoder import layer_windows, run_layers
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import CachePart, write
 from quatrain.models.layers import MASKED, softcap
@@ -52,9 +52,9 @@ def prefill(
     An `attention` that does not know branches takes `branch_ids` for zeros, which they have to be.
     """
     windows = layer_windows(arch)
-    branches = branch_ids[None] if knows_branches(attention) else None
-    seen = {
-        window: seen_by(
+    branches = branch_ids[None] if supports_shared_prefixes(attention) else None
+    patterns = {
+        window: attention_pattern(
             attention, positions[None], segment_ids[None], branches, window, backend.attention_blocks
         )
         for window in dict.fromkeys(windows)
@@ -65,11 +65,9 @@ def prefill(
         window, cap = windows[i], arch.attention_softcap
         keys.append(k_BTKH[0])
         values.append(v_BTKH[0])
-        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
+        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, patterns[window], window=window, cap=cap)
 
-    hidden = through_layers(
-        params, arch, input_ids[None], positions[None], attend, dtype=dtype, backend=backend
-    )
+    hidden = run_layers(params, arch, input_ids[None], positions[None], attend, dtype=dtype, backend=backend)
     return hidden[0], CachePart(tuple(keys), tuple(values))
 
 
@@ -98,10 +96,10 @@ def decode(
     back_RMS = positions[sharing.members][:, :, None] - columns_S
     real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
     mine_BO = back_O < own_lengths[:, None]
-    windows, seen = layer_windows(arch), {}
+    windows, masks = layer_windows(arch), {}
     for window in dict.fromkeys(windows):
         near = (True, True) if window is None else (back_RMS < window, back_O < window)
-        seen[window] = real_RMS & near[0], (mine_BO & near[1])[:, None]
+        masks[window] = real_RMS & near[0], (mine_BO & near[1])[:, None]
     keys, values = [], []
 
     def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
@@ -110,20 +108,20 @@ def decode(
         keys.append(write(own.keys[i], k_BTKH[0, :, :, :, None], column, 3))
         values.append(write(own.values[i], v_BTKH[0, :, :, None], column, 2))
         q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
-        seen_prompt, seen_own = seen[windows[i]]
+        prompt_mask, own_mask = masks[windows[i]]
         cap = arch.attention_softcap
-        shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], seen_prompt, cap)
+        shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], prompt_mask, cap)
         y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
-        y_own, total_own = (x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], seen_own, cap))
+        y_own, total_own = (x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], own_mask, cap))
         share = jax.nn.sigmoid(total_prompt - total_own)[..., None]
         return (y_prompt * share + y_own * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
 
-    hidden = through_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype, backend=backend)
+    hidden = run_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype, backend=backend)
     return hidden[0], CachePart(tuple(keys), tuple(values))
 
 
 def _attend(
-    q_RMKGH: jax.Array, k_RKHS: jax.Array, v_RKSH: jax.Array, seen_RMS: jax.Array, cap: float | None
+    q_RMKGH: jax.Array, k_RKHS: jax.Array, v_RKSH: jax.Array, mask_RMS: jax.Array, cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over one part of the keys [R, M, K, G, H], and the log of its softmax's denominator.
 
@@ -135,7 +133,7 @@ def _attend(
     q_RKXH = q_RMKGH.swapaxes(1, 2).reshape(R, K, M * G, H)
     scores = jnp.einsum("RKXH,RKHS->RKXS", q_RKXH, k_RKHS, preferred_element_type=jnp.float32)
     scores = softcap(scores, cap).reshape(R, K, M, G, S)
-    scores = jnp.where(seen_RMS[:, None, :, None], scores, MASKED)
+    scores = jnp.where(mask_RMS[:, None, :, None], scores, MASKED)
     peak = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     total = weights.sum(axis=-1, keepdims=True)

@@ -20,22 +20,29 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.attention import seen_by, self_attention
+from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.layers import (
     Layer,
-    contract,
-    expand,
     linear,
+    matmul_transposed,
+    mlp_down,
+    mlp_up,
     rms_norm,
     rope_angles,
     rope_frequencies,
     rotate,
-    rows_times,
     softcap,
 )
-from quatrain.models.params import Gathered, Params, gather, output_head_name, partition
-from quatrain.parallel.collectives import axis_index, axis_size, gathered, mesh_here, shared_by, sum_over
+from quatrain.models.params import GatheredLayer, Params, gather_params, output_head_name, partition
+from quatrain.parallel.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    current_mesh,
+    psum_backward,
+    psum_forward,
+)
 
 Angles = tuple[jax.Array, jax.Array]
 LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -70,24 +77,24 @@ def forward(
     of factors in products.
     """
     windows = layer_windows(arch)
-    seen = {
-        window: seen_by(attention, positions, segment_ids, branch_ids, window, backend.attention_blocks)
+    patterns = {
+        window: attention_pattern(
+            attention, positions, segment_ids, branch_ids, window, backend.attention_blocks
+        )
         for window in dict.fromkeys(windows)
     }
 
     def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
         window, cap = windows[i], arch.attention_softcap
-        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, seen[window], window=window, cap=cap)
+        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, patterns[window], window=window, cap=cap)
 
     if remat == "dots" and attention != "xla":
         # The kernels would keep heads padded or repeated; computed again, they keep queries, keys and values.
         attend = jax.checkpoint(attend, static_argnums=0)
-    return through_layers(
-        params, arch, input_ids, positions, attend, dtype=dtype, remat=remat, backend=backend
-    )
+    return run_layers(params, arch, input_ids, positions, attend, dtype=dtype, remat=remat, backend=backend)
 
 
-def through_layers(
+def run_layers(
     params: Params,
     arch: Architecture,
     input_ids: jax.Array,
@@ -99,8 +106,8 @@ def through_layers(
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Hidden states [B, T, D] of tokens at `positions` [B, T], whose attention is `attend`: see `forward`."""
-    specs = partition(arch, mesh_here())
-    x_BTD = _embed(gather(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
+    specs = partition(arch, current_mesh())
+    x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
     angles = _angles(arch, positions)
@@ -116,7 +123,7 @@ def through_layers(
         if remat == "layer":
             run = jax.checkpoint(run)
         x_BTD = run(x_BTD, layer, angles[arch.layer_type(i)])
-    final_norm = gather(params["final_norm"], specs["final_norm"])
+    final_norm = gather_params(params["final_norm"], specs["final_norm"])
     return rms_norm(x_BTD, final_norm, arch.norm_eps, arch.norm_offset)
 
 
@@ -127,7 +134,7 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
         return table_VD[input_ids]
     own = input_ids - axis_index(axis) * len(table_VD)
     there = (own >= 0) & (own < len(table_VD))
-    return sum_over(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), axis)
+    return psum_forward(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), axis)
 
 
 def layer_windows(arch: Architecture) -> list[int | None]:
@@ -139,7 +146,7 @@ def layer_windows(arch: Architecture) -> list[int | None]:
 def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
     """[V, D]: what `project` multiplies hidden states of `dtype` with; of a shared vocabulary, our part."""
     name = output_head_name(arch)
-    return gather(params[name], partition(arch, mesh_here())[name], dtype)
+    return gather_params(params[name], partition(arch, current_mesh())[name], dtype)
 
 
 def project(
@@ -149,7 +156,7 @@ def project(
 
     Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
     """
-    scores = rows_times(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
+    scores = matmul_transposed(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
     return softcap(scores, arch.final_softcap)
 
 
@@ -159,12 +166,12 @@ def logits(
     """Next-token logits [..., V] float32 of the whole vocabulary, on every device."""
     scores = project(output_head(params, arch, hidden.dtype), arch, hidden, backend=backend)
     axis = vocabulary_axis(arch)
-    return scores if axis is None else gathered(scores, axis, scores.ndim - 1)
+    return scores if axis is None else all_gather(scores, axis, scores.ndim - 1)
 
 
 def vocabulary_axis(arch: Architecture) -> str | None:
     """The axis of the mesh here whose devices each have a part of the vocabulary; None where all have all."""
-    return "tp" if "tp" in partition(arch, mesh_here())["embed"] else None
+    return "tp" if "tp" in partition(arch, current_mesh())["embed"] else None
 
 
 def _layer(
@@ -186,7 +193,7 @@ def _layer(
 
     def part(run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
         def gathering(inputs: Any, layer: Layer) -> Any:
-            return run(inputs, Gathered(layer, specs, x_BTD.dtype))
+            return run(inputs, GatheredLayer(layer, specs, x_BTD.dtype))
 
         return (jax.checkpoint(gathering) if by_parts else gathering)(inputs, layer)
 
@@ -197,8 +204,8 @@ def _layer(
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
     x_BTD = x_BTD + y_BTD
-    gate_up = part(lambda x, layer: expand(norm(x, layer, "mlp_norm"), layer, few_rows=few_rows), x_BTD)
-    y_BTD = part(partial(contract, arch=arch, few_rows=few_rows), gate_up)
+    gate_up = part(lambda x, layer: mlp_up(norm(x, layer, "mlp_norm"), layer, few_rows=few_rows), x_BTD)
+    y_BTD = part(partial(mlp_down, arch=arch, few_rows=few_rows), gate_up)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_mlp_norm"), y_BTD)
     return x_BTD + y_BTD
@@ -210,7 +217,7 @@ def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Arra
 
 def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """[B, T, K, G + 2, H]: the queries of each key/value head, its key and its value."""
-    x_BTD = shared_by(_norm(x_BTD, layer, "attention_norm", arch), "tp")
+    x_BTD = psum_backward(_norm(x_BTD, layer, "attention_norm", arch), "tp")
     return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows)
 
 
@@ -222,7 +229,7 @@ def _queries_keys_values(
     q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, arch.head_dim)
     k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
     if arch.qk_norm:
-        q_norm, k_norm = (shared_by(layer[name], "tp") for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (psum_backward(layer[name], "tp") for name in ("q_norm", "k_norm"))
         q_BTNH = rms_norm(q_BTNH, q_norm, arch.norm_eps, arch.norm_offset)
         k_BTKH = rms_norm(k_BTKH, k_norm, arch.norm_eps, arch.norm_offset)
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
@@ -245,7 +252,7 @@ def _own_rows(layer: Layer, arch: Architecture) -> Layer:
     number = axis_index("tp")
 
     def own(rows: jax.Array) -> jax.Array:
-        head = lax.dynamic_index_in_dim(shared_by(rows, "tp"), number // sharing, 0)
+        head = lax.dynamic_index_in_dim(psum_backward(rows, "tp"), number // sharing, 0)
         queries = (head.shape[1] - 2) // sharing
         first = number % sharing * queries
         return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)

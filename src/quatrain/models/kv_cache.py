@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import DATA_AXES
 
-ON_MESH = PartitionSpec(DATA_AXES, "tp")
+CACHE_SPEC = PartitionSpec(DATA_AXES, "tp")
 """Rows over the replicas of the sampler, heads over the devices of each."""
 
 
@@ -42,7 +42,7 @@ def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, m
     """`rows` on each replica of `mesh`."""
     heads, size = cached_heads(arch, mesh.shape["tp"]), arch.head_dim
     rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
-    place = NamedSharding(mesh, ON_MESH)
+    place = NamedSharding(mesh, CACHE_SPEC)
     keys, values = (
         tuple(jnp.zeros((rows, heads, *shape), dtype, device=place) for _ in range(arch.num_layers))
         for shape in ((size, columns), (columns, size))

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture, RopeScaling
-from quatrain.parallel.collectives import shared_by, sum_over
+from quatrain.parallel.collectives import psum_backward, psum_forward
 
 Layer = Mapping[str, jax.Array]
 
-TWIGS = 2**16
-"""Branch k * TWIGS + j of a segment is a twig of its branch k * TWIGS; see `attention_mask`."""
+BRANCHES_PER_GROUP = 2**16
+"""Branch k * BRANCHES_PER_GROUP of a segment is the shared prompt of its group k; branches with the following
+numbers, below (k + 1) * BRANCHES_PER_GROUP, continue this prompt. See `attention_mask`."""
 MASKED = -1e30
 """Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
 
@@ -58,7 +59,7 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def rows_times(
+def matmul_transposed(
     x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, few_rows: int = 0
 ) -> jax.Array:
     """x [..., in] times a matrix [*out, in]: [..., *out], in `dtype` or that of `x`.
@@ -86,8 +87,8 @@ def linear(
 
     Along `sum_axis` of a mesh each device has a part of the inputs, and the products are added up.
     """
-    y = rows_times(x, layer[name], few_rows=few_rows)
-    y = y if sum_axis is None else sum_over(y, sum_axis)
+    y = matmul_transposed(x, layer[name], few_rows=few_rows)
+    y = y if sum_axis is None else psum_forward(y, sum_axis)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -133,18 +134,19 @@ def attention_mask(
     Those of its own segment (0 is padding, seen by nobody), at its position or before, and fewer than
     `window` positions back. Positions count within a segment, so packed rows need nothing more. Where
     segments have branches (those of queries and keys), a branch sees itself, branch 0, where all begin, and
-    where it is a twig (`TWIGS`) the branch it begins from.
+    the shared prompt of its group (`BRANCHES_PER_GROUP`).
     """
     back = query_positions[:, :, None] - key_positions[:, None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
-    seen = same & (key_segments != 0)[:, None, :] & (back >= 0)
+    mask = same & (key_segments != 0)[:, None, :] & (back >= 0)
     if branches is not None:
         queries, keys = branches
-        of_itself, of_its_stem = (
-            x[:, :, None] == keys[:, None, :] for x in (queries, queries // TWIGS * TWIGS)
+        same_branch, group_prefix = (
+            x[:, :, None] == keys[:, None, :]
+            for x in (queries, queries // BRANCHES_PER_GROUP * BRANCHES_PER_GROUP)
         )
-        seen = seen & (of_itself | of_its_stem | (keys == 0)[:, None, :])
-    return seen if window is None else seen & (back < window)
+        mask = mask & (same_branch | group_prefix | (keys == 0)[:, None, :])
+    return mask if window is None else mask & (back < window)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -152,12 +154,12 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def expand(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0) -> jax.Array:
+def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0) -> jax.Array:
     """gate(x) and up(x) [B, T, 2, F], the first half of a gated MLP (Shazeer 2020)."""
-    return linear(shared_by(x_BTD, "tp"), layer, "gate_up", few_rows=few_rows)
+    return linear(psum_backward(x_BTD, "tp"), layer, "gate_up", few_rows=few_rows)
 
 
-def contract(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
+def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
     """down(activation(gate) * up), its second half."""
     gate, up = jnp.unstack(gate_up, axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)

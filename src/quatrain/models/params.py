@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
 from quatrain.models.families import Architecture, TensorName, tensor_names
-from quatrain.parallel.collectives import gathered, shared_by
+from quatrain.parallel.collectives import all_gather, psum_backward
 from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
 from quatrain.parallel.sharding import partition_spec
 
@@ -128,7 +128,7 @@ def _divides_layers(arch: Architecture, tp: int) -> bool:
     return not (arch.num_heads % tp or arch.intermediate_size % tp or (kv_heads % tp and tp % kv_heads))
 
 
-def gather(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
+def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
     """Parameters whole along `fsdp`, where they are used, in a function mapped over a mesh.
 
     `specs` are their partition specs. Matrices travel in `dtype`; gradients are added up on the way back.
@@ -136,20 +136,20 @@ def gather(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
         if "fsdp" not in spec:
-            return shared_by(parameter, "fsdp")
-        return gathered(parameter, "fsdp", spec.index("fsdp"), dtype if parameter.ndim > 1 else None)
+            return psum_backward(parameter, "fsdp")
+        return all_gather(parameter, "fsdp", spec.index("fsdp"), dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
 
 
-class Gathered(Mapping[str, jax.Array]):
-    """The parameters of a layer, each brought together when it is asked for: see `gather`."""
+class GatheredLayer(Mapping[str, jax.Array]):
+    """The parameters of a layer, each brought together when it is asked for: see `gather_params`."""
 
     def __init__(self, layer: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
         self._layer, self._specs, self._dtype = layer, specs, dtype
 
     def __getitem__(self, name: str) -> jax.Array:
-        whole: jax.Array = gather(self._layer[name], self._specs[name], self._dtype)
+        whole: jax.Array = gather_params(self._layer[name], self._specs[name], self._dtype)
         return whole
 
     def __contains__(self, name: object) -> bool:

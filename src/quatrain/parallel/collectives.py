@@ -23,7 +23,9 @@ from quatrain.config.mesh import MeshShape
 from quatrain.parallel.mesh import DATA_AXES
 
 
-def mapped(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_mapped(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """`function` of what each device of `mesh` has, as one of arrays that lie on it."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -41,32 +43,32 @@ def axis_index(axis: str) -> jax.Array | int:
     return lax.axis_index(axis) if axis_size(axis) > 1 else 0
 
 
-def mesh_here() -> MeshShape:
+def current_mesh() -> MeshShape:
     """The mesh that the function is mapped over."""
     return MeshShape(*(axis_size(axis) for axis in MeshShape._fields))
 
 
-def from_all_shards(tree: Any) -> Any:
+def all_gather_shards(tree: Any) -> Any:
     """The arrays of all data shards, joined along their first dimension."""
     return tree if num_data_shards() == 1 else lax.all_gather(tree, DATA_AXES, tiled=True)
 
 
-def on_any_shard(flag: jax.Array) -> jax.Array:
+def any_shard(flag: jax.Array) -> jax.Array:
     """Whether `flag` is true on a data shard."""
     return flag if num_data_shards() == 1 else lax.pmax(flag.astype(jnp.int32), DATA_AXES) > 0
 
 
 def num_data_shards() -> int:
     """Data shards of the mesh here."""
-    return mesh_here().num_data_shards
+    return current_mesh().num_data_shards
 
 
-def of_first(x: jax.Array, axis: str) -> jax.Array:
+def from_first_device(x: jax.Array, axis: str) -> jax.Array:
     """The `x` of the first device of `axis`, on all: for what has to be the same to the last bit."""
     return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
 
 
-def sum_over(x: jax.Array, axis: str) -> jax.Array:
+def psum_forward(x: jax.Array, axis: str) -> jax.Array:
     """The sum of every device's `x`, where the gradient of the sum is that of each."""
     return x if axis_size(axis) == 1 else _sum(x, axis)
 
@@ -79,7 +81,7 @@ def _sum(x: jax.Array, axis: str) -> jax.Array:
 _sum.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
 
 
-def shared_by(x: jax.Array, axis: str) -> jax.Array:
+def psum_backward(x: jax.Array, axis: str) -> jax.Array:
     """`x`, alike on all devices of `axis`, each of which uses it for its own part: gradients are added up."""
     return x if axis_size(axis) == 1 else _shared(x, axis)
 
@@ -92,7 +94,7 @@ def _shared(x: jax.Array, axis: str) -> jax.Array:
 _shared.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
 
 
-def gathered(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
     """The devices' parts of `x` joined along `dim`; they travel in `dtype`, gradients add up in float32."""
     return x if axis_size(axis) == 1 else _gather(x, axis, dim, jnp.dtype(dtype or x.dtype), x.dtype)
 

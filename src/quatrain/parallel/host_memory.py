@@ -14,15 +14,15 @@ from quatrain.parallel.compilations import num_compilations
 
 
 @contextmanager
-def compiling_leaves_nothing() -> Iterator[None]:
+def trim_after_compiling() -> Iterator[None]:
     """Gives back free memory at the end of a block in which something was compiled."""
     before = num_compilations()
     yield
     if num_compilations() > before:
-        give_back_free_memory()
+        trim_free_memory()
 
 
-def give_back_free_memory() -> None:
+def trim_free_memory() -> None:
     """Returns to the system what is free, where the C library is glibc; a few hundredths of a second.
 
     The library keeps what it was given in small pieces, as a compiler asks for it: of a process with a small

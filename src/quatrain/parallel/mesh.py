@@ -69,40 +69,40 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("shape", "value", "dtype", "sharding"))
-def filled(shape: tuple[int, ...], value: float, dtype: DTypeLike, sharding: NamedSharding) -> jax.Array:
+def full(shape: tuple[int, ...], value: float, dtype: DTypeLike, sharding: NamedSharding) -> jax.Array:
     """An array of one value, made where it lies."""
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), sharding)
 
 
-def moved(arrays: Any, places: Any) -> Any:
+def reshard(arrays: Any, places: Any) -> Any:
     """The tree `arrays` laid out as the tree `places` of shardings says, from device to device.
 
     Places may be on other devices, or in another memory of the same. Arrays that lie there already are given
     back as they are.
     """
-    return jax.tree.map(_moved, arrays, places)
+    return jax.tree.map(_reshard, arrays, places)
 
 
-def _moved(array: jax.Array, place: NamedSharding) -> jax.Array:
+def _reshard(array: jax.Array, place: NamedSharding) -> jax.Array:
     if array.sharding.is_equivalent_to(place, array.ndim):
         return array
     if array.sharding.device_set != place.device_set:
-        return _sent(array, place)
+        return _to_other_devices(array, place)
     if array.sharding.memory_kind != place.memory_kind:
         return jax.device_put(array, place)
-    return _exchange(place)(array)
+    return _resharding_program(place)(array)
 
 
 @cache
-def _exchange(place: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _resharding_program(place: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """Devices exchange parts of an array until `place` is true; one at a time, for what that needs."""
     return jax.jit(lambda array: array, out_shardings=place)
 
 
-def _sent(array: jax.Array, place: NamedSharding) -> jax.Array:
+def _to_other_devices(array: jax.Array, place: NamedSharding) -> jax.Array:
     """`array` on other devices: brought together on its own, and from there to those of the same process."""
     assert isinstance(array.sharding, NamedSharding)
-    together = _exchange(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+    together = _resharding_program(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
     here = together.addressable_data(0)
     parts = [
         jax.device_put(here[index], device)
@@ -111,7 +111,7 @@ def _sent(array: jax.Array, place: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, place, parts)
 
 
-def in_memory(where: Literal["device", "host"], arrays: Any) -> Any:
+def to_memory(where: Literal["device", "host"], arrays: Any) -> Any:
     """The tree `arrays` in the memory of its devices, or in pinned memory of their host.
 
     Raises ValueError where the backend has none.
@@ -124,10 +124,10 @@ def in_memory(where: Literal["device", "host"], arrays: Any) -> Any:
             f"what is offloaded waits in pinned host memory; devices of this kind ({device.device_kind}) "
             f"know {', '.join(there)}; set offload.reference and offload.optimizer to false"
         )
-    return moved(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
+    return reshard(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
-def whole(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array) -> np.ndarray:
     """`array` on the host, in every process that has a part of it; all of them have to ask."""
     if array.is_fully_addressable:
         return np.asarray(array)

@@ -24,10 +24,10 @@ from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.decode_step import Sharing
 from quatrain.models.decoder import logits
-from quatrain.models.kv_cache import ON_MESH, CachePart
+from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
 from quatrain.ops.sampling import sample, token_uniforms
-from quatrain.parallel.collectives import from_all_shards, mapped, of_first, on_any_shard
+from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
 from quatrain.rollout.interface import Sampling
@@ -40,17 +40,17 @@ TOKENS_PER_CALL = 8
 class Packed(NamedTuple):
     """N prompts in one row of T tokens, and the samples that start from them.
 
-    What all of them begin with, their preamble, may stand there once, first; the rest of each begins at its
-    one of `starts` then.
+    A common prefix of all prompts may stand in the row once, first; the rest of prompt i then begins at
+    `starts[i]`.
     """
 
     input_ids: jax.Array  # [T] int32
     positions: jax.Array  # [T] int32
     segment_ids: jax.Array  # [T] int32, 0 is padding
     branch_ids: jax.Array  # [T] int32
-    preamble: jax.Array  # [1] int32, its tokens
+    num_common: jax.Array  # [1] int32, tokens of the common prefix; 0 where there is none
     starts: jax.Array  # [N] int32
-    lengths: jax.Array  # [N] int32, of prompts with their preamble, at least 1
+    lengths: jax.Array  # [N] int32, of prompts with the common prefix, at least 1
     rows: jax.Array  # [N] int32, of the prompt cache; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
@@ -96,7 +96,7 @@ class Program:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
-        return of_first(tokens, "tp"), of_first(logprobs, "tp")
+        return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
 
     def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""
@@ -111,10 +111,10 @@ def _prefill(
 
     A prompt is computed once; its n samples fan out from its last logits. Both are [N, n].
     """
-    in_specs = (program.params, ON_MESH, EACH_REPLICA, EVERYWHERE)
-    out_specs = (ON_MESH, EVERYWHERE, EVERYWHERE)
+    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
+    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
     own = partial(_own_prefill, program=program)
-    return mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
+    return shard_mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
 
 
 prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
@@ -135,8 +135,8 @@ def _own_prefill(
         attention=program.attention,
         backend=program.backend,
     )
-    columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.preamble
-    columns_NS = jnp.where(columns_S < packed.preamble, columns_S, after_N[:, None] + columns_S)
+    columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common
+    columns_NS = jnp.where(columns_S < packed.num_common, columns_S, after_N[:, None] + columns_S)
 
     def insert(buffer: jax.Array, new_TKH: jax.Array, order: tuple[int, ...]) -> jax.Array:
         new_NSKH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip")
@@ -156,7 +156,7 @@ def _own_prefill(
         packed.sequence_ids.reshape(-1),
         jnp.zeros(packed.sequence_ids.size, jnp.uint32),
     )
-    return prompts, *from_all_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+    return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
 
 class Slots(NamedTuple):
@@ -198,8 +198,10 @@ def _decode(
 
     The first of them is written at `column` of the ring `own`, which must hold what a slot has and gets.
     """
-    in_specs = (program.params, ON_MESH, ON_MESH, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
-    run = mapped(partial(_own_decode, program=program), program.mesh, in_specs, (ON_MESH, EVERYWHERE))
+    in_specs = (program.params, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
+    run = shard_mapped(
+        partial(_own_decode, program=program), program.mesh, in_specs, (CACHE_SPEC, EVERYWHERE)
+    )
     return run(params, own, prompts, slots, sharing, column, seed)
 
 
@@ -257,11 +259,11 @@ def _own_decode(
             now + 1,
         )
         live = live & ~program.ends(tokens, lengths + 1)
-        return own, tokens, live, on_any_shard(live.any()), decoded
+        return own, tokens, live, any_shard(live.any()), decoded
 
-    begin = (own, slots.tokens, slots.live, on_any_shard(slots.live.any()), empty)
+    begin = (own, slots.tokens, slots.live, any_shard(slots.live.any()), empty)
     own, _, _, _, decoded = jax.lax.while_loop(unfinished, advance, begin)
-    tokens, logprobs, counts = from_all_shards((decoded.tokens, decoded.logprobs, decoded.counts))
+    tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
     return own, Decoded(tokens, logprobs, counts, decoded.num_steps)
 
 
@@ -279,4 +281,4 @@ def _pick(x: jax.Array, rows: np.ndarray, columns: np.ndarray, axis: int, mesh: 
     def own(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
         return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
 
-    return mapped(own, mesh, (ON_MESH, EACH_REPLICA, EVERYWHERE), ON_MESH)(x, rows, columns)
+    return shard_mapped(own, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(x, rows, columns)

@@ -25,7 +25,7 @@ from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.mesh import mesh_shape, moved, one_device, shardings
+from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings
 from quatrain.rollout.interface import Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
@@ -124,7 +124,9 @@ class RolloutEngine:
         """
         return jax.block_until_ready(
             jax.tree.map(
-                lambda x, place: moved(x.astype(self.dtype) if x.ndim > 1 else x, place), params, self._places
+                lambda x, place: reshard(x.astype(self.dtype) if x.ndim > 1 else x, place),
+                params,
+                self._places,
             )
         )
 

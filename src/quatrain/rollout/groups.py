@@ -43,19 +43,19 @@ class Admitted(NamedTuple):
 Pack = list[Admitted]
 
 
-def packs_of(admitted: list[Admitted], *, share: bool) -> list[Pack]:
+def split_into_packs(admitted: list[Admitted], *, share: bool) -> list[Pack]:
     """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible.
 
     Where prompts may `share` it, what all of them begin with counts once for each pack.
     """
-    preamble = _preamble(admitted) if share else 0
+    num_common = _common_prefix(admitted) if share else 0
     packs: list[Pack] = []
     room = 0
     for item in admitted:
-        length = len(item.group.prompt.input_ids) - preamble
+        length = len(item.group.prompt.input_ids) - num_common
         if not packs or length > room:
             packs.append([])
-            room = PREFILL_TOKENS - preamble
+            room = PREFILL_TOKENS - num_common
         packs[-1].append(item)
         room -= length
     return packs
@@ -67,17 +67,17 @@ def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Pa
     Where they may `share` it, what all prompts of a pack begin with stands there once.
     """
     count = 1 << (max(map(len, packs)) - 1).bit_length()
-    preambles = [_preamble(pack) if share else 0 for pack in packs]
-    most = max(map(_num_tokens, packs, preambles))
+    num_common = [_common_prefix(pack) if share else 0 for pack in packs]
+    most = max(map(_num_tokens, packs, num_common))
     tokens = round_up(most, FEWEST_COLUMNS)
     each = [
-        _packed_row(pack, n, num_rows, count, tokens, preamble)
-        for pack, preamble in zip(packs, preambles, strict=True)
+        _packed_row(pack, n, num_rows, count, tokens, common)
+        for pack, common in zip(packs, num_common, strict=True)
     ]
-    return Packed(*arguments(*map(np.concatenate, zip(*each, strict=True))))
+    return Packed(*as_jit_arguments(*map(np.concatenate, zip(*each, strict=True))))
 
 
-def _preamble(pack: Pack) -> int:
+def _common_prefix(pack: Pack) -> int:
     """Tokens that all prompts of `pack` begin with, where they are enough to be shared."""
     if len(pack) < 2:
         return 0
@@ -86,36 +86,36 @@ def _preamble(pack: Pack) -> int:
     return worthwhile_preamble(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
 
 
-def _num_tokens(pack: Pack, preamble: int) -> int:
-    return preamble + sum(len(item.group.prompt.input_ids) - preamble for item in pack)
+def _num_tokens(pack: Pack, num_common: int) -> int:
+    return num_common + sum(len(item.group.prompt.input_ids) - num_common for item in pack)
 
 
 def _packed_row(
-    pack: Pack, n: int, num_rows: int, count: int, tokens: int, preamble: int
+    pack: Pack, n: int, num_rows: int, count: int, tokens: int, num_common: int
 ) -> tuple[np.ndarray, ...]:
     """The fields of `Packed` for one replica, `count` prompts and `tokens` with the padding."""
     input_ids, positions, segment_ids, branch_ids = (np.zeros(tokens, np.int32) for _ in range(4))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
     sequence_ids, steps = np.zeros((count, n), np.uint32), np.zeros(count, np.uint32)
-    first = preamble
-    if preamble:
+    first = num_common
+    if num_common:
         input_ids[:first], positions[:first] = pack[0].group.prompt.input_ids[:first], np.arange(first)
         segment_ids[:first] = 1
     for i, (group, _, row) in enumerate(pack):
         prompt = group.prompt.input_ids
         size = len(prompt)
-        span = slice(first, first + size - preamble)
-        input_ids[span], positions[span] = prompt[preamble:], np.arange(preamble, size)
-        segment_ids[span], branch_ids[span] = (1, i + 1) if preamble else (i + 1, 0)
+        span = slice(first, first + size - num_common)
+        input_ids[span], positions[span] = prompt[num_common:], np.arange(num_common, size)
+        segment_ids[span], branch_ids[span] = (1, i + 1) if num_common else (i + 1, 0)
         starts[i], lengths[i], rows[i], steps[i] = first, size, row, group.step
         sequence_ids[i] = [sequence_id(group.prompt, n, sample) for sample in range(n)]
-        first += size - preamble
-    shared = np.array([preamble], np.int32)
-    return input_ids, positions, segment_ids, branch_ids, shared, starts, lengths, rows, sequence_ids, steps
+        first += size - num_common
+    common = np.array([num_common], np.int32)
+    return input_ids, positions, segment_ids, branch_ids, common, starts, lengths, rows, sequence_ids, steps
 
 
-def arguments(*arrays: np.ndarray) -> list[jax.Array]:
+def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:
     """Host arrays as arguments of a compiled function; placing them first would compile a program each."""
     return cast(list[jax.Array], list(arrays))
 

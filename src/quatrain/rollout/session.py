@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import knows_branches
+from quatrain.models.attention import supports_shared_prefixes
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
 from quatrain.ops.ladder import round_up
@@ -37,11 +37,11 @@ from quatrain.rollout.groups import (
     Admitted,
     Group,
     Pack,
-    arguments,
+    as_jit_arguments,
     pack_prompts,
-    packs_of,
     prompt_columns,
     sequence_id,
+    split_into_packs,
 )
 from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.scheduler import Scheduler
@@ -118,7 +118,7 @@ class Session:
         self.sampling, self.tally = sampling, Tally()
         self._sampler, self._limit = sampler, max_concurrency
         self._program = sampler.program(sampling)
-        self._share = knows_branches(sampler.attention)
+        self._share = supports_shared_prefixes(sampler.attention)
         self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
@@ -247,7 +247,7 @@ class Session:
         given: list[list[Admitted]] = [[] for _ in replicas]
         for ticket, row in admitted:
             given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
-        for packs in zip_longest(*(packs_of(each, share=self._share) for each in given)):
+        for packs in zip_longest(*(split_into_packs(each, share=self._share) for each in given)):
             yield [pack or [] for pack in packs]
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
@@ -362,7 +362,7 @@ class Session:
             prompt_lengths[slot] = len(group.prompt.input_ids)
             sequence_ids[slot] = sequence_id(group.prompt, self.sampling.n, who.sample)
             steps[slot], live[slot] = group.step, True
-        return Slots(*arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
+        return Slots(*as_jit_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
 
     def _sharing(self) -> Sharing:
         """Which slots attend to which row of the prompt cache, counted on their replica."""
@@ -376,7 +376,7 @@ class Session:
                 members[who.row].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
-        return Sharing(*arguments(table, place, np.array(lengths, np.int32)))
+        return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
 
 
 def _own_columns(needed: int, sampling: Sampling) -> int:

@@ -27,13 +27,13 @@ from quatrain.models.params import output_head_name, partition
 from quatrain.ops.logprobs import token_logprobs
 from quatrain.ops.packing import PackingCost
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.parallel.collectives import from_all_shards, mapped, shared_by
+from quatrain.parallel.collectives import all_gather_shards, psum_backward, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
-from quatrain.parallel.host_memory import compiling_leaves_nothing
-from quatrain.parallel.mesh import DATA_AXES, filled, in_memory, mesh_shape, moved, one_device, shardings
+from quatrain.parallel.host_memory import trim_after_compiling
+from quatrain.parallel.mesh import DATA_AXES, full, mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.update.cuts import Cutting
 from quatrain.update.micro_batch import MicroBatch, micro_batches
-from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, each_its_own
+from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
 from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
@@ -43,7 +43,7 @@ Objective = Callable[[ScoredTokens], TokenLoss]
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicySpec:
     """How a micro-batch becomes log-probabilities: model, sampling temperature, dtype, devices; static.
 
     `backend` holds what depends on the kind of those devices, by default of the devices of this process.
@@ -107,7 +107,7 @@ class Policy:
         head = output_head(params, self.arch, hidden.dtype)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
-            hidden = shared_by(hidden, axis)
+            hidden = psum_backward(hidden, axis)
         results = token_logprobs(
             lambda rows, chunk: project(rows, self.arch, chunk, backend=self.backend),
             head,
@@ -123,7 +123,7 @@ class Policy:
         return logprobs, entropy
 
 
-def _score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array, jax.Array]:
+def _score(params: Any, batch: MicroBatch, *, policy: PolicySpec) -> tuple[jax.Array, jax.Array]:
     """[R, K] float32 log-probabilities of a micro-batch's scored tokens, and its mask; forward only.
 
     Both are on every device.
@@ -131,22 +131,22 @@ def _score(params: Any, batch: MicroBatch, *, policy: Policy) -> tuple[jax.Array
 
     def own(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         logprobs = jnp.where(batch.mask, policy.logprobs(params, batch)[0], 0.0)
-        return from_all_shards((logprobs, batch.mask))
+        return all_gather_shards((logprobs, batch.mask))
 
     in_specs = (policy.partition, PartitionSpec(DATA_AXES))
-    return mapped(own, policy.mesh, in_specs, PartitionSpec())(params, batch)
+    return shard_mapped(own, policy.mesh, in_specs, PartitionSpec())(params, batch)
 
 
 score_program = jit_for_backend(_score, static_argnames=("policy",))
 """`score_program(backend)` is the jitted `_score`."""
 
 
-def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: Cutting) -> np.ndarray:
+def table_logprobs(params: Any, table: TokenTable, *, policy: PolicySpec, cutting: Cutting) -> np.ndarray:
     """[B, T] float32 log-probabilities of every completion token of `table`; 0 elsewhere."""
     result = np.zeros(table.completion_mask.shape, np.float32)
     table = replace(table, columns={})  # so that one program scores tables of any columns
     for sequences, batch in micro_batches(table, cutting, policy.mesh):
-        with compiling_leaves_nothing():
+        with trim_after_compiling():
             results = score_program(policy.backend)(params, batch, policy=policy)
             scored, mask = (np.asarray(x) for x in results)
         part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
@@ -156,7 +156,7 @@ def table_logprobs(params: Any, table: TokenTable, *, policy: Policy, cutting: C
 
 
 def _weighted_loss(
-    params: Any, batch: MicroBatch, policy: Policy, objective: Objective
+    params: Any, batch: MicroBatch, policy: PolicySpec, objective: Objective
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
     return _summed(*policy.logprobs(params, batch), batch, objective)
 
@@ -192,7 +192,7 @@ def _accumulate(
     batch: MicroBatch,
     held: Arrays | None = None,
     *,
-    policy: Policy,
+    policy: PolicySpec,
     objective: Objective,
     gradient: GradientFunction = plain_gradient,
 ) -> tuple[Total, Arrays]:
@@ -218,7 +218,9 @@ def _accumulate(
 
     totals = (_copies(policy.partition), PartitionSpec())
     in_specs = (policy.partition, totals, PartitionSpec(DATA_AXES))
-    return mapped(own, policy.mesh, in_specs, (totals, each_its_own(policy.mesh)))(params, total, batch)
+    return shard_mapped(own, policy.mesh, in_specs, (totals, per_device_spec(policy.mesh)))(
+        params, total, batch
+    )
 
 
 def _copies(specs: Any) -> Any:
@@ -235,19 +237,19 @@ gradient_program = jit_for_backend(
 """`gradient_program(backend)` is the jitted `_accumulate`."""
 
 
-def _nothing_yet(params: Any, batch: MicroBatch, policy: Policy, objective: Objective) -> Total:
+def _zero_total(params: Any, batch: MicroBatch, policy: PolicySpec, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
     scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
     _, stats = jax.eval_shape(partial(_summed, objective=objective), scored, scored, batch)
     copies = policy.mesh_shape.dp
     everywhere = NamedSharding(policy.mesh, PartitionSpec())
     return jax.tree.map(
-        lambda p, sharding: filled((copies, *p.shape), 0.0, jnp.float32, sharding),
+        lambda p, sharding: full((copies, *p.shape), 0.0, jnp.float32, sharding),
         params,
         shardings(policy.mesh, _copies(policy.partition)),
     ), {
-        "sum": {name: filled((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
-        "max": {name: filled((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
+        "sum": {name: full((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
+        "max": {name: full((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
     }
 
 
@@ -276,7 +278,7 @@ def sum_gradients(
     params: Any,
     batches: Iterable[MicroBatch],
     *,
-    policy: Policy,
+    policy: PolicySpec,
     objective: Objective,
     residuals: ResidualMemory | None = None,
 ) -> Total:
@@ -293,8 +295,8 @@ def sum_gradients(
     total: Total | None = None
     for batch in batches:
         if total is None:
-            total = _nothing_yet(params, batch, policy, objective)
-        with compiling_leaves_nothing():
+            total = _zero_total(params, batch, policy, objective)
+        with trim_after_compiling():
             total, _ = program(params, total, batch, **static)
     assert total is not None, "a mini-batch has at least one micro-batch"
     return total
@@ -323,7 +325,7 @@ def optimizer_step(
     opt_state: Any,
     batches: Iterable[MicroBatch],
     *,
-    policy: Policy,
+    policy: PolicySpec,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     residuals: ResidualMemory | None = None,
@@ -335,11 +337,11 @@ def optimizer_step(
     """
     grads, stats = sum_gradients(params, batches, policy=policy, objective=objective, residuals=residuals)
     places = jax.tree.map(lambda x: x.sharding, (params, opt_state))
-    with compiling_leaves_nothing():
+    with trim_after_compiling():
         params, opt_state, norm, finite = _apply(
-            params, in_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
+            params, to_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
         )
-    params, opt_state = moved((params, opt_state), places)
+    params, opt_state = reshard((params, opt_state), places)
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
     tokens = float(sums.pop("tokens"))

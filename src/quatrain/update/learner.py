@@ -19,11 +19,11 @@ import numpy as np
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.mesh import in_memory
+from quatrain.parallel.mesh import to_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import (
-    Policy,
+    PolicySpec,
     init_optimizer,
     optimizer_step,
     table_logprobs,
@@ -71,13 +71,13 @@ class Learner:
     `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
     spans. Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
     `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0; they are used on
-    the devices that they lie on, and may wait in their host's memory (`parallel.mesh.in_memory`). The
+    the devices that they lie on, and may wait in their host's memory (`parallel.mesh.to_memory`). The
     optimizer's state is kept in `optimizer_memory` between its steps.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicySpec,
         update: UpdateConfig,
         logprob: LogprobConfig,
         optimizer: OptimizerConfig,
@@ -115,7 +115,7 @@ class Learner:
 
     def init(self, params: Any) -> TrainState:
         """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
-        return TrainState(params, in_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
+        return TrainState(params, to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
 
     def step(self, state: TrainState, batch: AdvantagedBatch) -> TrainState:
         """All optimizer steps of one rollout batch: epochs x mini-batches. Donates `state`'s arrays.
@@ -185,7 +185,7 @@ class Learner:
         mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
         policy = replace(self.policy, mesh=mesh)
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
-        return table_logprobs(in_memory("device", self.reference), table, policy=policy, cutting=cutting)
+        return table_logprobs(to_memory("device", self.reference), table, policy=policy, cutting=cutting)
 
     def _optimizer_step(
         self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals

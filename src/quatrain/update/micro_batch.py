@@ -2,10 +2,10 @@
 
 Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `gradient`.
 
-A micro-batch has R lines of T positions (`cuts.py`). Where prompts are shared, the sequences of a group stand
-together, the tokens they begin with in common once; and what all sequences begin with, their preamble, stands
-once in each line, first. Scored tokens are listed per line, K = T places for them: those the list does not
-fill cost nothing, and so there is one shape less to compile.
+A micro-batch has R lines of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
+neighbours in a line and their shared prompt stands in it once; a common prefix of all sequences stands once
+in each line, first. Scored tokens are listed per line in K = T entries: unused entries cost nothing, and with
+K = T there is one array shape less to compile for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from quatrain.models.layers import TWIGS
+from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.parallel.mesh import data_sharding, place
 from quatrain.update.cuts import Cut, Cutting, Segment
 from quatrain.update.table import TokenTable
@@ -48,8 +48,9 @@ class MicroBatch:
     of a line from 0. `columns` are those of the token table. Segments count from 1
     on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
     a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
-    After a preamble the whole line is one segment: the preamble is branch 0, what the g-th group in it begins
-    with branch g * TWIGS, and the rest of its sequences are branches g * TWIGS + 1, + 2, ...
+    Where all sequences begin with a common prefix, each line is one segment: the common prefix is branch 0,
+    the rest of the g-th group's shared prompt is branch b = g * BRANCHES_PER_GROUP, and the completions of
+    that group are branches b + 1, b + 2, ...
     """
 
     input_ids: jax.Array  # [R, T] int32
@@ -99,22 +100,22 @@ class _Buffers:
         self.used = np.zeros(shape[0], int)
         self.scored = np.zeros(shape[0], int)
 
-    def add(self, line: int, number: int, segment: Segment, preamble: int, table: TokenTable) -> None:
+    def add(self, line: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
         shared, first = segment.shared, segment.rows[0]
-        stem = 0
-        if preamble:  # all of the line is one segment
-            number, stem = 1, number * TWIGS
+        prompt_branch = 0
+        if num_common:  # all of the line is one segment
+            number, prompt_branch = 1, number * BRANCHES_PER_GROUP
             if not self.used[line]:
-                self._write(line, number, 0, table.input_ids[first, :preamble], 0)
+                self._write(line, number, 0, table.input_ids[first, :num_common], 0)
         begins = self.used[line]
-        self._write(line, number, stem, table.input_ids[first, preamble:shared], preamble)
-        for branch, row in enumerate(segment.rows, start=stem + (1 if shared else 0)):
+        self._write(line, number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
+        for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
             own = self.used[line]
             length = int(table.attention_mask[row].sum())
             self._write(line, number, branch, table.input_ids[row, shared:length], shared)
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
-            ahead = np.select([before < preamble, before < shared], [0, begins - preamble], own - shared)
+            ahead = np.select([before < num_common, before < shared], [0, begins - num_common], own - shared)
             self._score(line, row, places, before + ahead, table)
 
     def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:

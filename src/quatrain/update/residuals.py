@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quatrain.backend import Backend
-from quatrain.parallel.mesh import filled
+from quatrain.parallel.mesh import full
 
 LEAST_BYTES = 2**17
 """Smaller arrays are not held: the C library has memory for them at hand."""
@@ -57,7 +57,7 @@ def residuals_of(vjp: Any, known: Any) -> Arrays:
     return found
 
 
-def each_its_own(mesh: Mesh) -> PartitionSpec:
+def per_device_spec(mesh: Mesh) -> PartitionSpec:
     """The spec of arrays whose first axis is the devices of `mesh`."""
     return PartitionSpec(mesh.axis_names)
 
@@ -94,8 +94,8 @@ class ResidualMemory:
         if held is not None:
             return held
         self._held.clear()
-        place = NamedSharding(mesh, each_its_own(mesh))
-        return [filled(x.shape, 0.0, x.dtype, place) for x in shapes()]
+        place = NamedSharding(mesh, per_device_spec(mesh))
+        return [full(x.shape, 0.0, x.dtype, place) for x in shapes()]
 
     def take_back(self, kind: Hashable, arrays: Arrays) -> None:
         """Hold `arrays` in place of those that were lent for this `kind`."""

@@ -14,10 +14,10 @@ import numpy as np
 from quatrain.config.schema import OptimizerConfig, SFTConfig
 from quatrain.metrics import Metric
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.parallel.mesh import in_memory
+from quatrain.parallel.mesh import to_memory
 from quatrain.types import Demonstration
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import Policy, init_optimizer, optimizer_step
+from quatrain.update.gradient import PolicySpec, init_optimizer, optimizer_step
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.residuals import residual_memory
@@ -38,7 +38,7 @@ class SupervisedLearner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicySpec,
         config: SFTConfig,
         cutting: Cutting,
         *,
@@ -55,7 +55,7 @@ class SupervisedLearner:
 
     def init(self, params: Any) -> Any:
         """Optimizer state for `params`."""
-        return in_memory(self.optimizer_memory, init_optimizer(self.optimizer, params))
+        return to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params))
 
     def step(
         self, params: Any, opt_state: Any, demonstrations: Sequence[Demonstration]

@@ -30,7 +30,7 @@ from quatrain.models.families import (
     token_ids,
 )
 from quatrain.models.params import Params, assemble, leaf_at
-from quatrain.parallel.mesh import whole
+from quatrain.parallel.mesh import to_host
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -294,7 +294,7 @@ def _write_tensors(
         tensors: dict[str, np.ndarray] = {}
         for name in shard:
             if name.path != gathered:  # several tensors are parts of one parameter
-                gathered, parameter = name.path, whole(leaf_at(params, name.path))
+                gathered, parameter = name.path, to_host(leaf_at(params, name.path))
             if is_main_process():
                 tensors[name.name] = name.of(parameter)
         weight_map |= dict.fromkeys(tensors, file)

@@ -11,7 +11,7 @@ from reference import attention
 
 from quatrain.backend import BlockSizes
 from quatrain.models.attention.blocks import block_attention, block_pattern
-from quatrain.models.layers import TWIGS, attention_mask
+from quatrain.models.layers import BRANCHES_PER_GROUP, attention_mask
 
 
 @pytest.fixture(params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])
@@ -132,37 +132,38 @@ def test_padding_comes_out_as_zero(sizes):
 
 
 def _branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each segment becomes a trunk and up to three branches at the positions after it."""
+    """Each segment becomes a common prefix and up to three branches at the positions after it."""
     positions, branches = positions.copy(), np.zeros_like(segments)
     for row in range(len(segments)):
         for segment in np.unique(segments[row][segments[row] > 0]):
             places = np.flatnonzero(segments[row] == segment)
-            trunk, *rest = np.array_split(places, 4)
-            positions[row, trunk] = np.arange(len(trunk))
+            common, *rest = np.array_split(places, 4)
+            positions[row, common] = np.arange(len(common))
             for branch, own in enumerate(rest, start=1):
-                positions[row, own] = len(trunk) + np.arange(len(own))
+                positions[row, own] = len(common) + np.arange(len(own))
                 branches[row, own] = branch
     return positions, branches
 
 
-def _twigs(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each segment becomes a trunk and two branches after it, with two twigs each at the positions after."""
+def _grouped_branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each segment becomes a common prefix and two groups: a shared prompt and two branches after it."""
     positions, branches = positions.copy(), np.zeros_like(segments)
     for row in range(len(segments)):
         for segment in np.unique(segments[row][segments[row] > 0]):
-            trunk, *rest = np.array_split(np.flatnonzero(segments[row] == segment), 7)
-            positions[row, trunk] = np.arange(len(trunk))
-            for stem in (0, 3):
-                first = len(trunk)
-                for twig, own in enumerate(rest[stem : stem + 3]):
+            common, *rest = np.array_split(np.flatnonzero(segments[row] == segment), 7)
+            positions[row, common] = np.arange(len(common))
+            for group in (0, 3):
+                first = len(common)
+                for branch, own in enumerate(rest[group : group + 3]):
                     positions[row, own] = first + np.arange(len(own))
-                    branches[row, own] = (stem + 1) * TWIGS + twig
-                    first += len(own) * (twig == 0)
+                    branches[row, own] = (group + 1) * BRANCHES_PER_GROUP + branch
+                    first += len(own) * (branch == 0)
     return positions, branches
 
 
 QUICK_BRANCHES = {
-    (_branches, (2, 70), None), (_branches, (1, 90), 6), (_twigs, (1, 90), None), (_twigs, (2, 70), 6)
+    (_branches, (2, 70), None), (_branches, (1, 90), 6),
+    (_grouped_branches, (1, 90), None), (_grouped_branches, (2, 70), 6),
 }  # fmt: skip
 
 
@@ -170,7 +171,7 @@ QUICK_BRANCHES = {
     ("split", "size", "window"),
     [
         pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_BRANCHES))
-        for case in itertools.product((_branches, _twigs), ((1, 90), (2, 70)), (None, 6))
+        for case in itertools.product((_branches, _grouped_branches), ((1, 90), (2, 70)), (None, 6))
     ],
 )
 def test_branches_see_where_they_begin_and_themselves(split, size, window, sizes):

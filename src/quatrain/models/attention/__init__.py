@@ -15,7 +15,7 @@ from quatrain.backend import BlockSizes
 from quatrain.models.attention import kernels
 from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
 
-Seen = BlockPattern | jax.Array
+AttentionPattern = BlockPattern | jax.Array
 """What an implementation needs to know of the rows: made once, used by all layers with the same window."""
 
 _KERNELS: dict[str, Callable[..., jax.Array]] = {
@@ -25,24 +25,24 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def knows_branches(name: str) -> bool:
+def supports_shared_prefixes(name: str) -> bool:
     """Whether the implementation `name` computes segments with branches."""
     return name == "xla"
 
 
-def seen_by(
+def attention_pattern(
     name: str,
     positions: jax.Array,
     segment_ids: jax.Array,
     branch_ids: jax.Array | None,
     window: int | None,
     sizes: BlockSizes,
-) -> Seen:
+) -> AttentionPattern:
     """What `self_attention` by the implementation `name` needs to know of rows [B, T].
 
     `sizes` are those of block attention, the implementation `xla`.
     """
-    if knows_branches(name):
+    if supports_shared_prefixes(name):
         branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
         return block_pattern(positions, segment_ids, branches, window, sizes)
     assert branch_ids is None, "the kernels know segments, not branches: choose_attention refuses them"
@@ -54,12 +54,12 @@ def self_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    seen: Seen,
+    pattern: AttentionPattern,
     *,
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
     """Grouped-query attention [B, T, N, H] of queries that are scaled already; finite on padding."""
-    if isinstance(seen, BlockPattern):
-        return block_attention(q_BTNH, k_BTKH, v_BTKH, seen, window, cap)
-    return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, seen, window=window, cap=cap)
+    if isinstance(pattern, BlockPattern):
+        return block_attention(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)
+    return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)

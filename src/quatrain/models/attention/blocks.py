@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from quatrain.backend import BlockSizes
-from quatrain.models.layers import MASKED, TWIGS, attention_mask, softcap
+from quatrain.models.layers import BRANCHES_PER_GROUP, MASKED, attention_mask, softcap
 
 FAR = np.iinfo(np.int32).max
 
@@ -64,7 +64,7 @@ def block_pattern(
     own = jnp.where(segment_ids != 0, segment_ids + row_offsets, 0)
     block = min(sizes.block, positions.size)
     positions, own, branches = (_blocks(x, block) for x in (positions, own, branch_ids))
-    allowed = _may_see(positions, own, branches, window)
+    allowed = _visible_blocks(positions, own, branches, window)
     counts = allowed.sum(axis=1, dtype=jnp.int32)
     keys = _in_groups(jnp.argsort(~allowed, axis=1, stable=True).astype(jnp.int32), sizes.keys, axis=1)
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
@@ -81,17 +81,19 @@ def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
     return jnp.pad(x, padding).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
-def _may_see(positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None) -> jax.Array:
+def _visible_blocks(
+    positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None
+) -> jax.Array:
     """[M, M] bool: False where no query of a block sees any key of another; never False where one does."""
     real = segments != 0
     # What is one of a kind lies side by side, so that what a block holds of it is a range of numbers.
-    leaves = _numbered(segments, branches)
-    same_leaf = _overlap(_range(leaves, real), _range(leaves, real))
-    stems = _numbered(segments, branches // TWIGS)
-    stem = _overlap(_range(stems, real), _range(stems, real & (branches % TWIGS == 0)))
-    trunk = _overlap(_range(segments, real), _range(segments, real & (branches == 0)))
+    own = _numbered(segments, branches)
+    same_branch = _overlap(_range(own, real), _range(own, real))
+    groups = _numbered(segments, branches // BRANCHES_PER_GROUP)
+    group_prefix = _overlap(_range(groups, real), _range(groups, real & (branches % BRANCHES_PER_GROUP == 0)))
+    common_prefix = _overlap(_range(segments, real), _range(segments, real & (branches == 0)))
     blocks = jnp.arange(len(segments))
-    allowed = (same_leaf | stem | trunk) & (blocks[:, None] >= blocks[None])
+    allowed = (same_branch | group_prefix | common_prefix) & (blocks[:, None] >= blocks[None])
     if window is None:
         return allowed
     first, _ = _range(positions, real)
@@ -170,12 +172,12 @@ def _forward(
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
         queries = q[blocks]
 
-        def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        def read(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             peak, total, y = carry
             at = keys[:, j]
-            scores, seen = _scores(queries, _joined(k, at), pattern, blocks, at, j, counts, window, cap)
-            new_peak = jnp.maximum(peak, jnp.where(seen, scores, MASKED).max(axis=-1))
-            weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
+            scores, mask = _scores(queries, _joined(k, at), pattern, blocks, at, j, counts, window, cap)
+            new_peak = jnp.maximum(peak, jnp.where(mask, scores, MASKED).max(axis=-1))
+            weights = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0.0)
             shrink = jnp.exp(peak - new_peak)
             product = jnp.einsum(
                 "AKXY,AKYH->AKXH",
@@ -187,14 +189,14 @@ def _forward(
 
         empty = jnp.zeros(queries.shape[:-1], jnp.float32)
         begin = jnp.full_like(empty, MASKED), empty, jnp.zeros(queries.shape, jnp.float32)
-        peak, total, y = lax.fori_loop(0, _looks(keys, counts), look, _made_after(queries, begin))
+        peak, total, y = lax.fori_loop(0, _num_reads(keys, counts), read, _constants_after(queries, begin))
         safe = jnp.where(total > 0, total, 1.0)
         ys, log_totals = results
         return _put(ys, (y / safe[..., None]).astype(q.dtype), i), _put(log_totals, peak + jnp.log(safe), i)
 
     groups = pattern.queries.shape
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
-    y, log_total = lax.fori_loop(0, groups[0], group, _made_after(q, begin))
+    y, log_total = lax.fori_loop(0, groups[0], group, _constants_after(q, begin))
     # One array: XLA would cut the padding off for everyone who reads it, and make one for each.
     y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH.shape))
     return y_BTNH, (q, k, v, pattern, y_BTNH, _in_order(log_total, pattern))
@@ -213,12 +215,12 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
         blocks, keys, counts = pattern.queries[i], pattern.keys[i], pattern.counts[i]
         queries, dys, norms, alongs = q[blocks], dy[blocks], log_total[blocks], along[blocks]
 
-        def look(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        def read(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             dq, dk, dv = carry
             at = keys[:, j]
             keys_AKYH = _joined(k, at)
-            scores, seen = _scores(queries, keys_AKYH, pattern, blocks, at, j, counts, window, cap)
-            weights = jnp.where(seen, jnp.exp(scores - norms[..., None]), 0.0)
+            scores, mask = _scores(queries, keys_AKYH, pattern, blocks, at, j, counts, window, cap)
+            weights = jnp.where(mask, jnp.exp(scores - norms[..., None]), 0.0)
             product = partial(jnp.einsum, preferred_element_type=jnp.float32)
             dweights = product("AKXH,AKYH->AKXY", dys, _joined(v, at))
             dscores = weights * (dweights - alongs[..., None])
@@ -233,15 +235,15 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
 
         # Turned once for all the products that contract over X, each of which would turn its scores instead.
         queries_AKHX, dys_AKHX = lax.optimization_barrier((queries.swapaxes(2, 3), dys.swapaxes(2, 3)))
-        (zeros,) = _made_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
+        (zeros,) = _constants_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
-        dq, dks, dvs = lax.fori_loop(0, _looks(keys, counts), look, (zeros, dks, dvs))
+        dq, dks, dvs = lax.fori_loop(0, _num_reads(keys, counts), read, (zeros, dks, dvs))
         return _put(dqs, dq.astype(q.dtype), i), dks, dvs
 
     groups = pattern.queries.shape
     by_head = jnp.zeros(k.swapaxes(2, 3).shape, jnp.float32)
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), by_head, by_head
-    dq, dk, dv = lax.fori_loop(0, groups[0], group, _made_after(dy, begin))
+    dq, dk, dv = lax.fori_loop(0, groups[0], group, _constants_after(dy, begin))
     dk_BTKH, dv_BTKH = (_rows(each.swapaxes(2, 3).astype(k.dtype), (B, T, K, H)) for each in (dk, dv))
     return _rows(_in_order(dq, pattern), dy_BTNH.shape), dk_BTKH, dv_BTKH, None
 
@@ -254,7 +256,7 @@ def _put(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(whole, part, i, 0)
 
 
-def _looks(keys: jax.Array, counts: jax.Array) -> jax.Array:
+def _num_reads(keys: jax.Array, counts: jax.Array) -> jax.Array:
     """How often to look at W of `keys` [A, ceil(M / W), W] until the first `counts` [A] of each are seen."""
     return -(-counts.max() // keys.shape[-1])
 
@@ -272,12 +274,12 @@ def _add(x_MKHS: jax.Array, blocks_AW: jax.Array, change_AKHY: jax.Array) -> jax
     return x_MKHS.at[blocks_AW].add(jnp.moveaxis(parts_AKHWS, 3, 1))
 
 
-def _made_after(there: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _constants_after(loop_input: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Constants that a loop begins with, made when `there` is.
 
     Without that XLA makes those of all layers at once, and copies them for each, first of all.
     """
-    return lax.optimization_barrier((there, constants))[1]
+    return lax.optimization_barrier((loop_input, constants))[1]
 
 
 def _scores(
@@ -286,7 +288,7 @@ def _scores(
     pattern: BlockPattern,
     query_blocks_A: jax.Array,
     key_blocks_AW: jax.Array,
-    look: jax.Array,
+    read: jax.Array,
     counts_A: jax.Array,
     window: int | None,
     cap: float | None,
@@ -294,12 +296,12 @@ def _scores(
     """Scores [A, K, X, Y] of a look of A query blocks at W key blocks each, and which count [A, 1, X, Y]."""
     scores = jnp.einsum("AKXH,AKYH->AKXY", queries_AKXH, keys_AKYH, preferred_element_type=jnp.float32)
     A, W = key_blocks_AW.shape
-    live = look * W + jnp.arange(W) < counts_A[:, None]
+    live = read * W + jnp.arange(W) < counts_A[:, None]
     # What is past the counts is of nobody: it may be a block looked at already, or one nobody asked for.
     segments = jnp.where(live[..., None], pattern.segment_ids[key_blocks_AW], 0)
     keys = (x[key_blocks_AW] for x in (pattern.positions, pattern.branch_ids))
     positions, branches, segments = (x.reshape(A, -1) for x in (*keys, segments))
-    seen = attention_mask(
+    mask = attention_mask(
         pattern.positions[query_blocks_A],
         positions,
         pattern.segment_ids[query_blocks_A],
@@ -307,7 +309,7 @@ def _scores(
         window,
         (pattern.branch_ids[query_blocks_A], branches),
     )
-    return softcap(scores, cap), jnp.tile(seen, (1, queries_AKXH.shape[2] // seen.shape[1], 1))[:, None]
+    return softcap(scores, cap), jnp.tile(mask, (1, queries_AKXH.shape[2] // mask.shape[1], 1))[:, None]
 
 
 def _in_order(grouped: jax.Array, pattern: BlockPattern) -> jax.Array:

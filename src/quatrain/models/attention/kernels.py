@@ -187,10 +187,10 @@ def splash_attention(
     _, T, N, H = q_BTNH.shape
     padded_T, padded_H = T + -T % BLOCK, H + -H % 128
     shape = padded_T, padded_T
-    seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     block = next(size for size in (4 * BLOCK, 2 * BLOCK, BLOCK) if padded_T % size == 0)
     kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([seen] * N),
+        splash.MultiHeadMask([mask] * N),
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
