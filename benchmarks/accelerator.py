@@ -417,11 +417,11 @@ def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> 
     """Operations of a forward pass over `cuts` of `table`: what is shared counts once."""
     tokens = keys = 0.0
     for cut in cuts:
-        again = cut.preamble * (cut.preamble + 1) / 2
+        again = cut.num_common * (cut.num_common + 1) / 2
         tokens += float(sum(cut.work(line)[0] for line in cut.lines))
         keys += again * sum(map(bool, cut.lines))
         for segment in (segment for line in cut.lines for segment in line):
-            shared, own = segment.shared, table.lengths[segment.rows] - segment.shared
+            shared, own = segment.num_shared, table.lengths[segment.rows] - segment.num_shared
             keys += shared * (shared + 1) / 2 - again
             keys += float((own * shared + own * (own + 1) / 2).sum())
     scored = float(table.completion_mask.sum())

@@ -97,7 +97,7 @@ def test_operations_are_counted_once_for_a_shared_prompt(script, monkeypatch):
     assert alone == pytest.approx(9 * per_token + (10 + 15) * per_key + scored)
     shared = script.needed_flops(arch, table, Cutting(max_tokens=64, share_prompts=True).cut(table))
     assert shared == pytest.approx(6 * per_token + (6 + 4 + 9) * per_key + scored)
-    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+    monkeypatch.setattr(packing, "LEAST_COMMON_PREFIX", 2)
     table = replace(table, group_ids=np.arange(2))  # of two groups: three tokens once, then 1 and 2
     cuts = Cutting(max_tokens=64, share_prompts=True).cut(table)
     assert script.needed_flops(arch, table, cuts) == shared

@@ -40,7 +40,7 @@ from quatrain.update.learner import Learner
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
 COMMON_PREFIX = (5, 9)
-packing.LEAST_PREAMBLE = len(COMMON_PREFIX)
+packing.LEAST_COMMON_PREFIX = len(COMMON_PREFIX)
 STEPS = 3
 STOP_IDS = (1, 7, 30)
 GROUPS, SAMPLES = 5, 3

@@ -207,7 +207,7 @@ def test_a_common_prefix_computed_once_changes_nothing(
     for budget, shards in cuttings:
         cutting = Cutting(max_tokens=budget, num_shards=shards, share_prompts=True)
         cuts = cutting.cut(table)
-        assert {cut.preamble for cut in cuts} == {COMMON_PREFIX}
+        assert {cut.num_common for cut in cuts} == {COMMON_PREFIX}
         assert max(cut.work(line)[0] for cut in cuts for line in cut.lines) <= budget
         _assert_same(_gradient(arch, small_params, table, cutting, objective), expected)
 

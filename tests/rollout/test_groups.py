@@ -10,7 +10,7 @@ from quatrain.types import Prompt
 
 @pytest.fixture(autouse=True)
 def _short_common_prefixes(monkeypatch):
-    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+    monkeypatch.setattr(packing, "LEAST_COMMON_PREFIX", 2)
 
 
 def _pack(*prompts):

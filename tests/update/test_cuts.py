@@ -5,7 +5,7 @@ from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
-from quatrain.update.cuts import Cutting, common_preamble, describe_cuts
+from quatrain.update.cuts import Cutting, common_prefix_tokens, describe_cuts
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.table import TokenTable, mini_batches
 
@@ -98,11 +98,11 @@ def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
 
 
 @pytest.fixture
-def short_preambles(monkeypatch):
-    monkeypatch.setattr(packing, "LEAST_PREAMBLE", 2)
+def short_prefixes(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_COMMON_PREFIX", 2)
 
 
-def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
+def test_a_line_has_what_all_sequences_begin_with_once(short_prefixes):
     ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=7, share_prompts=True), one_device())
     assert rows.tolist() == [0, 1, 2, 3]
     assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 20]]
@@ -116,7 +116,7 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_preambles):
     assert batch.mask[0].tolist() == [True] * 4 + [False] * 3
 
 
-def test_each_line_has_the_preamble_and_the_cap_counts_it(short_preambles):
+def test_each_line_has_the_common_prefix_and_the_cap_counts_it(short_prefixes):
     cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
     (cut,) = cutting.cut(_group())
     held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.work(line) for line in cut.lines}
@@ -128,7 +128,7 @@ def test_each_line_has_the_preamble_and_the_cap_counts_it(short_preambles):
     assert metrics["global_seqlen/balanced_max"].result() == 5
 
 
-def test_widths_are_of_the_ladder_with_a_preamble_too():
+def test_widths_are_those_of_the_packer_with_a_common_prefix_too():
     """100 tokens, then 50, 60, ... of each: widths are filled, not those of what stands beside it."""
     own = np.arange(50, 150, 10)
     lengths = 100 + own
@@ -138,7 +138,7 @@ def test_widths_are_of_the_ladder_with_a_preamble_too():
     table = TokenTable(ids.astype(np.int32), attention, completion, {}, np.arange(10))
     for max_tokens in (300, 700, 2000):
         cuts = Cutting(max_tokens=max_tokens, share_prompts=True).cut(table)
-        assert {cut.preamble for cut in cuts} == {100}
+        assert {cut.num_common for cut in cuts} == {100}
         assert sorted(np.concatenate([cut.sequences for cut in cuts])) == list(range(10))
         ladder = packing.width_ladder(max_tokens)
         for cut in cuts:
@@ -148,26 +148,26 @@ def test_widths_are_of_the_ladder_with_a_preamble_too():
     assert [cut.width for cut in cuts] == [1152]  # for 1,050 tokens; nine sixteenths of 2,000
 
 
-def test_a_preamble_is_of_tokens_that_nobody_produced_and_not_all_of_a_sequence(short_preambles):
+def test_a_common_prefix_has_no_sampled_token_and_is_never_all_of_a_sequence(short_prefixes):
     table = _group()
-    assert common_preamble(table, 5) == 2
-    assert common_preamble(table, 4) == 0  # nothing fits: the packer says so
-    assert common_preamble(table.take(np.array([], int)), 4) == 0
-    assert common_preamble(table.take(np.array([1, 1])), 5) == 2  # of three tokens
+    assert common_prefix_tokens(table, 5) == 2
+    assert common_prefix_tokens(table, 4) == 0  # nothing fits: the packer says so
+    assert common_prefix_tokens(table.take(np.array([], int)), 4) == 0
+    assert common_prefix_tokens(table.take(np.array([1, 1])), 5) == 2  # of three tokens
     table.completion_mask[3, 1] = True
-    assert common_preamble(table, 5) == 0
+    assert common_prefix_tokens(table, 5) == 0
     with pytest.raises(ValueError, match="max_tokens=4 cannot hold the sequence of 5 tokens"):
         Cutting(max_tokens=4, share_prompts=True).cut(_group())
 
 
-def test_a_short_preamble_is_not_worth_it():
-    length = packing.LEAST_PREAMBLE
+def test_a_short_common_prefix_is_not_shared():
+    length = packing.LEAST_COMMON_PREFIX
     ids = np.ones((2, length + 1), np.int32)
     completion = np.broadcast_to(np.arange(length + 1) == length, ids.shape)
     table = TokenTable(ids, np.ones(ids.shape, bool), completion, {}, np.arange(2))
-    assert common_preamble(table, 100) == length
+    assert common_prefix_tokens(table, 100) == length
     table.input_ids[0, length - 1] = 2
-    assert common_preamble(table, 100) == 0
+    assert common_prefix_tokens(table, 100) == 0
 
 
 def test_only_tokens_that_are_equal_are_shared():
@@ -175,7 +175,7 @@ def test_only_tokens_that_are_equal_are_shared():
 
     def segments():
         ((line,),) = (cut.lines for cut in Cutting(max_tokens=100, share_prompts=True).cut(table))
-        return {tuple(segment.rows.tolist()): (segment.shared, segment.num_tokens) for segment in line}
+        return {tuple(segment.rows.tolist()): (segment.num_shared, segment.num_tokens) for segment in line}
 
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
     assert segments() == {(3,): (2, 3), (0, 1, 2): (1, 1 + 4 + 2 + 3)}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEAST_PREAMBLE = 32
+LEAST_COMMON_PREFIX = 32
 """Fewest tokens of a prefix shared by all sequences: every query of a buffer reads it, which has a price."""
 WIDTH_UNIT = 128
 """Widths of buffers are multiples of so many tokens, or the whole budget."""
@@ -73,13 +73,13 @@ def common_tokens(sequences: np.ndarray) -> int:
     return int(np.logical_and.accumulate((sequences == sequences[0]).all(axis=0)).sum())
 
 
-def worthwhile_preamble(sequences: np.ndarray, lengths: np.ndarray) -> int:
+def useful_common_prefix(sequences: np.ndarray, lengths: np.ndarray) -> int:
     """Tokens that rows of `sequences` [n, T] begin with in common and that are worth being shared, or 0.
 
     Never all of one of `lengths` [n]: its last token is its own.
     """
     tokens = min(common_tokens(sequences), int(lengths.min()) - 1)
-    return tokens if tokens >= LEAST_PREAMBLE else 0
+    return tokens if tokens >= LEAST_COMMON_PREFIX else 0
 
 
 def width_ladder(max_tokens: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from quatrain.ops.ladder import round_up
-from quatrain.ops.packing import worthwhile_preamble
+from quatrain.ops.packing import useful_common_prefix
 from quatrain.rollout.decode import Packed
 from quatrain.rollout.interface import Completion
 from quatrain.types import Prompt
@@ -83,7 +83,7 @@ def _common_prefix(pack: Pack) -> int:
         return 0
     prompts = [item.group.prompt.input_ids for item in pack]
     lengths = np.array([len(prompt) for prompt in prompts])
-    return worthwhile_preamble(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
+    return useful_common_prefix(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
 
 
 def _num_tokens(pack: Pack, num_common: int) -> int:

@@ -20,7 +20,7 @@ from quatrain.ops.packing import (
     PackingCost,
     common_tokens,
     plan_packing,
-    worthwhile_preamble,
+    useful_common_prefix,
 )
 from quatrain.update.table import TokenTable
 
@@ -29,23 +29,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences that stand together in a line: the `shared` tokens all begin with, then the rest of each.
-
-    `num_tokens` are those of both, a preamble among them.
-    """
+    """Sequences side by side in a line: their shared prefix once, then the rest of each."""
 
     rows: np.ndarray
-    shared: int
+    """Row numbers of the sequences in the token table."""
+    num_shared: int
+    """Tokens of the shared prefix, including the common prefix of all sequences."""
     num_tokens: int
+    """Tokens of the shared prefix and of all the rests."""
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a mini-batch is cut: `rows` sequences, or `max_tokens` tokens, per data shard; one of them is set.
+    """How a mini-batch is cut into micro-batches.
 
-    `cost` is what the packer balances over the `num_shards` shards of a micro-batch. With `share_prompts`,
-    which takes a token budget, what sequences of a group begin with is computed once for all of them, and
-    what all sequences begin with once for each line.
+    A micro-batch has at most `rows` sequences or at most `max_tokens` tokens per data shard; exactly one of
+    the two is set. The packer balances `cost` over the `num_shards` shards of a micro-batch. With
+    `share_prompts`, which needs a token budget, the prompt that the sequences of a group share is computed
+    once for the group, and the common prefix of all sequences once per line.
     """
 
     rows: int | None = None
@@ -55,8 +56,8 @@ class Cutting:
     share_prompts: bool = False
 
     def __post_init__(self) -> None:
-        assert (self.rows is None) != (self.max_tokens is None), "one way to cut, not two and not none"
-        assert self.max_tokens is not None or not self.share_prompts, "prompts are shared in packed lines"
+        assert (self.rows is None) != (self.max_tokens is None), "exactly one of rows and max_tokens is set"
+        assert self.max_tokens is not None or not self.share_prompts, "sharing prompts needs a token budget"
 
     @classmethod
     def of(
@@ -67,12 +68,12 @@ class Cutting:
         num_shards: int = 1,
         share_prompts: bool = False,
     ) -> Cutting:
-        """As a section of the configuration has it; prompts are shared only under its token budget."""
+        """The cutting that a section of the configuration asks for; only a token budget shares prompts."""
         rows, max_tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
         return cls(rows, max_tokens, num_shards, cost, share_prompts and max_tokens is not None)
 
     def cut(self, table: TokenTable) -> list[Cut]:
-        """The micro-batches of `table`, in the order to run them; every sequence is in exactly one."""
+        """The micro-batches of `table` in the order they run; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
         return self._packed(table, self.max_tokens)
@@ -95,13 +96,13 @@ class Cutting:
                 width,
                 packed=True,
                 shared=self.share_prompts,
-                preamble=shared.by_all,
+                num_common=shared.by_all,
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
-        """Shard after shard takes its share; the width comes from the whole table: there is one shape."""
+        """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""
         assert self.rows is not None
         width = round_up(int(table.lengths.max(initial=1)))
         shares = [list(share) for share in _split(_whole_sequences(table), self.num_shards)]
@@ -122,11 +123,11 @@ class _SharedPrefixes:
     """Which sequences of a table share a prefix that is computed once for them."""
 
     groups: np.ndarray
-    """[B] sequences with equal numbers share a prefix beyond the one that all sequences share."""
+    """[B] integers; sequences with equal numbers share a prefix that is longer than the common prefix."""
     tokens: np.ndarray
-    """[B] tokens of the prefix that a sequence shares with its group or, as a single one, with all."""
+    """[B] tokens of the longest prefix that a sequence shares with its group, or else with all sequences."""
     by_all: int
-    """Tokens of the prefix that all sequences share."""
+    """Tokens of the common prefix of all sequences."""
 
     @classmethod
     def none(cls, table: TokenTable) -> _SharedPrefixes:
@@ -136,15 +137,15 @@ class _SharedPrefixes:
     def of(cls, table: TokenTable, max_tokens: int) -> _SharedPrefixes:
         if table.group_ids is None:
             return cls.none(table)
-        by_all = common_preamble(table, max_tokens)
+        by_all = common_prefix_tokens(table, max_tokens)
         groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
-        for rows, prefix in common_beginnings(table):
+        for rows, prefix in shared_prefixes(table):
             if prefix > by_all:
                 groups[rows], tokens[rows] = rows[0], prefix
         return cls(groups, tokens, by_all)
 
     def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
-        """The sequences `rows` of one line; those that share a prefix are adjacent and become one segment."""
+        """The segments of a line with the sequences `rows`, where sequences that share a prefix are adjacent."""
         starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
         parts = np.split(rows, starts) if len(rows) else []
         prefixes = (int(self.tokens[part[0]]) for part in parts)
@@ -158,53 +159,58 @@ def _whole_sequences(table: TokenTable) -> list[Segment]:
     return [Segment(np.array([row]), 0, int(length)) for row, length in enumerate(table.lengths)]
 
 
-def common_beginnings(table: TokenTable) -> list[tuple[np.ndarray, int]]:
-    """The row numbers of each group, and the tokens that all of its sequences begin with.
+def shared_prefixes(table: TokenTable) -> list[tuple[np.ndarray, int]]:
+    """For each group: the row numbers of its sequences, and the tokens of the prefix that they share.
 
-    At most up to the first token that one of them produced.
+    A shared prefix ends before the first token that the policy sampled in one of the sequences.
     """
     assert table.group_ids is not None
     groups = (np.flatnonzero(table.group_ids == group) for group in np.unique(table.group_ids))
     return [(rows, _common_tokens(table, rows)) for rows in groups]
 
 
-def common_preamble(table: TokenTable, max_tokens: int) -> int:
-    """Tokens that all sequences begin with, none of them produced, where they are enough to be shared."""
-    if not len(table) or table.lengths.max() > max_tokens:  # the packer says what is too long
+def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:
+    """Tokens of the common prefix of all sequences; 0 where it is too short to be worth sharing."""
+    if (
+        not len(table) or table.lengths.max() > max_tokens
+    ):  # the packer raises the error for a sequence that is too long
         return 0
     given = _given_tokens(table, np.arange(len(table)))
-    return worthwhile_preamble(table.input_ids[:, :given], table.lengths)
+    return useful_common_prefix(table.input_ids[:, :given], table.lengths)
 
 
 def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
-    """Tokens that `rows` begin with in common, none of them produced by the policy."""
+    """Tokens of the prefix that the sequences `rows` share, before any token that the policy sampled."""
     return common_tokens(table.input_ids[rows, : _given_tokens(table, rows)])
 
 
 def _given_tokens(table: TokenTable, rows: np.ndarray) -> int:
-    """Tokens before the first that one of `rows` produced or does not have."""
+    """Positions before the first that is sampled, or padding, in one of the sequences `rows`."""
     given = table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
     return int(np.logical_and.accumulate(given).sum())
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One micro-batch before it has tokens: the segments of each line, and the width of the buffer.
+    """The layout of one micro-batch: which segments stand in which line, and how wide the lines are.
 
-    The lines of a shard are side by side, shard after shard. Each begins with the `preamble` tokens that all
-    sequences begin with.
+    A line is one row of the micro-batch's arrays. The lines of one shard are adjacent, shard after shard.
     """
 
     lines: tuple[tuple[Segment, ...], ...]
     num_shards: int
     width: int
+    """Tokens of each line, padding included."""
     packed: bool = False
+    """Whether a line may hold several sequences."""
     shared: bool = False
-    preamble: int = 0
+    """Whether segments may hold sequences with a shared prefix."""
+    num_common: int = 0
+    """Tokens of the common prefix of all sequences, with which each line begins."""
 
     @property
     def sequences(self) -> np.ndarray:
-        """Row numbers in the order their scored tokens come."""
+        """Row numbers of the sequences, in the order of their scored tokens."""
         rows = [segment.rows for line in self.lines for segment in line]
         return np.concatenate([np.zeros(0, np.int64), *rows])
 
@@ -214,16 +220,16 @@ class Cut:
         return len(self.lines) * self.width
 
     def work(self, line: tuple[Segment, ...]) -> tuple[int, int]:
-        """Tokens of `line`, its preamble once, and the sum of squares that `PackingCost.of` takes."""
+        """Tokens of `line`, the common prefix counted once, and the squares that `PackingCost.of` takes."""
         if not line:
             return 0, 0
-        preamble = self.preamble
-        own = np.array([segment.num_tokens - preamble for segment in line], np.int64)
-        return preamble + int(own.sum()), preamble**2 + int((own * (own + 2 * preamble)).sum())
+        common = self.num_common
+        own = np.array([segment.num_tokens - common for segment in line], np.int64)
+        return common + int(own.sum()), common**2 + int((own * (own + 2 * common)).sum())
 
 
 def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:
-    """How well `cuts` of `table` fill and balance the devices: the `batch/` and `global_seqlen/` metrics."""
+    """The metrics `batch/…` and `global_seqlen/…`: how well `cuts` of `table` fill and balance the devices."""
     shards = cuts[0].num_shards
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
     after, imbalance = np.zeros(shards), [1.0]
@@ -251,7 +257,7 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
 
 
 def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """`items` in `parts` runs whose sizes differ by one at most."""
+    """`items` split into `parts` consecutive parts whose sizes differ by at most one."""
     ends = [len(run) for run in np.array_split(np.arange(len(items)), parts)]
     stops = np.cumsum(ends)
     return [items[stop - size : stop] for stop, size in zip(stops, ends, strict=True)]

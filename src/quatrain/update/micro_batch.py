@@ -41,13 +41,16 @@ from quatrain.update.table import TokenTable
 )
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward/backward sees. Scored tokens are listed per line, so the head runs on them alone.
+    """The input of one forward and backward pass.
 
-    `predictors[r, k]` is the column whose hidden state predicts `targets[r, k]`. `mask` is False on the
-    padding of that list, which is at its end and where all columns are 0. `sequence_ids` count the sequences
-    of a line from 0. `columns` are those of the token table. Segments count from 1
-    on each line, and positions from 0 in each segment. A segment is one sequence, or what some sequences of
-    a group begin with (branch 0) and then the rest of each (branches 1, 2, ...), at the positions after it.
+    Scored tokens are listed per line, so that the output head computes only their logits.
+    `predictors[r, k]` is the position in line r whose hidden state predicts `targets[r, k]`. `mask` is False
+    on the padding at the end of each list, where all columns are 0. `sequence_ids` number the sequences of a
+    line from 0. `columns` are those of the token table.
+
+    Segments are numbered from 1 in each line, and positions from 0 in each segment. A segment is one
+    sequence, or the shared prefix of several sequences of a group (branch 0) followed by the rest of each
+    sequence (branches 1, 2, ...), whose positions continue those of the prefix.
     Where all sequences begin with a common prefix, each line is one segment: the common prefix is branch 0,
     the rest of the g-th group's shared prompt is branch b = g * BRANCHES_PER_GROUP, and the completions of
     that group are branches b + 1, b + 2, ...
@@ -73,7 +76,7 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
     buffers = _Buffers((len(cut.lines), cut.width), tuple(table.columns))
     for line, segments in enumerate(cut.lines):
         for number, segment in enumerate(segments, start=1):
-            buffers.add(line, number, segment, cut.preamble, table)
+            buffers.add(line, number, segment, cut.num_common, table)
     sharding = data_sharding(mesh)
     arrays, columns = (
         {name: place(array, sharding) for name, array in each.items()}
@@ -83,13 +86,13 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
 
 
 def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """(row numbers, in the order their scored tokens come; micro-batch) for each part of `table`."""
+    """(row numbers of its sequences in the order of their scored tokens, micro-batch) for each cut of `table`."""
     for cut in cutting.cut(table):
         yield cut.sequences, fill(cut, table, mesh)
 
 
 class _Buffers:
-    """The arrays of a micro-batch while they are filled, and how far each line is."""
+    """The arrays of a micro-batch while they are filled, and how many entries of each line are used."""
 
     def __init__(self, shape: tuple[int, int], columns: Sequence[str]):
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
@@ -101,7 +104,7 @@ class _Buffers:
         self.scored = np.zeros(shape[0], int)
 
     def add(self, line: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
-        shared, first = segment.shared, segment.rows[0]
+        shared, first = segment.num_shared, segment.rows[0]
         prompt_branch = 0
         if num_common:  # all of the line is one segment
             number, prompt_branch = 1, number * BRANCHES_PER_GROUP
