@@ -145,7 +145,7 @@ class _SharedPrefixes:
         return cls(groups, tokens, by_all)
 
     def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
-        """The segments of a line with the sequences `rows`, where sequences that share a prefix are adjacent."""
+        """The segments of a line with the sequences `rows`; those that share a prefix are adjacent."""
         starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
         parts = np.split(rows, starts) if len(rows) else []
         prefixes = (int(self.tokens[part[0]]) for part in parts)
@@ -171,9 +171,7 @@ def shared_prefixes(table: TokenTable) -> list[tuple[np.ndarray, int]]:
 
 def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:
     """Tokens of the common prefix of all sequences; 0 where it is too short to be worth sharing."""
-    if (
-        not len(table) or table.lengths.max() > max_tokens
-    ):  # the packer raises the error for a sequence that is too long
+    if not len(table) or table.lengths.max() > max_tokens:  # too long: the packer says so
         return 0
     given = _given_tokens(table, np.arange(len(table)))
     return useful_common_prefix(table.input_ids[:, :given], table.lengths)
@@ -229,7 +227,7 @@ class Cut:
 
 
 def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:
-    """The metrics `batch/…` and `global_seqlen/…`: how well `cuts` of `table` fill and balance the devices."""
+    """The metrics `batch/…` and `global_seqlen/…`: how well `cuts` fill and balance the devices."""
     shards = cuts[0].num_shards
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
     after, imbalance = np.zeros(shards), [1.0]

@@ -86,7 +86,7 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
 
 
 def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """(row numbers of its sequences in the order of their scored tokens, micro-batch) for each cut of `table`."""
+    """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in cutting.cut(table):
         yield cut.sequences, fill(cut, table, mesh)
 
