@@ -72,7 +72,8 @@ def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arc
     batch = make_batch(0)
     r = batch.rollouts
     positions = np.broadcast_to(np.arange(r.input_ids.shape[1]), r.input_ids.shape)
-    hidden = forward(small_params, small_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
+    compiled = jax.jit(forward, static_argnames="arch")
+    hidden = compiled(small_params, small_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
     all_logprobs = jax.nn.log_softmax(logits(small_params, small_arch, hidden)[:, :-1] / 0.8)
     picked = np.take_along_axis(np.asarray(all_logprobs), r.input_ids[:, 1:, None], axis=2)[..., 0]
     expected = np.where(r.completion_mask, np.pad(picked, ((0, 0), (1, 0))), 0)
@@ -195,7 +196,9 @@ def test_old_logprobs_of_the_rollout_set_the_ratio(make_learner, make_batch, sma
     )
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "estimator", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))]
+)
 def test_kl_pulls_back_to_the_reference(make_learner, make_batch, small_arch, small_params, estimator):
     batch = make_batch(6)
     reference = jax.tree.map(lambda x: x * 1.1, small_params)
