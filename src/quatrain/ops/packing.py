@@ -129,31 +129,17 @@ def plan_packing(
     prefixes = np.zeros(len(lengths), np.int64) if prefixes is None else prefixes - shared_prefix
     units = _units(lengths - shared_prefix, groups, prefixes)
     cost = PackingCost(cost.linear + 2 * shared_prefix * cost.quadratic, cost.quadratic)
-    ladder, several = (
+    single, several = (
         tuple(width - shared_prefix for width in widths if width > shared_prefix)
         for widths in (width_ladder(max_tokens), _rungs(max_tokens, SEVERAL))
     )
-    pool, full = _Pool(units), ladder[-1]
-    filled: list[tuple[list[list[_Unit]], int]] = []
-    total = -(-sum(pool.sizes) // num_shards)  # of one shard; what the widths must sum to
-    count = max(1, -(-total // full))
-    while True:
-        while len(filled) < count - LAST:
-            filled.append(pool.fill(full, num_shards, cost))
-        rungs = ladder if count == 1 else several
-        widths = _widths(rungs, total - len(filled) * full, count - len(filled))
-        rest = pool.copy()
-        last = [rest.fill(width, num_shards, cost) for width in widths]
-        left = -(-sum(rest.sizes) // num_shards)
-        if not left:
-            break
-        reached, most = len(filled) * full + sum(widths), count * full
-        total = min(reached + max(1, left // 2), most) if reached < most else most + left
-        count = -(-total // full)
+    micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
+    rungs = single if len(micro_batches) == 1 else several
     return Packing(
-        tuple(tuple(map(_rows, bins)) for bins, _ in (*filled, *last)),
+        tuple(tuple(map(_rows, micro_batch.bins)) for micro_batch in micro_batches),
         tuple(
-            shared_prefix + next(width for width in rungs if width >= held) for _, held in (*filled, *last)
+            shared_prefix + next(width for width in rungs if width >= micro_batch.tokens)
+            for micro_batch in micro_batches
         ),
     )
 
@@ -225,6 +211,34 @@ def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> lis
     return sorted(units)
 
 
+class _MicroBatch(NamedTuple):
+    bins: list[list[_Unit]]
+    tokens: int
+    """Of the fullest bin."""
+
+
+def _micro_batches(
+    pool: _Pool, single: tuple[int, ...], several: tuple[int, ...], num_shards: int, cost: PackingCost
+) -> list[_MicroBatch]:
+    """All units of `pool`: one micro-batch of a width in `single`, or several of widths in `several`."""
+    full, filled = single[-1], list[_MicroBatch]()
+    total = -(-sum(pool.sizes) // num_shards)  # of one shard; the widths sum to no less
+    count = max(1, -(-total // full))
+    while True:
+        while len(filled) < count - LAST:
+            filled.append(pool.fill(full, num_shards, cost))
+        rungs = single if count == 1 else several
+        widths = _widths(rungs, total - len(filled) * full, count - len(filled))
+        rest = pool.copy()
+        last = [rest.fill(width, num_shards, cost) for width in widths]
+        if not rest.sizes:
+            return filled + last
+        left = -(-sum(rest.sizes) // num_shards)
+        reached, most = len(filled) * full + sum(widths), count * full
+        total = min(reached + max(1, left // 2), most) if reached < most else most + left
+        count = -(-total // full)
+
+
 def _rows(units: list[_Unit]) -> np.ndarray:
     """The sequences of a bin, those of a unit side by side."""
     return np.array([row for rows in sorted(sorted(unit.rows) for unit in units) for row in rows], np.int64)
@@ -246,8 +260,8 @@ class _Pool:
     def copy(self) -> _Pool:
         return _Pool(self.units)
 
-    def fill(self, width: int, num_shards: int, cost: PackingCost) -> tuple[list[list[_Unit]], int]:
-        """One bin per shard, until nothing left fits into any, and the tokens of the fullest bin."""
+    def fill(self, width: int, num_shards: int, cost: PackingCost) -> _MicroBatch:
+        """A micro-batch of bins of at most `width` tokens, which takes units until none left fits."""
         bins: list[list[_Unit]] = [[] for _ in range(num_shards)]
         rooms, costs = [width] * num_shards, [0.0] * num_shards
         while unit := self.take(max(rooms)):
@@ -256,7 +270,7 @@ class _Pool:
             bins[k].append(unit)
             rooms[k] -= unit.tokens
             costs[k] += cost.of(unit.tokens, unit.tokens**2)
-        return bins, width - min(rooms)
+        return _MicroBatch(bins, width - min(rooms))
 
     def take(self, room: int) -> _Unit | None:
         """The longest unit that fits; where none does, the part that fits of the longest that has one."""
