@@ -1,21 +1,39 @@
 """The quickstart learns, and what it gains comes from reinforcement."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from quatrain.config.load import load_config
-from quatrain.train import train
+from quatrain.report.metrics import read_metrics
 
 ACCURACY = "eval/accuracy_strict"
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """quickstart(name, "key=value", ...): the summary of the quickstart, shortened."""
+    """quickstart(name, "key=value", ...): accuracy before and after the quickstart, shortened.
+
+    In a process that compiles as XLA does by default: here computing takes longer than compiling.
+    """
     folder = tmp_path_factory.mktemp("quickstart")
     short = ("eval.every_steps=0", "eval.num_prompts=100", "eval.final_num_prompts=100", f"run.dir={folder}")
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "XLA_FLAGS" and not name.startswith("QUATRAIN_")
+    }
 
     def run(name, *overrides):
-        return train(load_config(None, (*short, f"run.name={name}", *overrides), environ={}))
+        settings = (
+            part for override in (*short, f"run.name={name}", *overrides) for part in ("--set", override)
+        )
+        command = (sys.executable, "-m", "quatrain.cli", "train", *settings)
+        done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        return rows[0][ACCURACY], rows[-1][ACCURACY]
 
     return run
 
@@ -26,11 +44,11 @@ def learning(quickstart):
 
 
 def test_the_quickstart_learns(learning):
-    assert learning.before[ACCURACY] <= 0.5
-    assert learning.after[ACCURACY] >= learning.before[ACCURACY] + 0.2
+    before, after = learning
+    assert before <= 0.5
+    assert after >= before + 0.2
 
 
 @pytest.mark.slow
 def test_without_a_learning_rate_nothing_is_gained(learning, quickstart):
-    still = quickstart("still", "optimizer.learning_rate=0", "run.steps=4")
-    assert learning.before[ACCURACY] == still.before[ACCURACY] == still.after[ACCURACY]
+    assert quickstart("still", "optimizer.learning_rate=0", "run.steps=4") == (learning[0], learning[0])
