@@ -83,8 +83,8 @@ def test_a_process_that_does_not_arrive_is_named(port):
     with pytest.raises(TimeoutError) as error:
         initialize(f"127.0.0.1:{port}", 3, 0, start_timeout_s=1)
     assert str(error.value) == (
-        f"processes 1, 2 of 3 did not connect to 127.0.0.1:{port} within 1 s; check the output of these processes, "
-        "or raise distributed.start_timeout_s"
+        f"processes 1, 2 of 3 did not connect to 127.0.0.1:{port} within 1 s; check the output of "
+        "these processes, or raise distributed.start_timeout_s"
     )
     assert not joined()
 

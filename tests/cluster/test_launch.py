@@ -136,12 +136,12 @@ def test_an_interrupt_ends_all(number, tmp_path):
         (
             [],
             {},
-            "launch runs the command train, eval or sft, given after two dashes; got no command; write quatrain",
+            "train, eval or sft, given after two dashes; got no command; write quatrain",
         ),
         (
             ["plan"],
             {},
-            "launch runs the command train, eval or sft, given after two dashes; got 'plan'; write",
+            "train, eval or sft, given after two dashes; got 'plan'; write",
         ),
         (["train"], {"processes": 0}, "--processes must be at least 1; got 0"),
         (["train"], {"devices_per_process": 0}, "--devices-per-process must be at least 1; got 0"),
@@ -191,7 +191,7 @@ def test_the_command_line_without_a_command_is_an_error(quatrain):
     status, _, err = quatrain("launch", "--processes", "2")
     assert status == 2
     assert err.startswith(
-        "error: launch runs the command train, eval or sft, given after two dashes; got no command"
+        "error: launch runs the command train, eval or sft, given after two dashes; got no"
     )
 
 

@@ -135,8 +135,8 @@ def test_the_environment_over_an_entry_of_a_mapping_is_reported():
         (
             "update={micro_batch_size: 8, max_tokens_per_device: 4096}",
             "update.micro_batch_size must be null if update.max_tokens_per_device (4096) is set: "
-            "the size of micro-batches is given in sequences or in tokens, not both; set one of the two to null; "
-            "got 8 (from --set; default: null)",
+            "the size of micro-batches is given in sequences or in tokens, not both; set one of the two to "
+            "null; got 8 (from --set; default: null)",
         ),
         (
             "update.max_tokens_per_device=0",
