@@ -180,8 +180,8 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         ),
         (
             ("plan", "--devices", "6", "--set", "mesh=1,-1,4"),
-            "error: mesh multiplies to the number of devices; dp 1, fsdp -1, tp 4 does not make 6; change a "
-            "number, or change the number of devices",
+            "error: the product of the axis sizes of mesh must be the number of devices; got dp 1, fsdp -1, "
+            "tp 4 for 6 devices; change a number, or change the number of devices",
         ),
         (
             ("plan", "--params", "--device-memory", "much"),
@@ -396,7 +396,9 @@ def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
 def test_half_a_place_is_an_error(quatrain):
     status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
     assert status == 2
-    assert err.startswith("error: --coordinator, --num-processes, --process-id come together; got only")
+    assert err.startswith(
+        "error: --coordinator, --num-processes, --process-id must be given together; got only"
+    )
 
 
 def test_what_every_process_derives_process_0_decides(quatrain, monkeypatch):
@@ -456,7 +458,7 @@ def test_the_other_processes_hear_of_an_error(quatrain, monkeypatch, error, stat
         raise error
 
     monkeypatch.setenv("HF_TOKEN", "hunter2-token")
-    monkeypatch.setattr(hosts, "hear", lambda: heard.append("waited for news"))
+    monkeypatch.setattr(hosts, "wait_for_failure_message", lambda: heard.append("waited for news"))
     monkeypatch.setattr(hosts, "abandon", lambda message, status: heard.append((message, status)))
     stand_in(monkeypatch, "train", "train", fail)
     ended, _, err = quatrain("train")

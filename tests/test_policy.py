@@ -11,8 +11,8 @@ def _load(*overrides):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("mesh=2,1,1", "mesh multiplies to the number of devices; dp 2, fsdp 1, tp 1 does not make 1"),
-        ("rollout.mesh=1,1,3", "rollout.mesh multiplies to the number of devices; dp 1, fsdp 1, tp 3 does"),
+        ("mesh=2,1,1", "mesh must be the number of devices; got dp 2, fsdp 1, tp 1 for 1 devices"),
+        ("rollout.mesh=1,1,3", "rollout.mesh must be the number of devices; got dp 1, fsdp 1, tp 3"),
     ],
 )
 def test_a_mesh_of_other_devices_than_there_are_is_refused(override, message):

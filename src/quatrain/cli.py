@@ -435,7 +435,7 @@ def main() -> None:
         message = str(error) or type(error).__name__
         hosts = _with_others()
         if hosts is not None:
-            hosts.hear()
+            hosts.wait_for_failure_message()
         if os.environ.get("QUATRAIN_DEBUG") == "1" or not (own or asked):
             if hosts is None:
                 raise

@@ -53,10 +53,10 @@ def test_one_process_stays_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("h:1", None, None), r"come together; got only --coordinator h:1; give all three, or none"),
+        (("h:1", None, None), r"must be given together; got only --coordinator h:1; give all three, or none"),
         (("h:1", 2, None), r"got only --coordinator h:1 and --num-processes 2;"),
         ((None, None, 0), r"got only --process-id 0;"),
-        (("h", 2, 0), r"a coordinator's address is HOST:PORT, as 10\.0\.0\.2:8476; got 'h';"),
+        (("h", 2, 0), r"a coordinator's address must be HOST:PORT, such as 10\.0\.0\.2:8476; got 'h';"),
         (("h:0", 2, 0), r"HOST:PORT.*got 'h:0'"),
         (("h:x", 2, 0), r"HOST:PORT.*got 'h:x'"),
         ((":8476", 2, 0), r"HOST:PORT.*got ':8476'"),
@@ -75,7 +75,7 @@ def test_a_coordinator_that_is_not_reached_is_named(port):
         initialize(f"127.0.0.1:{port}", 2, 1, start_timeout_s=1)
     assert str(error.value) == (
         f"process 1 could not reach the coordinator at 127.0.0.1:{port} within 1 s (Connection refused); "
-        "start process 0 there, let its port through, or raise distributed.start_timeout_s"
+        "start process 0 on that host, open the port in its firewall, or raise distributed.start_timeout_s"
     )
 
 
@@ -83,8 +83,8 @@ def test_a_process_that_does_not_arrive_is_named(port):
     with pytest.raises(TimeoutError) as error:
         initialize(f"127.0.0.1:{port}", 3, 0, start_timeout_s=1)
     assert str(error.value) == (
-        f"processes 1, 2 of 3 did not arrive at 127.0.0.1:{port} within 1 s; see what became of them, "
-        "or raise distributed.start_timeout_s"
+        f"processes 1, 2 of 3 did not connect to 127.0.0.1:{port} within 1 s; check the output of "
+        "these processes, or raise distributed.start_timeout_s"
     )
     assert not joined()
 
@@ -135,5 +135,5 @@ def test_equal_values_are_the_same(monkeypatch):
 def test_an_error_waits_for_news_only_with_others(monkeypatch):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    hosts.hear()
+    hosts.wait_for_failure_message()
     assert slept == []

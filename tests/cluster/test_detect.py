@@ -76,7 +76,7 @@ def test_the_first_host_of_a_list(nodes, first):
 
 
 def test_an_empty_list_of_hosts_is_refused():
-    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST names hosts"):
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST must name hosts"):
         first_host("")
 
 

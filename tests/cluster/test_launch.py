@@ -133,12 +133,20 @@ def test_an_interrupt_ends_all(number, tmp_path):
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ([], {}, "what is launched is train, eval or sft, after two dashes; nothing came; write quatrain"),
-        (["plan"], {}, "what is launched is train, eval or sft, after two dashes; got 'plan'; write"),
-        (["train"], {"processes": 0}, "--processes is 1 at least; got 0"),
-        (["train"], {"devices_per_process": 0}, "--devices-per-process is 1 at least; got 0"),
-        (["train"], {"port": 65536}, "--port is a port nobody listens on; got 65536"),
-        (["train", "--process-id=1"], {}, "--process-id; got --process-id=1; leave it out"),
+        (
+            [],
+            {},
+            "train, eval or sft, given after two dashes; got no command; write quatrain",
+        ),
+        (
+            ["plan"],
+            {},
+            "train, eval or sft, given after two dashes; got 'plan'; write",
+        ),
+        (["train"], {"processes": 0}, "--processes must be at least 1; got 0"),
+        (["train"], {"devices_per_process": 0}, "--devices-per-process must be at least 1; got 0"),
+        (["train"], {"port": 65536}, "--port must be a port that is not in use; got 65536"),
+        (["train", "--process-id=1"], {}, "--process-id for each process; got --process-id=1; leave it out"),
     ],
 )
 def test_bad_input_is_refused(command, options, message):
@@ -182,7 +190,9 @@ def test_the_command_line_hands_over(quatrain, monkeypatch):
 def test_the_command_line_without_a_command_is_an_error(quatrain):
     status, _, err = quatrain("launch", "--processes", "2")
     assert status == 2
-    assert err.startswith("error: what is launched is train, eval or sft, after two dashes; nothing came")
+    assert err.startswith(
+        "error: launch runs the command train, eval or sft, given after two dashes; got no"
+    )
 
 
 def test_a_command_that_fails_at_once_is_reported_with_its_message(quatrain, tmp_path, monkeypatch):

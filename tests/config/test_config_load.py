@@ -122,21 +122,21 @@ def test_the_environment_over_an_entry_of_a_mapping_is_reported():
         ),
         (
             "run.name=2024",
-            "run.name must be text; put it in quotes if it looks like something else; got 2024 "
+            "run.name must be text; put it in quotes if YAML reads it as a number or a boolean; got 2024 "
             "(from --set; default: null)",
         ),
         ("rollout.stop=x", "rollout.stop must be a list, as [a, b]; got 'x' (from --set; default: [])"),
         (
             "update.mini_batch_size=99",
-            "update.mini_batch_size must be at most data.batch_size (32), the prompts there are in a "
+            "update.mini_batch_size must be at most data.batch_size (32), the number of prompts in a "
             "training step; set a smaller number, or null for all of them; got 99 (from --set; "
             "default: null)",
         ),
         (
             "update={micro_batch_size: 8, max_tokens_per_device: 4096}",
-            "update.micro_batch_size must be null where update.max_tokens_per_device (4096) is set: "
-            "micro-batches are cut by sequences or by tokens, not both; set one of the two to null; got 8 "
-            "(from --set; default: null)",
+            "update.micro_batch_size must be null if update.max_tokens_per_device (4096) is set: "
+            "the size of micro-batches is given in sequences or in tokens, not both; set one of the two to "
+            "null; got 8 (from --set; default: null)",
         ),
         (
             "update.max_tokens_per_device=0",

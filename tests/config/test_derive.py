@@ -119,7 +119,7 @@ def test_one_sample_with_a_group_estimator(estimator):
 
 def test_greedy_sampling():
     (warning,) = warnings(rollout={"temperature": 0.0, "n": 4})
-    assert "explores nothing, so the 4 samples of a prompt are all equal" in warning
+    assert "explores nothing, so the 4 samples of a prompt are identical" in warning
     (single,) = warnings(rollout={"temperature": 0, "n": 1}, advantage={"estimator": "reinforce"})
     assert "explores nothing; set it above 0" in single
 
@@ -145,14 +145,14 @@ def test_updates_below_the_precision_of_the_parameters():
 
 def test_a_kl_without_a_gradient():
     (warning,) = warnings(update={"kl_coef": 0.1, "kl_estimator": "k1"})
-    assert "does not pull towards the reference" in warning
+    assert "does not pull the policy towards the reference" in warning
     assert warnings(update={"kl_estimator": "k1"}) == []
     assert warnings(update={"kl_coef": 0.1}) == []
 
 
 def test_other_surprises():
     assert "every reward is 0" in warnings(reward={"functions": {"correct": 0.0}})[0]
-    assert "leaves the weights" in warnings(optimizer={"learning_rate": 0.0})[0]
+    assert "does not change the weights" in warnings(optimizer={"learning_rate": 0.0})[0]
     assert "data.eval is null" in warnings(data={"eval": None})[0]
     assert "run.epochs (2) has no effect" in warnings(run={"steps": 5, "epochs": 2.0})[0]
     (mode,) = warnings({"WANDB_MODE": "dryrun"}, logging={"wandb": "disabled"})

@@ -27,16 +27,19 @@ def test_what_a_mesh_comes_to(spec, devices, processes, shape):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("2,2,1", "mesh multiplies to the number of devices; dp 2, fsdp 2, tp 1 does not make 8; change a"),
-        ("3,-1,1", "dp 3, fsdp -1, tp 1 does not make 8; change a number, or change the number of devices"),
-        ("-1,-1,1", "-1 for one axis at most; got dp -1, fsdp -1, tp 1"),
-        ("0,-1,1", "at least 1 for each axis, and -1 for one axis at most; got dp 0, fsdp -1, tp 1"),
-        ("1,-2,1", "at least 1 for each axis"),
-        ("1,8", 'mesh is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got \'1,8\''),
+        (
+            "2,2,1",
+            "mesh must be the number of devices; got dp 2, fsdp 2, tp 1 for 8 devices; change a",
+        ),
+        ("3,-1,1", "dp 3, fsdp -1, tp 1 for 8 devices; change a number, or change the number of devices"),
+        ("-1,-1,1", "-1 for at most one axis; got dp -1, fsdp -1, tp 1"),
+        ("0,-1,1", "at least 1, or -1 for at most one axis; got dp 0, fsdp -1, tp 1"),
+        ("1,-2,1", "must be at least 1"),
+        ("1,8", 'mesh must be "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got \'1,8\''),
         ("eight", "three numbers .* got 'eight'"),
         ("", "three numbers .* got ''"),
         ({"dp": 2, "pp": 4}, "the axes of mesh are dp, fsdp, tp; got pp"),
-        ({"tp": 4}, "dp 1, fsdp 1, tp 4 does not make 8; change a number or set one axis to -1, or change"),
+        ({"tp": 4}, "dp 1, fsdp 1, tp 4 for 8 devices; change a number or set one axis to -1, or change"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(spec, message):

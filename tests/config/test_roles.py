@@ -49,14 +49,14 @@ def test_devices_are_numbered_in_each_process():
         ),
         (
             ("placement.rollout=6-8",),
-            "placement.rollout names devices of a process, which has 8; got 6-8",
+            "placement.rollout must name devices 0 to 7, as each process has 8; got 6-8",
         ),
-        (("rollout.max_concurrency=7",), "got rollout.max_concurrency 7 and 8 replicas"),
-        (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 does not make 6"),
-        (("placement.train=0-5", "rollout.mesh=8,1,1"), "rollout.mesh multiplies to the number of devices"),
+        (("rollout.max_concurrency=7",), "got 7 and 8 replicas"),
+        (("placement.train=0-5", "mesh=4,-1,1"), "dp 4, fsdp -1, tp 1 for 6 devices"),
+        (("placement.train=0-5", "rollout.mesh=8,1,1"), "axis sizes of rollout.mesh must be the number"),
         (
             ("placement.train=0-3", "placement.rollout=4", "mesh=1,2,2"),
-            "rollout.mesh, which takes tp of mesh where it is null, multiplies to the number of devices",
+            r"rollout.mesh \(null: tp is that of mesh\) must be the number of devices",
         ),
     ],
 )

@@ -56,7 +56,7 @@ if not last and given.mode in ("dies", "fails"):
     try:
         hosts.gather_objects("waits in a collective")
     except Exception as error:
-        hosts.hear()
+        hosts.wait_for_failure_message()
         sys.exit(f"no news of the process that broke it: {error}")
 if not last and given.mode == "hangs":
     signal.pause()

@@ -101,8 +101,8 @@ def test_both_leave_with_0(together):
 @pytest.mark.parametrize(
     ("mode", "status", "news"),
     [
-        ("dies", 9, "process 1 ended without a word"),
-        ("killed at once", -signal.SIGKILL, "process 1 ended without a word"),
+        ("dies", 9, "process 1 ended without an error message"),
+        ("killed at once", -signal.SIGKILL, "process 1 ended without an error message"),
         ("fails", 5, "process 1 failed: out of luck"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The processes of a run: how they are started, find each other, and learn that one has failed."""
+"""The processes of a run: starting them, connecting them, and reporting a failed process to the others."""

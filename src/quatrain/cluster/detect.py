@@ -1,8 +1,8 @@
-"""Which cluster started this process, and its place among the processes that cluster started.
+"""Detects the cluster (SLURM, GKE or TPU pod) that started this process, and the process's rank in it.
 
-Data flow: variables that SLURM or GKE sets, or the metadata of a TPU VM -> `Place` -> `hosts.initialize`. It
-follows JAX's own detection (same ports, same order of processes), without a wait or an error where there is
-no cluster, and without a cluster of one.
+Data flow: environment variables set by SLURM or GKE, or the metadata of a TPU VM -> `Place` ->
+`processes.initialize`. The detection follows JAX's (same ports, same process order), but outside of a cluster
+it neither waits nor raises an error, and a cluster of one process is treated as a single machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TPU_PORT = 8482
-# SLURM's jobs share hosts: ports 61440 to 65535, by the number of the job.
+# SLURM jobs may share hosts: the job id selects a port between 61440 and 65535.
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 61440, 4096
 METADATA_TIMEOUT_S = 5.0
 
@@ -24,7 +24,7 @@ Metadata = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those that train together; `local_device_ids` None: every device it sees is its own."""
+    """Rank of a process, coordinator and number of processes; `local_device_ids` None: all local devices."""
 
     coordinator: str
     num_processes: int
@@ -33,9 +33,9 @@ class Place:
 
 
 def detect(environ: Mapping[str, str], metadata: Metadata | None = None) -> Place | None:
-    """This process's place as SLURM, GKE (TPU) or a TPU pod says it; None where there is none, or only one.
+    """The place of this process given by SLURM, GKE (TPU) or a TPU pod; None if this is the only process.
 
-    `metadata` reads an attribute of this TPU VM; unless given it asks the metadata server, and only on a
+    `metadata` reads an attribute of this TPU VM. The default queries the metadata server, and only on a
     machine with a TPU.
     """
     place = _slurm(environ) or _tpu(environ, metadata)
@@ -46,7 +46,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in environ for name in names):
         return None
-    # A shell inside an allocation is a step of one task, whatever the job has.
+    # A shell inside an allocation is a job step with one task, even if the job has more.
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
     port = environ.get("JAX_COORDINATOR_PORT") or (
         SLURM_FIRST_PORT + int(environ["SLURM_JOB_ID"]) % SLURM_NUM_PORTS
@@ -60,15 +60,17 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of hosts: `a`, `a,b`, `a[001-003,7],b`."""
+    """The first host of a SLURM node list, such as `a`, `a,b` or `a[001-003,7],b`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST names hosts, as node[1-2]; got {nodes!r}; give --coordinator")
+        raise ValueError(
+            f"SLURM_STEP_NODELIST must name hosts, such as node[1-2]; got {nodes!r}; give --coordinator"
+        )
     return match[1] + (match[2] or "")
 
 
 def _slurm_devices(environ: Mapping[str, str], num_tasks: int) -> tuple[int, ...] | None:
-    """A task that shares its host takes one GPU, unless SLURM shows it no other."""
+    """One GPU if several tasks share a host; None (all visible GPUs) else, or if SLURM binds GPUs."""
     alone = int(environ.get("SLURM_STEP_NUM_NODES", 1)) == num_tasks
     bound = environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in environ
     return None if alone or bound else (int(environ["SLURM_LOCALID"]),)
@@ -97,18 +99,18 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
 
 
 def _host(endpoint: str) -> str:
-    """The host of `HOST`, `HOST:PORT`, or `NAME:ID:IP` (as TPU VMs once wrote it)."""
+    """The host in `HOST`, `HOST:PORT` or `NAME:ID:IP`, the format of older TPU VMs."""
     parts = endpoint.strip().split(":")
     return parts[2] if len(parts) == 3 else parts[0]
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """The lines `NAME: 'value'` of a TPU VM's `tpu-env`."""
+    """The variables in a TPU VM's `tpu-env` attribute, which has lines `NAME: 'value'`."""
     return dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*?)'?\s*$", text, re.MULTILINE))
 
 
 def _has_tpu(environ: Mapping[str, str]) -> bool:
-    """Whether this machine has a TPU that JAX could use; a container may be told not to ask for metadata."""
+    """Whether this machine has a TPU that JAX could use, and TPU_SKIP_MDS_QUERY does not forbid the query."""
     devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     installed = importlib.util.find_spec("libtpu") is not None
     return installed and bool(devices) and "TPU_SKIP_MDS_QUERY" not in environ

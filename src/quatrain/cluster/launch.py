@@ -1,7 +1,7 @@
-"""A local simulation of several hosts: one command in several processes on this machine's CPU.
+"""Simulates several hosts: runs one command in several processes on this machine's CPU.
 
-Called by `quatrain launch`. Each process joins the others as it would on hosts of its own; here their output
-is shown, and the first that fails ends the rest. Needs no JAX itself.
+Called by `quatrain launch`. The processes connect to each other as on separate hosts. This module prints
+their output, and ends all of them when one fails. It does not import JAX.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
-from quatrain.cluster.roll_call import ANOTHER_FAILED
+from quatrain.cluster.rendezvous import ANOTHER_FAILED
 
 COMMANDS = ("train", "eval", "sft")
-# Given by `launch` to each process.
+# Options that `launch` adds to the command of each process.
 OWN_OPTIONS = ("--coordinator", "--num-processes", "--process-id")
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")
-# Processes that have joined end by themselves when another fails, and say why: they have that long.
-NEWS_S = 3.0
-# How they end then: by `hosts.py`, or by JAX's runtime (SIGABRT).
+# Connected processes end by themselves, with an error message, when another one fails: the time they get.
+FAILURE_MESSAGE_S = 3.0
+# Exit statuses of such processes, which were ended by `processes.py` or by JAX's runtime (SIGABRT).
 FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
 INTERRUPTED = 130
-# What JAX's collectives on a CPU print whenever devices connect; no setting turns it off.
+# Message printed by JAX's CPU collectives when devices connect; no setting turns it off.
 GLOO_PREFIX, GLOO_WORDS = "[Gloo] Rank ", " is connected to "
 
 
@@ -44,10 +44,11 @@ def launch(
     program: Sequence[str] = QUATRAIN,
     grace_s: float = GRACE_S,
 ) -> int:
-    """Runs `command` (`train …`, `eval …` or `sft …`) in `processes` processes; the exit status of all.
+    """Runs `command` (`train …`, `eval …` or `sft …`) in `processes` processes; returns an exit status.
 
-    0 where all end with 0; else that of the first that failed, after the others were ended. Raises
-    ValueError for a command that cannot be launched, numbers below 1 and a port that is in use.
+    The status is 0 if all processes end with 0. Otherwise the other processes are ended, and the status is
+    that of the process that failed first. Raises ValueError for a command that cannot be launched, numbers
+    below 1 and a port in use.
     """
     _check(command, processes, devices_per_process)
     coordinator = f"127.0.0.1:{_free_port(port)}"
@@ -66,18 +67,18 @@ def launch(
 
 def _check(command: Sequence[str], processes: int, devices_per_process: int) -> None:
     if not command or command[0] not in COMMANDS:
-        came = f"got {command[0]!r}" if command else "nothing came"
+        received = f"got {command[0]!r}" if command else "got no command"
         raise ValueError(
-            f"what is launched is {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, after two dashes; {came}; "
-            "write quatrain launch --processes 2 -- train CONFIG.yaml"
+            f"launch runs the command {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, given after two dashes; "
+            f"{received}; write quatrain launch --processes 2 -- train CONFIG.yaml"
         )
     for option, number in (("--processes", processes), ("--devices-per-process", devices_per_process)):
         if number < 1:
-            raise ValueError(f"{option} is 1 at least; got {number}")
+            raise ValueError(f"{option} must be at least 1; got {number}")
     own = [text for text in command if text.partition("=")[0] in OWN_OPTIONS]
     if own:
         raise ValueError(
-            f"launch gives each process its {', '.join(OWN_OPTIONS)}; got {own[0]}; leave it out"
+            f"launch itself sets {', '.join(OWN_OPTIONS)} for each process; got {own[0]}; leave it out"
         )
 
 
@@ -88,21 +89,21 @@ def _free_port(port: int | None) -> int:
             probe.bind(("127.0.0.1", port or 0))
         except (OSError, OverflowError) as error:
             raise ValueError(
-                "--port is a port nobody listens on; "
+                "--port must be a port that is not in use; "
                 f"got {port} ({getattr(error, 'strerror', None) or error}); "
-                "choose another, or leave it out for a free one"
+                "choose another, or leave --port out to use any free port"
             ) from None
         return int(probe.getsockname()[1])
 
 
 def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """The environment of a child: CPU alone, as so many devices, and output as it comes."""
+    """Environment of a child process: `devices` simulated CPU devices, and unbuffered output."""
     flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     return {**environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
 class _Child:
-    """A process in a group of its own, whose lines are passed on with its id before them."""
+    """A child process in a new process group; its output lines are printed with its id in front."""
 
     def __init__(self, process: int, command: Sequence[str], environ: Mapping[str, str]):
         self.process = process
@@ -133,12 +134,12 @@ class _Child:
 
     @property
     def status(self) -> int:
-        """Exit status of a process that has ended; 128 and the signal's number where one ended it."""
+        """Exit status of a process that has ended; 128 plus the signal's number if a signal ended it."""
         status = self._popen.wait()
         return status if status >= 0 else 128 - status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and its own children."""
+        """Sends a signal to the process and its child processes."""
         with suppress(ProcessLookupError):
             os.killpg(self._popen.pid, number)
 
@@ -161,7 +162,7 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
 
 
 def _watch(children: Sequence[_Child], interrupted: threading.Event, grace_s: float) -> int:
-    """Waits for all to end with 0, or for the first that does not; the exit status of that one."""
+    """Waits until all processes end with 0 or one fails; the exit status, that of the failed one if any."""
     while any(child.running for child in children) and not _failed(children):
         if interrupted.wait(POLL_S):
             print("error: interrupted", file=sys.stderr)
@@ -169,7 +170,7 @@ def _watch(children: Sequence[_Child], interrupted: threading.Event, grace_s: fl
             _finish_output(children, grace_s)
             return INTERRUPTED
     if _failed(children):
-        _wait(children, NEWS_S)
+        _wait(children, FAILURE_MESSAGE_S)
     first = _first_to_blame(_failed(children))
     _end(children, signal.SIGTERM, grace_s)
     _finish_output(children, grace_s)
@@ -185,12 +186,12 @@ def _failed(children: Sequence[_Child]) -> list[_Child]:
 
 
 def _first_to_blame(failed: Sequence[_Child]) -> _Child | None:
-    """The first that failed, and not because another did, where there is one."""
+    """The process that failed first; one that ended because another had failed comes last."""
     return min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at), default=None)
 
 
 def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:
-    """Sends a signal to what still runs, then SIGKILL to what the grace time has not ended."""
+    """Sends a signal to all running processes, and SIGKILL to those still running after `grace_s` seconds."""
     for child in children:
         if child.running:
             child.signal(number)
@@ -207,7 +208,7 @@ def _wait(children: Sequence[_Child], timeout_s: float) -> None:
 
 
 def _finish_output(children: Sequence[_Child], timeout_s: float) -> None:
-    """Waits until all that they wrote is passed on."""
+    """Waits until all output of `children` is printed."""
     deadline = time.monotonic() + timeout_s
     for child in children:
         for reader in child.readers:
@@ -216,7 +217,10 @@ def _finish_output(children: Sequence[_Child], timeout_s: float) -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM, which end this process only after its children, even those just started."""
+    """An event that SIGINT and SIGTERM set instead of ending this process.
+
+    The process can then end its children first, including those that were just started.
+    """
     interrupted = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: interrupted.set())

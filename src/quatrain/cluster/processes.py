@@ -1,7 +1,7 @@
-"""Joining the processes that train together, what they tell each other, and leaving.
+"""Connects the processes of a run, exchanges small objects between them, and disconnects them at the end.
 
-Stands under every room that writes files or prints: only the main process does. The command line joins
-before anything is computed and leaves at the end.
+Used by every package that writes files or prints, because only the main process does that. The command line
+calls `initialize` before any computation and `shutdown` at the end.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from quatrain.cluster import roll_call
+from quatrain.cluster import rendezvous
 from quatrain.cluster.detect import Place, detect
 
 FAILED = 1
-# JAX's runtime connects processes that were all there a moment ago.
+# Short, because all processes have just been reachable when JAX's runtime connects them.
 CONNECT_S = 30
-# A process that died breaks the others' collectives a little before the line to it ends.
-NEWS_S = 2.0
+# When a process dies, collectives of the others fail slightly before their connection to it is closed.
+FAILURE_MESSAGE_S = 2.0
 LONGEST_SHOWN_VALUE = 80
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Membership:
-    lines: roll_call.Lines
+    connections: rendezvous.Connections
     shutdown_timeout_s: float
 
 
@@ -48,17 +48,17 @@ def is_main_process() -> bool:
 
 
 def num_processes() -> int:
-    """Processes that train together; 1 unless `jax.distributed` was initialised."""
+    """Number of processes of the run; 1 unless `jax.distributed` was initialised."""
     return jax.process_count()
 
 
 def process_index() -> int:
-    """Which of them this one is, from 0."""
+    """Rank of this process, from 0."""
     return jax.process_index()
 
 
 def joined() -> bool:
-    """Whether this process trains together with others; asking initialises no device."""
+    """Whether the run has several, connected processes; calling this does not initialise any device."""
     return jax.distributed.is_initialized()
 
 
@@ -71,31 +71,32 @@ def initialize(
     heartbeat_timeout_s: int = 60,
     shutdown_timeout_s: int = 600,
 ) -> None:
-    """Joins the other processes, before anything is computed; does nothing where there is only this one.
+    """Connects to the other processes of the run, before any computation.
 
-    `coordinator` (HOST:PORT of process 0), `num_processes` and `process_id` come together; without them the
-    cluster says them, where there is one (`clusters.detect`). From then on, a process that fails or dies
-    ends the others within `heartbeat_timeout_s`, with an error that names it. Raises ValueError for bad
-    arguments, OSError where this process cannot listen, and TimeoutError within `start_timeout_s` where the
-    coordinator is not reached or a process does not arrive.
+    Does nothing in a run of one process.
+    `coordinator` (HOST:PORT of process 0), `num_processes` and `process_id` must be given together; without
+    them the cluster is detected (`detect.detect`). Afterwards, if a process fails or dies, the others end
+    within `heartbeat_timeout_s` with an error that names it. Raises ValueError for invalid arguments, OSError
+    if process 0 cannot listen on its port, and TimeoutError if the coordinator cannot be reached or a process
+    does not connect within `start_timeout_s`.
     """
-    place = _given(coordinator, num_processes, process_id) or detect(os.environ)
+    place = _place_from_arguments(coordinator, num_processes, process_id) or detect(os.environ)
     if place is None or place.num_processes == 1:
         return
     if joined():
-        raise RuntimeError("processes join once; this one has joined already")
+        raise RuntimeError("initialize must be called once per process; this process is connected already")
     if place.process_id == 0:
-        lines = roll_call.call_roll(place.coordinator, place.num_processes, start_timeout_s)
+        connections = rendezvous.accept_processes(place.coordinator, place.num_processes, start_timeout_s)
     else:
         arguments = (place.coordinator, place.num_processes, place.process_id, start_timeout_s)
-        lines = {0: roll_call.answer_roll(*arguments)}
-    host, _ = roll_call.split_address(place.coordinator)
-    # SIGTERM ends a process, alone or not; JAX's service would only take note of it.
-    with suppress(AttributeError):  # the name of a service some versions may not have
+        connections = {0: rendezvous.connect_to_main(*arguments)}
+    host, _ = rendezvous.split_address(place.coordinator)
+    # SIGTERM must end a process; JAX's preemption service would catch the signal and only record it.
+    with suppress(AttributeError):  # some versions of JAX do not have this option
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator,
-        coordinator_bind_address=place.coordinator if roll_call.is_loopback(host) else None,
+        coordinator_bind_address=place.coordinator if rendezvous.is_loopback(host) else None,
         num_processes=place.num_processes,
         process_id=place.process_id,
         local_device_ids=place.local_device_ids,
@@ -105,57 +106,59 @@ def initialize(
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
     global _membership
-    open_lines = roll_call.Lines(place.process_id, lines, _end_after, silence_s=heartbeat_timeout_s)
-    _membership = _Membership(open_lines, shutdown_timeout_s)
+    opened = rendezvous.Connections(place.process_id, connections, _end_after, silence_s=heartbeat_timeout_s)
+    _membership = _Membership(opened, shutdown_timeout_s)
 
 
-def _given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place | None:
-    """The place the user gives, checked; None where nothing is given."""
+def _place_from_arguments(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Place | None:
+    """The place given by the user's arguments, validated; None if there are none."""
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     named = [f"{option} {value}" for option, value in given.items() if value is not None]
     if not named:
         return None
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"{', '.join(given)} come together; got only {' and '.join(named)}; give all three, or none "
-            "where a TPU pod, SLURM or GKE says them"
+            f"{', '.join(given)} must be given together; got only {' and '.join(named)}; give all three, or "
+            "none on a TPU pod, under SLURM or on GKE, where they are detected"
         )
-    roll_call.split_address(coordinator)
+    rendezvous.split_address(coordinator)
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise ValueError(
-            f"process ids count from 0 to one less than the processes, of which there is one at least; got "
+            f"process ids must go from 0 to the number of processes minus 1; got "
             f"--num-processes {num_processes} and --process-id {process_id}; give each process its own id"
         )
     return Place(coordinator, num_processes, process_id)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every process, in process order, in every process; `value` is what JSON can hold."""
+    """The JSON-serialisable `value` of every process, in process order; the same list in every process."""
     if not joined():
         return [value]
     content = np.frombuffer(json.dumps([jax.process_index(), value]).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([content.size], np.int32))
-    # A power of two, so that few sizes are compiled.
+    # Padded to a power of two, so that few sizes are compiled.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
     padded[: content.size] = content
     rows = multihost_utils.process_allgather(padded)
-    # JSON ends where the padding begins; rows come in the order of devices, which need not be that of ids.
+    # The padding is cut off. Rows come in device order, which may differ from the order of process ids.
     return [value for _, value in sorted(json.loads(row.tobytes().rstrip(b"\0")) for row in rows)]
 
 
 def decided_by_main(decide: Callable[[], Any]) -> Any:
-    """What `decide` gives in the main process, in every process; it is called there alone.
+    """Calls `decide` in the main process only and broadcasts its JSON-serialisable result to all processes.
 
-    For what need not come out the same in each: files, clocks, a user's code. What JSON can hold.
+    For results that could differ between processes: those that depend on files, clocks or users' code.
     """
     return gather_objects(decide() if is_main_process() else None)[0]
 
 
 def assert_same(what: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError in all processes where a key of `values` is not the same in all.
+    """Raises ValueError in all processes if a key of `values` differs between processes.
 
-    The message names each such key with the value of each process. `values` holds what JSON can hold, and
-    no secrets.
+    The message names each such key with the value of each process. `values` must be JSON-serialisable and
+    contain no secrets.
     """
     each = gather_objects(dict(values))
     keys = sorted({key for mapping in each for key in mapping})
@@ -167,7 +170,7 @@ def assert_same(what: str, values: Mapping[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"all processes need the same {what}: {'; '.join(different)}; start all with the same"
+            f"all processes must have the same {what}: {'; '.join(different)}; start all with the same"
         )
 
 
@@ -179,49 +182,50 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def shutdown() -> None:
-    """Leaves once all processes have come to it; does nothing where this one is alone.
+    """Disconnects once all processes have called this; does nothing in a run of one process.
 
-    Raises TimeoutError after `shutdown_timeout_s`, naming those that did not come.
+    Raises TimeoutError after `shutdown_timeout_s`, naming the processes that have not called it.
     """
     global _membership
     if _membership is None:
         return
-    _membership.lines.leave(_membership.shutdown_timeout_s)
+    _membership.connections.leave(_membership.shutdown_timeout_s)
     jax.distributed.shutdown()
-    _membership.lines.close()
+    _membership.connections.close()
     _membership = None
 
 
-def hear() -> None:
-    """Waits a moment for the news that another process failed first, with which this one ends.
+def wait_for_failure_message() -> None:
+    """Waits FAILURE_MESSAGE_S seconds, so that a message that another process failed first can end this one.
 
-    For a process that has met an error: a collective breaks where the process at its other end has died.
+    Called after an error in this process, because a collective raises an error here if another process has
+    died.
     """
     if _membership is not None:
-        time.sleep(NEWS_S)
+        time.sleep(FAILURE_MESSAGE_S)
 
 
 def abandon(message: str, status: int = FAILED) -> None:
-    """Ends this process with `status` after it has failed, and tells the others, who end with an error.
+    """Tells the other processes that this one has failed, so that they end too, and exits with `status`.
 
-    Returns where this process is alone.
+    In a run of one process it does nothing and returns.
     """
     if _membership is not None:
-        _membership.lines.fail(f"failed: {message}")
+        _membership.connections.fail(f"failed: {message}")
         _exit(status)
 
 
 def _end_after(process: int, message: str) -> NoReturn:
-    """Called when another process has failed or died; the main thread may wait for it in a collective.
+    """Ends this process because another has failed or died; the main thread may be blocked in a collective.
 
-    Asks JAX nothing: where no device was used yet, it would wait for the one that is gone.
+    No function of JAX is called: if no device was used yet, it would wait for the process that has died.
     """
     logger.error("process %d %s", process, message)
-    _exit(roll_call.ANOTHER_FAILED)
+    _exit(rendezvous.ANOTHER_FAILED)
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends at once: an orderly exit of JAX would wait for processes that do not come."""
+    """Exits immediately: a regular exit of JAX would wait for processes that have died."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

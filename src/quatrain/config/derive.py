@@ -1,7 +1,7 @@
-"""What follows from a configuration: values for what is still null, and warnings about what will not learn.
+"""Derived values for configuration keys that are null, and warnings about settings that will not learn.
 
-Data flow: merged layers -> `Config` -> `derived_values` fills nulls -> `warnings_about`. No data set is read
-and no device asked, so `run.steps` stays null where it depends on the length of the data.
+Data flow: merged layers -> `Config` -> `derived_values` fills nulls -> `warnings_about`. This module reads no
+data set and queries no device, so `run.steps` stays null if it depends on the length of the data.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from quatrain.config.errors import ConfigError
 from quatrain.config.schema import ADVANTAGE_SCALES, Config
 
-# Tokens of one forward/backward on a device shard when the user names no micro-batch size.
+# Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
 HELDOUT = "-heldout"
 WANDB_MODES = ("disabled", "offline", "online")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
-# bfloat16 has 8 bits of precision: a step below 1/512 of a weight rounds to nothing. Weights are some 0.02,
-# and a step of adamw is about the learning rate.
+# bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
+# around 0.02, and an adamw update is about as large as the learning rate.
 LEAST_BFLOAT16_RATE = 1e-4
 
 
 def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: datetime) -> dict[str, Any]:
-    """Values by dotted key for every null of `config` that follows from the rest.
+    """Values by dotted key, for every null of `config` that can be derived from its other values.
 
-    `stem` is the name of the configuration file and `now` the time, for `run.name`. Raises ConfigError
-    where a token budget that was given cannot hold the longest possible sequence.
+    `run.name` is made of `stem`, the configuration file's name without extension, and the time `now`. Raises
+    ConfigError if a token budget set by the user cannot hold the longest possible sequence.
     """
     _budgets_hold_a_sequence(config)
     values = {
@@ -46,12 +46,16 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest possible sequence: a full prompt and a full completion."""
+    """Length in tokens of the longest possible sequence: the longest prompt plus the longest completion."""
     return config.data.max_prompt_length + config.rollout.max_new_tokens
 
 
 def _micro_batches(config: Config) -> dict[str, int]:
-    """The size of the mode each stage is in: its own, or else the update's; or else the token budget."""
+    """Derived micro-batch sizes or token budgets of `update` and `logprob`.
+
+    A section without a setting follows the update's mode: sequences per micro-batch, or a token budget. The
+    forward-only passes of `logprob` get twice the update's size.
+    """
     update, logprob = config.update, config.logprob
     own = logprob.micro_batch_size or logprob.max_tokens_per_device
     if update.micro_batch_size is not None:
@@ -99,13 +103,13 @@ def _heldout(train: str) -> str | None:
 def _wandb(environ: Mapping[str, str]) -> str:
     mode = environ.get("WANDB_MODE")
     if mode:
-        # A mode of its own (as `dryrun`) is never a reason to send anything.
+        # An unknown mode (such as `dryrun`) must never cause data to be uploaded.
         return mode if mode in WANDB_MODES else "disabled"
     return "online" if environ.get("WANDB_API_KEY") else "disabled"
 
 
 def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each setting that is allowed but will surprise."""
+    """One warning for each setting that is valid but probably not intended."""
     return [*_about_learning(config), *_about_sampling(config), *_about_the_rest(config, environ)]
 
 
@@ -114,18 +118,18 @@ def _about_learning(config: Config) -> list[str]:
     warnings = []
     if n == 1 and estimator in GROUP_ESTIMATORS:
         warnings.append(
-            f"rollout.n is 1 and advantage.estimator is {estimator}, which compares samples of one prompt: "
-            "every advantage is 0 and nothing will be learned; set rollout.n to 2 or more, or "
+            f"rollout.n is 1 and advantage.estimator is {estimator}, which compares the samples of one "
+            "prompt: every advantage is 0 and nothing will be learned; set rollout.n to 2 or more, or "
             "advantage.estimator to reinforce"
         )
     if config.optimizer.learning_rate == 0:
-        warnings.append("optimizer.learning_rate is 0: training leaves the weights as they are")
+        warnings.append("optimizer.learning_rate is 0: training does not change the weights")
     warnings += _about_rounding(config)
     if config.update.kl_coef > 0 and config.update.kl_estimator == "k1":
         warnings.append(
-            f"update.kl_estimator is k1 and update.kl_coef {config.update.kl_coef:g}: as a loss term the "
-            "gradient of k1 has mean zero and does not pull towards the reference; set update.kl_estimator "
-            "to k2 or k3"
+            f"update.kl_estimator is k1 and update.kl_coef {config.update.kl_coef:g}: used as a loss term, "
+            "k1 has a gradient of mean zero, which does not pull the policy towards the reference; set "
+            "update.kl_estimator to k2 or k3"
         )
     if not any(config.reward.functions.values()):
         warnings.append(
@@ -141,9 +145,9 @@ def _about_rounding(config: Config) -> list[str]:
     if config.model.param_dtype != "bfloat16":
         return []
     return [
-        f"model.param_dtype is bfloat16 and {key} {rate:g}: an update smaller than bfloat16 resolves (about "
-        "1/256 of a weight) rounds away, so little or nothing will be learned; set model.param_dtype to "
-        "float32, with model.dtype bfloat16 for speed"
+        f"model.param_dtype is bfloat16 and {key} {rate:g}: an update smaller than bfloat16's resolution "
+        "(about 1/256 of a weight) is lost by rounding, so little or nothing will be learned; set "
+        "model.param_dtype to float32, with model.dtype bfloat16 for speed"
         for key, rate in rates.items()
         if 0 < rate < LEAST_BFLOAT16_RATE
     ]
@@ -153,7 +157,7 @@ def _about_sampling(config: Config) -> list[str]:
     rollout = config.rollout
     warnings = []
     if rollout.temperature == 0:
-        same = f", so the {rollout.n} samples of a prompt are all equal" if rollout.n > 1 else ""
+        same = f", so the {rollout.n} samples of a prompt are identical" if rollout.n > 1 else ""
         warnings.append(
             f"rollout.temperature is 0: sampling is greedy and explores nothing{same}; "
             "set it above 0 to train"
@@ -166,9 +170,9 @@ def _about_sampling(config: Config) -> list[str]:
     active = [name for name, on in filters.items() if on]
     if active and rollout.temperature > 0:
         warnings.append(
-            f"with {' and '.join(active)} the sampled and the trained distribution differ: the trainer's "
-            "log-probabilities are at rollout.temperature, without filters; the difference is logged as "
-            "rollout/logprob_diff"
+            f"with {' and '.join(active)} the sampled and the trained distribution differ: the trainer "
+            "computes log-probabilities at rollout.temperature without these filters; the difference is "
+            "logged as rollout/logprob_diff"
         )
     return warnings
 
@@ -176,7 +180,7 @@ def _about_sampling(config: Config) -> list[str]:
 def _about_the_rest(config: Config, environ: Mapping[str, str]) -> list[str]:
     warnings = []
     if config.data.eval is None:
-        warnings.append("data.eval is null: nothing will be evaluated, before, during or after training")
+        warnings.append("data.eval is null: there is no evaluation before, during or after training")
     if config.run.steps is not None and config.run.epochs != 1.0:
         warnings.append(f"run.epochs ({config.run.epochs:g}) has no effect, because run.steps is set")
     mode = environ.get("WANDB_MODE")

@@ -1,6 +1,7 @@
-"""A final configuration as text: YAML with the layer behind each value, or JSON.
+"""Writes a resolved configuration as YAML, with the layer that set each value in a comment, or as JSON.
 
-Data flow: `Resolved` -> `quatrain config`, and `config.yaml` in a run's folder, which loads again as CONFIG.
+Data flow: `Resolved` -> the output of `quatrain config` and the file `config.yaml` in a run's folder. Both
+are valid configuration files.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from quatrain.config.environment import redact
 from quatrain.config.layers import parse_yaml
 from quatrain.config.load import Resolved
 
-# Width of the column before the comments.
+# Column at which the comments start.
 COMMENT_COLUMN = 40
-HEADER = "# The final configuration of a run; after each value the layer it came from."
+HEADER = "# The final configuration of a run; the comment after a value names the layer that set it."
 
 
 def dump_yaml(resolved: Resolved) -> str:
-    """YAML that loads again, each value followed by `# layer`; values of secret variables are redacted."""
+    """YAML that can be loaded again, `# layer` after each value; values of secret variables are redacted."""
     return "\n".join([HEADER, *_lines(plain(resolved), resolved.provenance, "", 0)]) + "\n"
 
 
@@ -38,7 +39,7 @@ def to_json(resolved: Resolved) -> str:
 
 
 def plain(resolved: Resolved) -> dict[str, Any]:
-    """The configuration as plain JSON values; those of secret variables are redacted."""
+    """The configuration as JSON values; the values of secret environment variables are redacted."""
     return _redacted(resolved.config.model_dump(mode="json"))
 
 
@@ -69,7 +70,7 @@ def _inline(value: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """One value on one line, plain where it reads back as itself and quoted where not."""
+    """One value on one line, quoted only if the unquoted text would not be read back as the same value."""
     if not isinstance(value, str):
         return yaml.safe_dump(value, width=math.inf).removesuffix("...\n").strip()
     if not set(value) & set(",[]{}\"'\n") and _reads_back(value):
@@ -79,7 +80,8 @@ def _scalar(value: Any) -> str:
 
 
 def _reads_back(text: str) -> bool:
-    # Other readers follow YAML 1.1, where `no` is false and `1:30` is 90: quoted unless both agree.
+    # Other YAML readers follow YAML 1.1, where `no` is false and `1:30` is 90. A value stays unquoted only if
+    # YAML 1.1 and 1.2 agree on it.
     line = f"{text}: {text}  # comment"
     try:
         return parse_yaml(line, "") == yaml.safe_load(line) == {text: text}

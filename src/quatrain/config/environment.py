@@ -1,7 +1,7 @@
-"""Secrets: where they come from (`.env` files and the environment) and how they are kept out of every output.
+"""Secrets: reading them from `.env` files and the environment, and redacting them in all output.
 
-Data flow: `.env` -> unset environment variables, before the configuration is loaded; `redact` stands in
-front of every log, configuration dump and run file.
+Data flow: a `.env` file sets environment variables that are not set yet, before the configuration is loaded.
+Every log, configuration dump and run file is written through `redact`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dotenv.parser import parse_stream
 from quatrain.config.errors import ConfigError
 
 REDACTED = "[redacted]"
-# Shorter values, and plain switches as HF_HUB_DISABLE_IMPLICIT_TOKEN=true, would blank out ordinary text.
+# Redacting shorter values, or switches such as HF_HUB_DISABLE_IMPLICIT_TOKEN=true, would hide ordinary text.
 SHORTEST_SECRET = 4
 SWITCHES = frozenset({"true", "false", "none", "null"})
 
@@ -28,25 +28,28 @@ _SECRET_NAME = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name is secret: `*_API_KEY`, `*_TOKEN`, `*_SECRET`, `*PASSWORD*` and kin."""
+    """Whether a variable of this name holds a secret: `*_API_KEY`, `*_TOKEN`, `*PASSWORD*` and so on."""
     return _SECRET_NAME.search(name) is not None
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """`text` with the value of every secret variable of `environ` replaced by `[redacted]`."""
     values = {value.strip() for name, value in environ.items() if is_secret_name(name)}
-    # A secret of several lines may be shown a line at a time; inside JSON quotes stand escaped.
+    # A secret of several lines may be printed line by line; in JSON its quotes are escaped.
     values |= {line.strip() for value in values for line in value.splitlines()}
     values |= {json.dumps(value)[1:-1] for value in values}
     secrets = [v for v in values if len(v) >= SHORTEST_SECRET and v.lower() not in SWITCHES]
-    # The longest first: one secret may be the beginning of another.
+    # The longest first, because one secret may be a prefix of another.
     for secret in sorted(secrets, key=lambda v: (-len(v), v)):
         text = text.replace(secret, REDACTED)
     return text
 
 
 def find_dotenv(directory: Path, home: Path | None) -> Path | None:
-    """The first that exists of `<repository>/.env` and `~/.env`; outside a repository: `<directory>/.env`."""
+    """The first existing file of `<repository>/.env` and `~/.env`; None if there is none.
+
+    Outside a git repository `<directory>/.env` is looked up instead of the repository's file.
+    """
     directory = directory.resolve()
     root = next((p for p in (directory, *directory.parents) if (p / ".git").exists()), directory)
     candidates = [folder / ".env" for folder in (root, home) if folder is not None]
@@ -54,10 +57,10 @@ def find_dotenv(directory: Path, home: Path | None) -> Path | None:
 
 
 def parse_dotenv(text: str, source: str) -> dict[str, str]:
-    """The variables of a `.env` file, as python-dotenv reads it, without substitution of `${NAME}` in values.
+    """The variables of a `.env` file in python-dotenv's syntax; `${NAME}` in a value is not substituted.
 
     Raises ConfigError for a line that sets no variable and for a variable set twice. The error names `source`
-    and the line number and never shows the line, which may hold a secret.
+    and the line number but does not show the line, which may contain a secret.
     """
     variables: dict[str, str] = {}
     for binding in parse_stream(io.StringIO(text)):
@@ -75,9 +78,10 @@ def parse_dotenv(text: str, source: str) -> dict[str, str]:
 
 
 def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None) -> Path | None:
-    """Fills the unset variables of `environ` from the first `.env` file found; returns that file, or None.
+    """Sets variables of `environ` from the first `.env` file found; returns that file, or None.
 
-    `directory`: the working directory unless given. A variable that is set, even to nothing, stays as it is.
+    `directory` defaults to the working directory. A variable that is already set, even to the empty string,
+    is not changed.
     """
     home = environ.get("HOME") or os.path.expanduser("~")
     path = find_dotenv(directory or Path.cwd(), Path(home) if home != "~" else None)

@@ -1,6 +1,6 @@
-"""The one error a wrong configuration raises, and the search for the key that was meant.
+"""The exception for invalid configurations, and the search for the valid key closest to a misspelled one.
 
-Used by every layer of `config`: YAML files, `--set`, the environment and `.env` files.
+Used for every configuration source: YAML files, `--set`, the environment and `.env` files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SHOWN_VALUE_LENGTH = 80
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; `problems` has one message per bad key, `str()` one per line."""
+    """An invalid configuration; `problems` has one message per invalid key, `str()` puts each on a line."""
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -20,7 +20,10 @@ class ConfigError(ValueError):
 
 
 def nearest_key(key: str, valid: Iterable[str]) -> str:
-    """The valid dotted key most like `key`: by the full path, or by the last part (in the wrong section)."""
+    """The valid dotted key most similar to `key`, by the full path or by the last part alone.
+
+    The last part alone finds a key that the user put into the wrong section.
+    """
 
     def similarity(candidate: str) -> float:
         whole = SequenceMatcher(None, key, candidate).ratio()
@@ -31,6 +34,6 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as a message shows it, shortened where it is long."""
+    """`value` as text for an error message, truncated to SHOWN_VALUE_LENGTH characters."""
     text = repr(value)
     return text if len(text) <= SHOWN_VALUE_LENGTH else text[: SHOWN_VALUE_LENGTH - 1] + "…"

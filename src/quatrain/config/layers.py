@@ -1,8 +1,8 @@
-"""The layers a user writes: a YAML file, `--set` and the environment, each as a list of settings.
+"""The configuration layers set by the user, a YAML file, `--set` and the environment, as lists of settings.
 
-Data flow: text -> `parse_yaml` -> `Setting`s checked against the schema's keys -> `load.py` merges them. The
-YAML read here has the scalars of YAML 1.2 (`1e-6` is a number; `off` and `1:30` are text) and refuses
-repeated keys.
+Data flow: text -> `parse_yaml` -> `Setting`s checked against the schema's keys -> `load.py` merges them. YAML
+is read with the scalars of YAML 1.2 (`1e-6` is a number; `off` and `1:30` are strings). A repeated key is an
+error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that a layer gives: its key's path, the value, and the layer's name."""
+    """One value set by a layer: the path of its key, the value, and the layer's name."""
 
     path: KeyPath
     value: Any
@@ -39,7 +39,7 @@ class Setting:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2, without repeated keys."""
+    """PyYAML's safe loader with the scalars of YAML 1.2; repeated keys are an error."""
 
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012 - PyYAML's name for its own class attribute
 
@@ -48,13 +48,13 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be text, and this one is a list or a mapping", key_node.start_mark
+                    None, None, "a key must be text, but this one is a list or a mapping", key_node.start_mark
                 )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is given twice; keep one", key_node.start_mark
                 )
-            # `<<` may come twice: each merges another mapping, and keys written out win over both.
+            # `<<` may occur twice: each merges another mapping, and explicit keys override both.
             if key_node.tag != "tag:yaml.org,2002:merge":
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
@@ -94,7 +94,7 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
-    # A tag that does not fit its text (`!!int x`) raises whatever the conversion does.
+    # A tag that does not match its text (`!!int x`) raises whatever error its conversion raises.
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"{source}: not valid YAML: a tag does not fit its value ({error}); leave the tag out"
@@ -111,14 +111,14 @@ def sections() -> dict[str, type[Section]]:
 
 
 def valid_keys() -> list[str]:
-    """Every dotted key, without the sections themselves."""
+    """All dotted keys of the schema; a section's name alone is not among them."""
     nested = sections()
     keys = [name for name in Config.model_fields if name not in nested]
     return keys + [f"{name}.{key}" for name, kind in nested.items() for key in kind.model_fields]
 
 
 def is_mapping(path: KeyPath) -> bool:
-    """Whether the key at `path` holds a free mapping (`reward.functions`)."""
+    """Whether the value of the key at `path` is a mapping with arbitrary names (`reward.functions`)."""
     kind = sections().get(path[0])
     if len(path) != 2 or kind is None or path[1] not in kind.model_fields:
         return False
@@ -126,7 +126,7 @@ def is_mapping(path: KeyPath) -> bool:
 
 
 def file_layer(path: Path | None) -> list[Setting]:
-    """The settings of a YAML file, or of the embedded quickstart when `path` is None."""
+    """The settings of a YAML file, or of the quickstart file in this package if `path` is None."""
     file, layer = (QUICKSTART, "quickstart") if path is None else (path, f"file {path}")
     data = parse_yaml(_read(file), str(file))
     if data is None:
@@ -175,7 +175,7 @@ def override_layer(overrides: Sequence[str]) -> list[Setting]:
 
 
 def environment_layer(environ: Mapping[str, str]) -> list[Setting]:
-    """The settings of the variables `QUATRAIN__SECTION__KEY`; no other variable is looked at."""
+    """The settings of the variables `QUATRAIN__SECTION__KEY`; other variables are ignored."""
     settings: list[Setting] = []
     problems: list[str] = []
     came_from: dict[KeyPath, str] = {}
@@ -202,7 +202,7 @@ def _parse_value(text: str, source: str) -> Any:
 
 
 def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], problems: list[str]) -> None:
-    """Adds the settings below `path`, or a problem for a key that the schema does not have."""
+    """Appends the settings at and below `path` to `settings`; an unknown key goes to `problems` instead."""
     nested = sections()
     key = ".".join(path)
     if path[0] in nested and len(path) == 1:
@@ -217,7 +217,7 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
         return
     keys = valid_keys()
     if len(path) > 2 and is_mapping(path[:2]):
-        # All that follows is one entry's name, which may have dots: `package.module:function`.
+        # The rest of the path is the name of one entry, which may contain dots: `package.module:function`.
         settings.append(Setting((*path[:2], ".".join(path[2:])), value, layer))
     elif key in keys:
         settings.append(Setting(path, value, layer))

@@ -1,7 +1,8 @@
-"""From layers to one frozen configuration that knows where each of its values came from.
+"""Merges the configuration layers into one frozen configuration and records which layer set each value.
 
-Data flow: schema defaults < YAML file (or the embedded quickstart) < `--set` < `QUATRAIN__A__B` environment
-< derived values for what is still null -> `Resolved` -> the command line, which hands each stage its section.
+Layers, later ones override earlier ones: schema defaults, YAML file (or the quickstart file in this package),
+`--set`, `QUATRAIN__A__B` environment variables; keys that are still null are then derived. The command line
+passes each stage its section of the result, a `Resolved`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ DERIVED = "derived"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A final configuration: `provenance` names the layer of each dotted key, `warnings` what may surprise.
+    """A final configuration, the layer that set each dotted key (`provenance`), and warnings for the user.
 
     Layers are called `default`, `quickstart` or `file PATH`, `--set`, `environment VARIABLE` and `derived`.
-    Entries of a mapping have keys of their own: `reward.functions.correct`.
+    Each entry of a mapping has a dotted key, such as `reward.functions.correct`.
     """
 
     config: Config
@@ -76,7 +77,7 @@ def load_config(
 
 
 class _Merge:
-    """Values of the layers added so far, the later over the earlier, and the layer of each."""
+    """The merged values of the layers added so far, and the layer that set each; later layers override."""
 
     def __init__(self) -> None:
         self._values: dict[KeyPath, Any] = {}
@@ -103,9 +104,9 @@ class _Merge:
         parent, name = setting.path[:2], setting.path[2]
         current = self._values.get(parent, value_at(Config(), ".".join(parent)))
         if not isinstance(current, dict):
-            return  # a lower layer gave no mapping here, which validation reports
+            return  # a lower layer set a value that is not a mapping; validation reports it
         if setting.layer.startswith("environment"):
-            # Variables are upper case by custom: an entry that is there already is meant whatever its case.
+            # Variable names are usually upper case: an existing entry is matched regardless of case.
             name = next((known for known in current if known.lower() == name), name)
         self._values[parent] = {**current, name: setting.value}
         self._layers[".".join((*parent, name))] = setting.layer
@@ -144,7 +145,7 @@ class _Merge:
 
 
 _RULES = {
-    "string_type": "must be text; put it in quotes if it looks like something else",
+    "string_type": "must be text; put it in quotes if YAML reads it as a number or a boolean",
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -173,14 +174,14 @@ def _as_yaml(value: Any) -> str:
 
 
 def _overridden(overrides: Sequence[Setting], environment: Sequence[Setting]) -> list[str]:
-    """A warning for each `--set` that a variable of the environment takes back."""
+    """A warning for each `--set` that is overridden by an environment variable with another value."""
     last = {setting.path: setting for setting in overrides}
     warnings = []
     for variable in environment:
         for path, given in last.items():
             shorter = min(len(path), len(variable.path))
             same = [p.lower() for p in path[:shorter]] == [p.lower() for p in variable.path[:shorter]]
-            # One entry over a whole mapping replaces nothing else of it.
+            # A variable that sets one entry of a mapping does not override the rest of the mapping.
             if same and len(variable.path) <= len(path) and given.value != variable.value:
                 name = variable.layer.removeprefix("environment ")
                 warnings.append(

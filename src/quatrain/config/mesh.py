@@ -1,7 +1,7 @@
-"""How devices are arranged: copies of the model, shards of its parameters, devices that share a layer.
+"""Device mesh shapes: sizes of the data-parallel, fully-sharded and tensor-parallel axes.
 
-Data flow: what the user wrote and the number of devices -> `MeshShape` -> the batch plan and the placement of
-arrays. Imports no JAX.
+Data flow: the user's mesh specification and the number of devices -> `MeshShape` -> the batch plan and the
+placement of arrays. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class MeshShape(NamedTuple):
-    """Devices along each axis: data parallel, fully sharded data parallel, tensor parallel."""
+    """Size of each mesh axis: data parallel, fully sharded data parallel, tensor parallel."""
 
     dp: int
     fsdp: int
@@ -20,28 +20,28 @@ class MeshShape(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Of all processes."""
+        """Number of devices in the mesh, over all processes."""
         return self.dp * self.fsdp * self.tp
 
     @property
     def num_data_shards(self) -> int:
-        """Parts a batch is spread over; the `tp` devices of one share it."""
+        """Number of parts that a batch is split into; the `tp` devices of one part hold the same data."""
         return self.dp * self.fsdp
 
 
 def resolve_mesh(
     spec: str | Mapping[str, int], num_devices: int, num_processes: int = 1, *, name: str = "mesh"
 ) -> MeshShape:
-    """The mesh that `spec` asks for on `num_devices` devices of `num_processes` processes.
+    """The mesh shape that `spec` specifies for `num_devices` devices of `num_processes` processes in total.
 
     Args:
-        spec: "dp,fsdp,tp" as in "1,-1,1"; a mapping of axes to devices, 1 for those left out; or "auto":
-            parameters are sharded over the devices of a process, and copied to each process. One number may
-            be -1, for the devices that the others leave.
-        name: what the user calls it, for errors.
+        spec: "dp,fsdp,tp" such as "1,-1,1"; a mapping from axis names to sizes, 1 for axes left out; or
+            "auto": fsdp over the devices of each process, dp over the processes. One size may be -1, which
+            uses all remaining devices.
+        name: configuration key of the mesh, for error messages.
 
     Raises:
-        ValueError: for a spec of another form, and for one that does not multiply to the devices.
+        ValueError: if `spec` has another form, or the product of its sizes is not `num_devices`.
     """
     in_process = devices_of_process(num_devices, num_processes)
     if spec == "auto":
@@ -52,45 +52,47 @@ def resolve_mesh(
     if num_devices % known or (not open_axes and known != num_devices):
         remedy = "change a number or set one axis to -1" if not open_axes else "change a number"
         raise ValueError(
-            f"{name} multiplies to the number of devices; {_written(sizes)} does not make {num_devices}; "
-            f"{remedy}, or change the number of devices"
+            f"the product of the axis sizes of {name} must be the number of devices; got {_format(sizes)} "
+            f"for {num_devices} devices; {remedy}, or change the number of devices"
         )
     return MeshShape(**{axis: num_devices // known if size == -1 else size for axis, size in sizes.items()})
 
 
 def devices_of_process(num_devices: int, num_processes: int) -> int:
-    """The devices that each process has; raises ValueError where they are not shared out evenly."""
+    """Devices per process; raises ValueError if the devices cannot be divided evenly."""
     if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
         raise ValueError(
-            f"the devices are shared out evenly over the processes; got {num_devices} devices and "
-            f"{num_processes} processes; take a number of devices that the processes divide"
+            f"every process must have the same number of devices; got {num_devices} devices and "
+            f"{num_processes} processes; use a number of devices that is a multiple of {num_processes}"
         )
     return num_devices // num_processes
 
 
 def device_numbers(spec: int | str) -> tuple[int, ...]:
-    """The numbers that 3, "0-3" or "0,2,5" names, in order; raises ValueError for another form."""
+    """The sorted device numbers given by 3, "0-3" or "0,2,5"; raises ValueError for another form."""
     numbers: list[int] = []
     for part in str(spec).split(","):
         first, dash, last = part.partition("-")
         numbers += range(int(first), int(last if dash else first) + 1)
     if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
-        raise ValueError(f"devices are named once each, by their numbers from 0; got {spec!r}")
+        raise ValueError(
+            f"devices are given by their numbers, which start at 0, each number once; got {spec!r}; write "
+            "e.g. 0-3 or 0,2,5"
+        )
     return tuple(sorted(numbers))
 
 
 def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:
-    """The numbers of a spec other than "auto"; raises ValueError or TypeError for another form."""
-    sizes = _given(spec, name)
+    """The axis sizes of a spec other than "auto"; raises ValueError or TypeError for another form."""
+    sizes = _parse_sizes(spec, name)
     if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(
-            f"{name} has a number of devices of at least 1 for each axis, and -1 for one axis at most; "
-            f"got {_written(sizes)}"
+            f"each axis size of {name} must be at least 1, or -1 for at most one axis; got {_format(sizes)}"
         )
     return sizes
 
 
-def _given(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
+def _parse_sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
     if isinstance(spec, str):
         parts = spec.split(",")
         try:
@@ -98,7 +100,9 @@ def _given(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
         except ValueError:
             numbers = []
         if len(numbers) != len(MeshShape._fields):
-            raise ValueError(f'{name} is "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}')
+            raise ValueError(
+                f'{name} must be "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}'
+            )
         return dict(zip(MeshShape._fields, numbers, strict=True))
     unknown = [str(axis) for axis in spec if axis not in MeshShape._fields]
     if unknown:
@@ -106,5 +110,5 @@ def _given(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
     return {axis: spec.get(axis, 1) for axis in MeshShape._fields}
 
 
-def _written(sizes: Mapping[str, int]) -> str:
+def _format(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -1,4 +1,4 @@
-"""What a path in the configuration may be: a local one, where `~` is the home folder, or a hub id.
+"""Paths in the configuration: a local path, in which `~` is the home folder, or an id on the Hub.
 
 Used wherever `model.path`, `model.tokenizer` or a data set is opened.
 """
@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""`owner/name`; anything else that is not there is a missing file."""
+"""A Hub id, `owner/name`. Other text that is not an existing file is reported as a missing file."""
 
 
 def local_path(path: str | Path) -> Path:
-    """`path` with a leading `~` or `~user` replaced by that home folder; unchanged where there is none."""
+    """`path` with a leading `~` or `~user` replaced by that user's home folder."""
     return Path(os.path.expanduser(path))

@@ -1,6 +1,7 @@
-"""Who computes where: the devices of training, rollout and reference policy, and their meshes.
+"""Devices and mesh shapes of the three roles in a run: training, rollout and reference policy.
 
-Data flow: `Config` and the number of devices -> `Roles` -> the plan, and the meshes of a run. No JAX.
+Data flow: `Config` and the number of devices -> `Roles` -> the plan and the meshes of a run. This module does
+not import JAX.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from quatrain.config.schema import Config
 
 @dataclass(frozen=True)
 class Role:
-    """The numbers of its devices, the same in every process, and their arrangement."""
+    """Device numbers within a process, the same in every process, and the mesh shape over all processes."""
 
     devices: tuple[int, ...]
     mesh: MeshShape
@@ -21,7 +22,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a run; the reference policy is there where KL is taken to it."""
+    """All roles of a run; `reference` is only used if the loss has a KL term."""
 
     train: Role
     rollout: Role
@@ -29,25 +30,26 @@ class Roles:
 
 
 def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> Roles:
-    """The roles of a run on `num_devices` devices of `num_processes` processes.
+    """The roles of a run on `num_devices` devices of `num_processes` processes in total.
 
-    Raises ValueError where a mesh does not multiply to its devices, a role names a device that is not there,
-    two have some devices in common, but not all, and where there is not a sequence for each replica.
+    Raises ValueError if a mesh does not match its number of devices, a role uses a device that does not
+    exist, two roles share some but not all of their devices, or `rollout.max_concurrency` is smaller than the
+    number of rollout replicas.
     """
     devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
     spec, name = config.rollout.mesh, "rollout.mesh"
     if spec is None:
-        name = "rollout.mesh, which takes tp of mesh where it is null,"
+        name = "rollout.mesh (null: tp is that of mesh)"
         same = devices["rollout"] == devices["train"]
         spec = f"{train.num_data_shards if same else -1},1,{train.tp}"
     rollout = resolve_mesh(spec, len(devices["rollout"]) * num_processes, num_processes, name=name)
     concurrency = config.rollout.max_concurrency
     if concurrency is not None and concurrency < rollout.num_data_shards:
         raise ValueError(
-            f"each replica of the sampler decodes a sequence at least; got rollout.max_concurrency "
-            f"{concurrency} and {rollout.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise the "
-            "former, or tp of rollout.mesh"
+            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got "
+            f"{concurrency} and {rollout.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
+            "rollout.max_concurrency, or tp of rollout.mesh"
         )
     reference = train
     if devices["reference"] != devices["train"]:
@@ -60,7 +62,7 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
 
 
 def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
-    """The devices of each role in a process that has `in_process`."""
+    """The device numbers of each role, in a process with `in_process` devices."""
     asked = config.placement.model_dump()
     everything = tuple(range(in_process))
     devices = {"train": everything}
@@ -69,19 +71,19 @@ def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
         missing = set(devices[role]) - set(everything)
         if missing:
             raise ValueError(
-                f"placement.{role} names devices of a process, which has {in_process}; got {spec}, and "
-                f"{min(missing)} is not among 0 to {in_process - 1}; name others"
+                f"placement.{role} must name devices 0 to {in_process - 1}, as each process has "
+                f"{in_process}; got {spec}, with {min(missing)}; name other devices"
             )
     for one, other in (("train", "rollout"), ("train", "reference"), ("rollout", "reference")):
         both = set(devices[one]) & set(devices[other])
         if both and devices[one] != devices[other]:
             raise ValueError(
-                f"two roles have the same devices or none in common; {one} has {_written(devices[one])}, "
-                f"{other} {_written(devices[other])}, and both have {_written(tuple(sorted(both)))}; change "
+                f"two roles must have the same devices or none in common; {one} has {_listed(devices[one])}, "
+                f"{other} {_listed(devices[other])}, and both have {_listed(tuple(sorted(both)))}; change "
                 f"placement.{one} or placement.{other}"
             )
     return devices
 
 
-def _written(devices: tuple[int, ...]) -> str:
+def _listed(devices: tuple[int, ...]) -> str:
     return ",".join(map(str, devices))

@@ -1,6 +1,6 @@
-"""Every configuration key of quatrain: typed, frozen, described with its unit and default.
+"""All configuration keys of quatrain, with type, default and description.
 
-Imported by every package: a stage receives its own section, never the root. Imports no JAX.
+Imported by every package: a stage receives its own section, not the whole configuration. Does not import JAX.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
-# Random keys are made of 32 bits: a larger seed would silently equal a smaller one.
+# Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
 
 
 def _has_mesh_form(spec: object) -> object:
-    """`spec` where it has the form of a mesh; before its type is looked at, for one error."""
+    """Returns a valid mesh spec; runs before pydantic checks the type, so that there is only one error."""
     try:
         if spec != "auto":
             axis_sizes(spec)
@@ -39,7 +39,7 @@ def _has_mesh_form(spec: object) -> object:
         raise PydanticCustomError(
             "mesh",
             "must be auto, three numbers dp,fsdp,tp as in 1,-1,1, or a mapping of those axes; each at least "
-            "1, one of them -1 for the devices that are left",
+            "1, or -1 for one axis, which then uses all remaining devices",
         ) from None
     return spec
 
@@ -64,15 +64,15 @@ ADVANTAGE_SCALES = {
     "rloo": ("none",),
     "reinforce": ("batch", "none"),
 }
-"""The values of `advantage.scale` each estimator knows, its default first; that of `ops/advantages.py`."""
+"""The values of `advantage.scale` that each estimator of `ops/advantages.py` accepts, its default first."""
 POLICY_LOSSES = ("ppo_clip",)
-"""The built-in values of `update.loss`: those of `ops/losses.py`."""
+"""The built-in values of `update.loss`, implemented in `ops/losses.py`."""
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
-"""Keys of `update` that a policy loss takes by naming an argument like them, without a default."""
+"""Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
 
 
 def _names_function(builtin: Iterable[str]) -> AfterValidator:
-    """A validator of text that is one of `builtin`, or names a function of the user's own."""
+    """A validator for text that is a name in `builtin` or the location of a user's function."""
     names = tuple(builtin)
 
     def check(value: str) -> str:
@@ -90,11 +90,11 @@ def _names_function(builtin: Iterable[str]) -> AfterValidator:
 EstimatorName = Annotated[str, _names_function(ADVANTAGE_SCALES)]
 LossName = Annotated[str, _names_function(POLICY_LOSSES)]
 Argument = float | int | bool | str | None
-"""A value that the configuration can hand to a function."""
+"""A value that can be given in the configuration as an argument of a function."""
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors and values are never converted ("16" is no number)."""
+    """A frozen group of keys; unknown keys are errors, and types are not converted ("16" is no number)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -126,7 +126,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: where its weights come from, and in which dtype and with which kernels it is computed."""
+    """The policy: source of its weights, dtypes and kernels."""
 
     path: Text = Field(
         "builtin:tiny",
@@ -302,7 +302,7 @@ class AdvantageConfig(Section):
 
 
 SHARING_ATTENTIONS = ("auto", "xla")
-"""The values of `model.attention` that know shared prompts."""
+"""The values of `model.attention` that support shared prompts."""
 
 
 class UpdateConfig(Section):
@@ -443,7 +443,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, which hold everything that a run needs to be resumed."""
+    """Checkpoints, which contain everything needed to resume a run."""
 
     every_steps: NonNegative = Field(
         50, description="Training steps between checkpoints; 0: only after the last step."
@@ -524,7 +524,7 @@ class Config(Section):
         if mini is not None and mini > whole:
             raise PydanticCustomError(
                 "across_sections",
-                "must be at most data.batch_size ({whole}), the prompts there are in a training step; "
+                "must be at most data.batch_size ({whole}), the number of prompts in a training step; "
                 "set a smaller number, or null for all of them",
                 {"key": "update.mini_batch_size", "value": mini, "whole": whole},
             )
@@ -536,8 +536,8 @@ class Config(Section):
             if stage.micro_batch_size is not None and stage.max_tokens_per_device is not None:
                 raise PydanticCustomError(
                     "across_sections",
-                    "must be null where {budget_key} ({budget}) is set: micro-batches are cut by sequences "
-                    "or by tokens, not both; set one of the two to null",
+                    "must be null if {budget_key} ({budget}) is set: the size of micro-batches is given in "
+                    "sequences or in tokens, not both; set one of the two to null",
                     {
                         "key": f"{section}.micro_batch_size",
                         "value": stage.micro_batch_size,
@@ -561,8 +561,8 @@ class Config(Section):
         if update.share_prompts is True and kernel not in SHARING_ATTENTIONS:
             raise PydanticCustomError(
                 "across_sections",
-                "needs an attention that knows shared prompts, which model.attention {kernel} does not; set "
-                "model.attention to auto or xla, or update.share_prompts to auto",
+                "needs an attention kernel that supports shared prompts, which model.attention {kernel} does "
+                "not; set model.attention to auto or xla, or update.share_prompts to auto",
                 {**asked, "kernel": kernel},
             )
         return self
