@@ -221,7 +221,7 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             "'mixtral'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
         ),
         ({}, "unsupported model_type None"),
-        ({"model_type": "llama", "vocab_size": 3}, "must have hidden_size, intermediate_size"),
+        ({"model_type": "llama", "vocab_size": 3}, "lacks the required keys hidden_size, intermediate_size"),
         (
             {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "'yarn'.*default, linear, llama3",
@@ -232,7 +232,10 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             {**LLAMA_32_1B, "hidden_act": "relu"},
             "must be one of silu, gelu_pytorch_tanh; got 'relu'",
         ),
-        ({**LLAMA_32_1B, "quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
+        (
+            {**LLAMA_32_1B, "quantization_config": {"quant_method": "fp8"}},
+            "quantised weights are not supported",
+        ),
         (
             {**LLAMA_32_1B, "num_key_value_heads": 5},
             "a multiple of num_kv_heads = 5; got 32",
@@ -255,5 +258,7 @@ def test_builtin_architecture():
     arch = builtin_architecture("tiny", 64, (2,))
     assert (arch.family, arch.vocab_size, arch.eos_token_ids) == ("llama", 64, (2,))
     assert hash(arch) == hash(replace(arch))
-    with pytest.raises(ValueError, match="unknown builtin model builtin:huge; there is: builtin:tiny"):
+    with pytest.raises(
+        ValueError, match="unknown builtin model builtin:huge; the builtin models are: builtin:tiny"
+    ):
         builtin_architecture("huge", 64, ())

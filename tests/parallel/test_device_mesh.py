@@ -50,5 +50,7 @@ def test_a_backend_without_pinned_memory_is_named(monkeypatch):
         default_memory=lambda: memory, addressable_memories=lambda: [memory], device_kind="toaster"
     )
     monkeypatch.setattr(mesh.jax, "local_devices", lambda: [device])
-    with pytest.raises(ValueError, match=r"\(toaster\) know device; set offload.reference and offload.optim"):
+    with pytest.raises(
+        ValueError, match=r"\(toaster\) have the memory kinds device; set offload.reference and offload.optim"
+    ):
         to_memory("host", {"a": 1})

@@ -18,7 +18,7 @@ def test_builtin_model():
     assert model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="pass vocab_size"):
         load_model("builtin:tiny")
-    with pytest.raises(ValueError, match="there is: builtin:tiny"):
+    with pytest.raises(ValueError, match="the builtin models are: builtin:tiny"):
         load_model("builtin:small", vocab_size=20)
 
 

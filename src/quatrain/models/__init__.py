@@ -1,1 +1,1 @@
-"""Parameters, decoder, model families, loading and saving."""
+"""Model families, parameters, decoder, KV cache and attention."""

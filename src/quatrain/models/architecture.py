@@ -1,6 +1,6 @@
-"""What the decoder needs to know of a model.
+"""The architecture of a model: sizes, normalisation, rotary embeddings, attention windows, special tokens.
 
-Data flow: made from config.json, a GGUF header or a builtin name; read by parameters, decoder and export.
+Data flow: config.json, a GGUF header or a builtin name -> `Architecture` -> parameters, decoder and export.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the length a model was first trained at.
+    """How rotary frequencies are scaled, so that a model handles contexts longer than it was pre-trained on.
 
-    `linear` divides each frequency by `factor`; `llama3` does so for wavelengths longer than
-    `original_max_position / low_freq_factor` tokens, leaves those shorter than
-    `original_max_position / high_freq_factor`, and interpolates between.
+    `linear` divides every frequency by `factor`. `llama3` divides frequencies whose wavelength is longer than
+    `original_max_position / low_freq_factor` tokens by `factor`, keeps frequencies whose wavelength is
+    shorter than `original_max_position / high_freq_factor` tokens, and interpolates between the two.
     """
 
     kind: Literal["linear", "llama3"]
@@ -30,9 +30,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything the decoder needs to know of a model; hashable, so a jitted function takes it as static.
+    """The architecture of one model; hashable, so that it can be a static argument of jitted functions.
 
-    Sizes are in elements, `max_position` and `sliding_window` in tokens.
+    Sizes are in elements; `max_position` and `sliding_window` are in tokens.
     """
 
     family: str
@@ -48,7 +48,7 @@ class Architecture:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
-    """Theta of sliding layers, never scaled; None: as the other layers."""
+    """RoPE theta of sliding-window layers, without scaling; None: as in layers with full attention."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -56,18 +56,18 @@ class Architecture:
     qk_norm: bool = False
     activation: str = "silu"
     norm_offset: float = 0.0
-    """Norms multiply by `norm_offset + weight` (1 for Gemma)."""
+    """RMS norms multiply by `norm_offset + weight`; 1 for Gemma."""
     post_norms: bool = False
-    """Norms after attention and MLP too, before the residual sum (Gemma)."""
+    """Whether the outputs of attention and MLP are normalised too, before the residual sum (Gemma)."""
     scale_embeddings: bool = False
-    """Token embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    """Whether token embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
     query_pre_attn_scalar: float | None = None
-    """Queries are divided by the root of this; None: of `head_dim`."""
+    """Queries are divided by the square root of this value; None: by the square root of `head_dim`."""
     attention_softcap: float | None = None
     final_softcap: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
-    """`full_attention` or `sliding_attention` for each layer; () means all full."""
+    """`full_attention` or `sliding_attention` for each layer; (): all layers have full attention."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -102,11 +102,11 @@ class Architecture:
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied by before the dot product with keys."""
+        """The factor that queries are multiplied by before the dot product with keys."""
         return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def layer_type(self, layer: int) -> str:
-        """The type of layer number `layer`."""
+        """The attention type of layer number `layer`, counted from 0."""
         return self.layer_types[layer] if self.layer_types else LAYER_TYPES[0]
 
 

@@ -1,11 +1,12 @@
-"""The forward pass of the sampler: packed prompts into a cache, then one token of every sequence at a time.
+"""The forward passes of the sampler: prefill of packed prompts, and decode steps of one token per sequence.
 
-Data flow: `rollout/decode.py` compiles it. Layers are `decoder.run_layers`; what is here is where keys
-and values come from. The cache has two parts: prompts, each once however many sequences continue it, and each
-sequence's own tokens, in a ring of columns that all sequences write in step.
+Data flow: `rollout/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
+that writes and reads the KV cache. The cache has two parts: the prompt cache, with one row per prompt, shared
+by all its completions, and the completion cache `own`, with one row per sequence. The columns of `own` are a
+ring buffer: in a decode step, all sequences write the same column.
 
-Shapes: T tokens, R prompts of S columns, M sequences of a prompt at most, B sequences, O own columns,
-D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
+Shapes: T tokens, R rows (prompts) of S columns in the prompt cache, at most M sequences per prompt, B
+sequences, O columns in `own`, D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from quatrain.models.params import Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sharing:
-    """Who continues which prompt. Slots without a sequence may hold anything that is in range."""
+    """Which sequences continue which prompt. Entries for slots without a sequence may be any valid index."""
 
-    members: jax.Array  # [R, M] int32: the sequences of each prompt, any where there are fewer
-    place: jax.Array  # [B] int32: where in the flattened `members` each sequence is
+    members: jax.Array  # [R, M] int32: the sequences of each prompt; any index in unused entries
+    place: jax.Array  # [B] int32: the index of each sequence in the flattened `members`
     prompt_lengths: jax.Array  # [R] int32
 
 
@@ -47,9 +48,9 @@ def prefill(
     attention: str,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
-    """Hidden states [T, D] of prompts packed into a row of T tokens, and their keys and values [T, K, H].
+    """Hidden states [T, D] of prompts packed into a row of T tokens, and per layer keys and values [T, K, H].
 
-    An `attention` that does not know branches takes `branch_ids` for zeros, which they have to be.
+    `branch_ids` must be zeros if the implementation `attention` does not support shared prefixes.
     """
     windows = layer_windows(arch)
     branches = branch_ids[None] if supports_shared_prefixes(attention) else None
@@ -85,10 +86,11 @@ def decode(
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
-    """Hidden states [B, D] of one token per sequence, and `own` with that token's keys at `column`.
+    """Hidden states [B, D] of one token per sequence, and `own` with the token's keys and values at `column`.
 
-    `positions` [B] are the tokens' own, `own_lengths` [B] the columns of `own` that belong to the sequence,
-    this one included; they are the last ones before `column`, around the ring.
+    `positions` [B] are the positions of the tokens in their sequences. `own_lengths` [B] counts the columns
+    of `own` that hold tokens of the sequence, including this token. These columns end at `column`; the ring
+    wraps around, so that column O - 1 is before column 0.
     """
     S, O = prompts.columns, own.columns
     back_O = (column - jnp.arange(O, dtype=jnp.int32)) % O
@@ -123,10 +125,11 @@ def decode(
 def _attend(
     q_RMKGH: jax.Array, k_RKHS: jax.Array, v_RKSH: jax.Array, mask_RMS: jax.Array, cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over one part of the keys [R, M, K, G, H], and the log of its softmax's denominator.
+    """Attention [R, M, K, G, H] over one of the two caches, and the log of the softmax's denominator.
 
-    Two parts y1, y2 with logs t1, t2 make the whole as y1 * sigmoid(t1 - t2) + y2 * sigmoid(t2 - t1). All M
-    sequences of a prompt, and the G queries of a key/value head, are rows of one product with its keys.
+    Results y1, y2 over two sets of keys, with logs t1, t2, are combined into attention over both sets as y1 *
+    sigmoid(t1 - t2) + y2 * sigmoid(t2 - t1). The queries of all M sequences that share a row of keys, and of
+    the G query heads that share a key/value head, are rows of one matrix product with these keys.
     """
     R, M, K, G, H = q_RMKGH.shape
     S = k_RKHS.shape[3]

@@ -1,8 +1,8 @@
 """The forward pass of every supported family: token ids to hidden states, hidden states to logits.
 
-Data flow: log-probabilities, loss and gradient run whole rows through `forward`, with the attention that was
-chosen for the device (`attention.py`); the sampler runs one token at a time through the same layers, with an
-attention of its own over a cache (`decode_step.py`).
+Data flow: log-probabilities, loss and gradient call `forward` on whole rows, with the attention
+implementation chosen for the device (`attention/`). The sampler calls the same layers (`run_layers`) for one
+token per sequence, with attention over the KV cache (`decode_step.py`).
 
 Shapes: B rows, T tokens, D hidden, N query heads, K key/value heads, H head size, V vocabulary.
 """
@@ -48,9 +48,9 @@ Angles = tuple[jax.Array, jax.Array]
 LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""The same, with the number of the layer before."""
+"""(layer number, q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
 REMAT = ("none", "dots", "layer")
-"""What the backward pass computes again of a layer: nothing, its parts but for their products, or all."""
+"""What the backward pass recomputes of a layer: nothing, everything except matrix products, or everything."""
 
 
 def forward(
@@ -68,13 +68,14 @@ def forward(
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm.
 
-    A query attends to keys of its own segment (0 is padding) at its position or before, within the sliding
-    window where the layer has one; a row may hold several segments, each with positions from 0. A segment
-    may have branches, `branch_ids` [B, T]: those from 1 on see themselves and what they begin with, and have
-    positions that follow it (`layers.attention_mask`). Activations are in `dtype`; norms, rotary embeddings
-    and softmax in float32. `remat` says what the backward pass recomputes (`REMAT`), `attention` names the
-    implementation of attention (`kernels.choose_attention`), `backend` the sizes of its blocks and the order
-    of factors in products.
+    A query attends to keys of its own segment (segment 0 is padding) at its position or before, within the
+    layer's sliding window if it has one. A row may hold several segments; positions count from 0 in each. A
+    segment may have branches with shared prefixes, given by `branch_ids` [B, T]: a branch attends to itself
+    and to the prefixes that it continues, and its positions follow theirs (`layers.attention_mask`).
+
+    Activations are in `dtype`; norms, rotary embeddings and softmax are computed in float32. `remat` is one
+    of `REMAT`, `attention` is the name of an implementation (`kernels.choose_attention`), and `backend` holds
+    the block sizes of attention and the order of factors in matrix products.
     """
     windows = layer_windows(arch)
     patterns = {
@@ -89,7 +90,8 @@ def forward(
         return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, patterns[window], window=window, cap=cap)
 
     if remat == "dots" and attention != "xla":
-        # The kernels would keep heads padded or repeated; computed again, they keep queries, keys and values.
+        # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the
+        # backward pass; with it, only queries, keys and values are kept.
         attend = jax.checkpoint(attend, static_argnums=0)
     return run_layers(params, arch, input_ids, positions, attend, dtype=dtype, remat=remat, backend=backend)
 
@@ -105,7 +107,7 @@ def run_layers(
     remat: str = "none",
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
-    """Hidden states [B, T, D] of tokens at `positions` [B, T], whose attention is `attend`: see `forward`."""
+    """Hidden states [B, T, D] of tokens at `positions` [B, T], with `attend` as attention. See `forward`."""
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.scale_embeddings:
@@ -128,7 +130,7 @@ def run_layers(
 
 
 def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax.Array:
-    """Rows of a table, each of which is on one of the `tp` devices where they share the vocabulary."""
+    """Embeddings of `input_ids`; `table_VD` is this device's shard if the vocabulary is sharded over `tp`."""
     axis = vocabulary_axis(arch)
     if axis is None:
         return table_VD[input_ids]
@@ -138,13 +140,13 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
 
 
 def layer_windows(arch: Architecture) -> list[int | None]:
-    """The sliding window of each layer, in tokens; None where a layer sees all."""
+    """The sliding window of each layer, in tokens; None for a layer with full attention."""
     windows = dict(zip(LAYER_TYPES, (None, arch.sliding_window), strict=True))
     return [windows[arch.layer_type(i)] for i in range(arch.num_layers)]
 
 
 def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
-    """[V, D]: what `project` multiplies hidden states of `dtype` with; of a shared vocabulary, our part."""
+    """The matrix [V, D] in `dtype` that `project` takes; this device's shard if the vocabulary is sharded."""
     name = output_head_name(arch)
     return gather_params(params[name], partition(arch, current_mesh())[name], dtype)
 
@@ -154,7 +156,7 @@ def project(
 ) -> jax.Array:
     """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned.
 
-    Where `tp` devices share the vocabulary (`vocabulary_axis`), those of this device's part.
+    If the vocabulary is sharded over `tp` (`vocabulary_axis`), the logits are those of this device's shard.
     """
     scores = matmul_transposed(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
     return softcap(scores, arch.final_softcap)
@@ -170,7 +172,7 @@ def logits(
 
 
 def vocabulary_axis(arch: Architecture) -> str | None:
-    """The axis of the mesh here whose devices each have a part of the vocabulary; None where all have all."""
+    """The axis of the current mesh that the vocabulary is sharded over; None if it is not sharded."""
     return "tp" if "tp" in partition(arch, current_mesh())["embed"] else None
 
 
@@ -184,11 +186,13 @@ def _layer(
     by_parts: bool,
     few_rows: int,
 ) -> jax.Array:
-    """x + attention(norm(x)), then x + mlp(norm(x)), with norms after both too where the family has them.
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` both outputs are normalised too.
 
-    Each part brings its weights together itself, so that what the backward pass computes again, a part or
-    the whole layer, holds none meanwhile. A product with weights ends its part: no gradient in it needs the
-    result, so it is not computed again. Each `tp` device computes its heads and its columns of the MLP.
+    The layer is computed in parts, each of which all-gathers its own weights. With `by_parts`, the backward
+    pass recomputes every part from its inputs, so gathered weights are not kept between the passes (nor are
+    they if the caller recomputes the whole layer). Each part ends with its product with weights: no gradient
+    within the part needs the result of that product, so the product is not recomputed. Each `tp` device
+    computes its own heads and its own columns of the MLP.
     """
 
     def part(run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
@@ -216,7 +220,7 @@ def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Arra
 
 
 def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
-    """[B, T, K, G + 2, H]: the queries of each key/value head, its key and its value."""
+    """[B, T, K, G + 2, H]: for each key/value head its G = N / K query heads, its key and its value."""
     x_BTD = psum_backward(_norm(x_BTD, layer, "attention_norm", arch), "tp")
     return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows)
 
@@ -224,7 +228,7 @@ def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) ->
 def _queries_keys_values(
     heads_BTKXH: jax.Array, layer: Layer, angles: Angles, arch: Architecture
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries, scaled for the dot product, rotated keys, and values."""
+    """(queries with rotary embedding, scaled for the dot product; keys with rotary embedding; values)."""
     B, T = heads_BTKXH.shape[:2]
     q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, arch.head_dim)
     k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
@@ -236,15 +240,16 @@ def _queries_keys_values(
 
 
 def _output(y_BTNH: jax.Array, layer: Layer, few_rows: int) -> jax.Array:
-    """[B, T, D] of all heads."""
+    """The output projection of attention: [B, T, D], summed over all heads of all `tp` devices."""
     return linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis="tp", few_rows=few_rows)
 
 
 def _own_rows(layer: Layer, arch: Architecture) -> Layer:
-    """The rows of `qkv` and its bias that are this device's.
+    """`qkv` and its bias, with the rows that this `tp` device computes.
 
-    They lie there already, but for more `tp` devices than key/value heads: then some share one of those, and
-    each takes its part of the query heads.
+    If `tp` divides the number of key/value heads, the parameters are sharded and a device holds only its own
+    rows. Otherwise there are more devices than key/value heads, and every device holds all of them: several
+    devices then compute the same key/value head, each with its own part of that head's query heads.
     """
     if arch.num_kv_heads % axis_size("tp") == 0:
         return layer
@@ -261,7 +266,7 @@ def _own_rows(layer: Layer, arch: Architecture) -> Layer:
 
 
 def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:
-    """The rotary angles of each layer type."""
+    """Cosines and sines of the rotary embedding, keyed by layer type (`LAYER_TYPES`)."""
     full = rope_angles(positions, rope_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling))
     if arch.local_rope_theta is None:
         return dict.fromkeys(LAYER_TYPES, full)

@@ -1,6 +1,6 @@
-"""The model families: what sets each apart, and how Hugging Face spells its config and its tensors.
+"""The supported model families: their differences, and the names in their Hugging Face configs and tensors.
 
-Data flow: config.json -> `Architecture` -> parameters and forward pass; and back for export.
+Data flow: config.json -> `Architecture` -> parameters and forward pass; export goes the other way.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 
 class Family(NamedTuple):
-    """What sets a family apart."""
+    """How one family of models differs from the others."""
 
     hf_class: str
-    """The transformers class, named in config.json."""
+    """The name of its class in transformers, which config.json gives under `architectures`."""
     fixed: Json
-    """Fields of `Architecture` that its config.json does not tell."""
+    """Fields of `Architecture` that all its models have in common and that config.json does not contain."""
     defaults: Json
-    """Values of the keys that its config.json may leave out."""
+    """Values of keys that may be missing in config.json."""
 
 
 _GEMMA: Json = {"norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""The supported families, by the `model_type` of config.json."""
+"""The supported families, keyed by the `model_type` of config.json."""
 
 _BUILTIN: dict[str, Json] = {
     "tiny": {
@@ -87,14 +87,14 @@ _BUILTIN: dict[str, Json] = {
 
 
 def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
-    """The architecture behind `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
+    """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
 
     `tiny` is a Llama of about 0.8 M parameters, small enough to train on two CPU cores in minutes.
-    Raises ValueError for another name.
+    Raises ValueError for an unknown name.
     """
     if name not in _BUILTIN:
         known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
-        raise ValueError(f"unknown builtin model builtin:{name}; there is: {known}")
+        raise ValueError(f"unknown builtin model builtin:{name}; the builtin models are: {known}")
     return Architecture(vocab_size=vocab_size, eos_token_ids=eos_token_ids, **_BUILTIN[name])
 
 
@@ -102,8 +102,8 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """The architecture that a Hugging Face config.json describes.
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
-    `rope_scaling`, `rope_local_base_freq`); keys left out take the family's defaults, as there.
-    Raises ValueError for a `model_type`, rope type, activation or feature the decoder does not have.
+    `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
+    Raises ValueError for a `model_type`, RoPE type, activation or feature that the decoder does not support.
     """
     family = str(config.get("model_type"))
     if family not in FAMILIES:
@@ -150,7 +150,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The token ids that a config gives as one number, a list, or null."""
+    """Token ids of a config value that is one number, a list or null."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -161,13 +161,13 @@ def _activation(c: Json) -> str:
 
 
 def _refuse_unsupported(family: str, c: Json) -> None:
-    """Raises ValueError for what the decoder would otherwise get wrong without a word."""
+    """Raises ValueError for config values that the decoder does not support and would otherwise ignore."""
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if c.get(key) is None]
     if missing:
-        raise ValueError(f"config.json of a {family} model must have {', '.join(missing)}, which it lacks")
+        raise ValueError(f"config.json of a {family} model lacks the required keys {', '.join(missing)}")
     unsupported = {
-        "quantization_config": "quantised weights are not read: use the original or a .gguf file",
+        "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
         "use_bidirectional_attention": "only causal attention is supported",
     }
     for key, remedy in unsupported.items():
@@ -181,7 +181,7 @@ def _refuse_unsupported(family: str, c: Json) -> None:
 
 
 def _rope(c: Json) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling of the layers that see everything before them."""
+    """RoPE theta and scaling of the layers with full attention."""
     written: Json = c.get("rope_parameters") or {}
     parameters: Json = {**(written.get("full_attention") or written), **(c.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta") or c.get("rope_theta") or 10_000.0)
@@ -205,7 +205,7 @@ def _rope(c: Json) -> tuple[float, RopeScaling | None]:
 
 
 def _local_rope_theta(c: Json) -> float:
-    """Theta of sliding layers; these are never scaled."""
+    """RoPE theta of sliding-window layers, whose frequencies are never scaled."""
     local = (c.get("rope_parameters") or {}).get("sliding_attention") or {}
     if _rope_type(local, c) != "default":
         raise ValueError(f"sliding_attention layers must have rope_type default; config.json has {local}")
@@ -223,7 +223,7 @@ def _rope_type(parameters: Json, c: Json) -> str:
 
 
 def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...]]:
-    """The sliding window and the type of each layer; None and () where no layer slides."""
+    """The sliding window and each layer's attention type; (None, ()) if all layers have full attention."""
     full, sliding = LAYER_TYPES
     layers = range(c["num_hidden_layers"])
     window = c.get("sliding_window")
@@ -240,9 +240,9 @@ def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...
 
 
 def architecture_to_hf(arch: Architecture) -> Json:
-    """The config.json, but for its dtype, from which transformers 4 and 5 build the same model.
+    """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the same model.
 
-    Rope is written in both layouts, so that engines of either age read it.
+    RoPE settings are written in the layouts of both versions, so that other engines can read either.
     """
     eos = list(arch.eos_token_ids)
     config: Json = {
@@ -311,7 +311,7 @@ def _rope_to_hf(arch: Architecture) -> Json:
 
 
 class TensorName(NamedTuple):
-    """A tensor's name in a Hugging Face checkpoint, the parameter it goes to, and which part of it it is."""
+    """A tensor of a Hugging Face checkpoint: its name, the path of the parameter, and the slice it fills."""
 
     name: str
     path: Path
@@ -319,16 +319,16 @@ class TensorName(NamedTuple):
     vector: bool = True
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`parameter` as a list of rows, of numbers where the tensor is a vector; which of them are its own.
+        """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).
 
-        A matrix [*out, in] has prod(out) rows; those of the tensor are in its own order.
+        A parameter [*out, in] has prod(out) rows; if the tensor is a vector, each element is a row.
         """
         shape = parameter.shape if self.vector else parameter.shape[:-1]
         own = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
         return parameter.reshape(-1, *parameter.shape[len(shape) :]), own
 
     def of(self, parameter: np.ndarray) -> np.ndarray:
-        """The tensor, taken out of `parameter`: [out, in], or [out] for a vector."""
+        """This tensor's slice of `parameter`: [out, in], or [out] for a vector."""
         part = parameter[self.part]
         return np.ascontiguousarray(part.reshape(-1) if self.vector else part.reshape(-1, part.shape[-1]))
 
@@ -353,7 +353,7 @@ _PRE_AND_POST_NORMS = {
 
 
 def tensor_names(arch: Architecture) -> list[TensorName]:
-    """Every tensor that a Hugging Face checkpoint of `arch` holds."""
+    """All tensors of a Hugging Face checkpoint of `arch`."""
     names = [
         TensorName("model.embed_tokens.weight", ("embed",), vector=False),
         TensorName("model.norm.weight", ("final_norm",)),

@@ -1,6 +1,6 @@
-"""Multiplications and additions that a model needs, from its shape.
+"""Floating-point operations of a model, computed from its architecture.
 
-Data flow: architecture and token counts -> the benchmarks, which set them against what a machine can do.
+Data flow: architecture and token counts -> benchmarks, which divide them by time and by the device's peak.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from quatrain.models.architecture import Architecture
 
 
 def linear_parameters(arch: Architecture) -> int:
-    """Weights of the matrices every token is multiplied with: all layers', without embedding and head."""
+    """Elements of the weight matrices of all layers; the embedding and the output head do not count."""
     heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads + 2 * kv_heads)
     return arch.num_layers * (attention + 3 * arch.hidden_size * arch.intermediate_size)
 
 
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:
-    """Floating-point operations of a forward pass, a multiplication and an addition counting two.
+    """Floating-point operations of a forward pass; a multiply-add counts as two.
 
     Args:
-        tokens: tokens computed.
-        keys: keys that a token attends to, mean over the tokens.
-        scored: tokens whose logits over the vocabulary are computed.
+        tokens: tokens that the layers compute.
+        keys: keys that a token attends to, averaged over the tokens.
+        scored: tokens for which the output head computes logits.
     """
     per_token = 2 * linear_parameters(arch) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * keys
     return tokens * per_token + scored * 2 * arch.hidden_size * arch.vocab_size

@@ -1,6 +1,6 @@
-"""The keys and values of tokens already seen, so that a new token costs one token.
+"""The KV cache: keys and values of earlier tokens, so that a decode step computes one token per sequence.
 
-Data flow: the rollout makes it, `decode_step.py` writes and reads it.
+Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import DATA_AXES
 
 CACHE_SPEC = PartitionSpec(DATA_AXES, "tp")
-"""Rows over the replicas of the sampler, heads over the devices of each."""
+"""The sharding of a cache: rows over the replicas of the sampler, heads over a replica's `tp` devices."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CachePart:
-    """Keys and values of every layer without their positions, which the reader knows.
+    """Keys and values of every layer; the positions of the columns are not stored, the reader derives them.
 
-    Keys are [B, KV, H, S], values [B, KV, S, H]: on a CPU the products of a decode step take half the
-    time that they take with keys [B, KV, S, H].
+    For each layer, keys are [B, KV, H, S] and values [B, KV, S, H] (B rows, KV key/value heads, H head size,
+    S columns): on a CPU the matrix products of a decode step take half as long as with keys [B, KV, S, H].
     """
 
     keys: tuple[jax.Array, ...]
@@ -34,12 +34,12 @@ class CachePart:
 
     @property
     def columns(self) -> int:
-        """S."""
+        """The number of columns S: tokens that a row can hold."""
         return self.values[0].shape[2]
 
 
 def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
-    """`rows` on each replica of `mesh`."""
+    """A cache of zeros with `rows` rows on each replica (data shard) of `mesh`."""
     heads, size = cached_heads(arch, mesh.shape["tp"]), arch.head_dim
     rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
     place = NamedSharding(mesh, CACHE_SPEC)
@@ -51,16 +51,16 @@ def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, m
 
 
 def cached_heads(arch: Architecture, tp: int) -> int:
-    """Key/value heads that `tp` devices keep: one each where they are more than there are."""
+    """Key/value heads in the caches of `tp` devices: with fewer heads than devices, each device has one."""
     return max(arch.num_kv_heads, tp)
 
 
 def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
-    """Memory of one cached token in all layers, on each of `tp` devices."""
+    """Bytes of one column (the keys and values of one token in all layers) on each of `tp` devices."""
     heads = cached_heads(arch, tp) // tp
     return 2 * arch.num_layers * heads * arch.head_dim * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
-    """`buffer` with `new` at start, start+1, ... along `axis`, the same columns in each row."""
+    """`buffer` with `new` written at start, start + 1, ... along `axis`, the same columns in every row."""
     return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)

@@ -1,6 +1,6 @@
-"""The parts of a decoder layer: norm, rotary positions, who attends to whom, attention, gated MLP.
+"""The parts of a decoder layer: RMS norm, linear maps, rotary embeddings, attention mask, gated MLP.
 
-Data flow: pure functions that the decoder composes.
+Data flow: pure functions, which the decoder and the attention implementations call.
 
 Shapes: B rows, T queries, S keys, D hidden, N query heads, K key/value heads, G = N / K, H head size,
 X = G x T.
@@ -25,7 +25,7 @@ BRANCHES_PER_GROUP = 2**16
 """Branch k * BRANCHES_PER_GROUP of a segment is the shared prompt of its group k; branches with the following
 numbers, below (k + 1) * BRANCHES_PER_GROUP, continue this prompt. See `attention_mask`."""
 MASKED = -1e30
-"""Score of a key that may not be seen: finite, so that a padding query, which sees none, gives no NaN."""
+"""Score of a masked key; finite, so that a padding query, whose keys are all masked, does not yield NaN."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -45,7 +45,7 @@ def _rms_norm_forward(
 def _rms_norm_backward(
     eps: float, offset: float, residuals: tuple[jax.Array, jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """By hand: both sums, over features and over rows, are products of one array, a fifth of the cost."""
+    """Written by hand: both sums, over features and over rows, are matrix products; a fifth of the time."""
     x, weight, scale = residuals
     normed, dy = x.astype(jnp.float32) * scale, dy.astype(jnp.float32)
     factors = offset + weight.astype(jnp.float32)
@@ -62,13 +62,13 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def matmul_transposed(
     x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, few_rows: int = 0
 ) -> jax.Array:
-    """x [..., in] times a matrix [*out, in]: [..., *out], in `dtype` or that of `x`.
+    """x [..., in] times the transpose of `weight` [*out, in]: [..., *out], in `dtype` (default: of `x`).
 
-    Weights are cast to the dtype of `x`. Rows and columns are joined for the product: on a CPU the
-    gradient of the weights, a contraction over both, is three times as fast over one.
+    Weights are cast to the dtype of `x`. The leading dimensions of `x` are flattened into one: on a CPU the
+    gradient of the weights, which contracts over them, is three times as fast over one dimension as over two.
 
-    At most `few_rows` rows (`Backend.few_rows`) are the second factor of the product, more are the first. The
-    barrier keeps XLA from exchanging the factors again.
+    If `x` has at most `few_rows` rows (`Backend.few_rows`), the weights are the first factor of the product,
+    otherwise `x` is. The optimization barrier prevents XLA from swapping the factors again.
     """
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype)
     along_in = (((1,), (1,)), ((), ()))
@@ -83,9 +83,10 @@ def matmul_transposed(
 def linear(
     x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None, few_rows: int = 0
 ) -> jax.Array:
-    """x [..., in] times a matrix [*out, in], plus the bias where the layer has one: [..., *out].
+    """x [..., in] times the transpose of matrix `name` [*out, in], plus its bias if any: [..., *out].
 
-    Along `sum_axis` of a mesh each device has a part of the inputs, and the products are added up.
+    With `sum_axis`, each device along this mesh axis holds a part of the inputs; the results are summed over
+    the axis (psum) before the bias is added.
     """
     y = matmul_transposed(x, layer[name], few_rows=few_rows)
     y = y if sum_axis is None else psum_forward(y, sum_axis)
@@ -94,7 +95,7 @@ def linear(
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """[H/2] float32 angles per position, theta ** (-2i / H), stretched by `scaling` (see `RopeScaling`)."""
+    """[H/2] float32 angles per position: theta ** (-2i / H), scaled as `scaling` says (see `RopeScaling`)."""
     frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequencies
@@ -110,7 +111,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 def rope_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of position x frequency, each [B, T, 1, H/2] float32."""
     angles = positions_BT.astype(jnp.float32)[..., None, None] * frequencies
-    # Made once: XLA would compute them again wherever they are used, twice in every layer.
+    # The barrier makes XLA compute the angles once; otherwise it recomputes them at every use, twice per
+    # layer.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
@@ -129,12 +131,15 @@ def attention_mask(
     window: int | None,
     branches: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """[B, T, S] bool: the one place that says which keys a query sees.
+    """[B, T, S] bool: whether query t may attend to key s. Every attention mask of the model is defined here.
 
-    Those of its own segment (0 is padding, seen by nobody), at its position or before, and fewer than
-    `window` positions back. Positions count within a segment, so packed rows need nothing more. Where
-    segments have branches (those of queries and keys), a branch sees itself, branch 0, where all begin, and
-    the shared prompt of its group (`BRANCHES_PER_GROUP`).
+    A query attends to keys of its own segment (segment 0 is padding and is never attended to) that are at its
+    position or before, and fewer than `window` positions before it. Positions are counted within a segment,
+    so that rows of packed segments need no other mask.
+
+    `branches` are the branch ids of the queries and of the keys, for segments with shared prefixes. A query
+    then attends to keys of its own branch, of branch 0, which is the prefix that all branches of the segment
+    share, and of its group's shared prompt (see `BRANCHES_PER_GROUP`).
     """
     back = query_positions[:, :, None] - key_positions[:, None, :]
     same = query_segments[:, :, None] == key_segments[:, None, :]
@@ -150,17 +155,17 @@ def attention_mask(
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap): x for small x, within (-cap, cap) always (Gemma 2); x where cap is None."""
+    """cap * tanh(x / cap) (Gemma 2): close to x for small x, always within (-cap, cap); x if cap is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0) -> jax.Array:
-    """gate(x) and up(x) [B, T, 2, F], the first half of a gated MLP (Shazeer 2020)."""
+    """The first half of a gated MLP: gate(x) and up(x) as [B, T, 2, F] (Shazeer 2020)."""
     return linear(psum_backward(x_BTD, "tp"), layer, "gate_up", few_rows=few_rows)
 
 
 def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
-    """down(activation(gate) * up), its second half."""
+    """The second half of a gated MLP: down(activation(gate) * up)."""
     gate, up = jnp.unstack(gate_up, axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
     return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows)

@@ -1,6 +1,6 @@
-"""One tree of parameter specs, from which abstract values, initial values and shardings follow.
+"""The tree of parameter specs, from which parameter shapes, initial values and shardings are derived.
 
-Data flow: `Architecture` -> specs -> the parameter tree that loading fills and the decoder reads.
+Data flow: `Architecture` -> tree of `ParamSpec` -> parameter tree, filled by loading and read by the decoder.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [V, D] if untied}."""
 
 XLA_ALIGNMENT = 64
-"""Bytes."""
+"""The alignment, in bytes, of host arrays that XLA uses on a CPU without copying them."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its shape, the logical axis of each dimension, and how it is drawn.
+    """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 
     Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
-    each with its queries), `mlp`, and `group`, `head` and `norm`, which are never split. `scale` is the
-    standard deviation of `normal` and the value of `constant`.
+    each with its query heads), `mlp`, and `group`, `head` and `norm`, which are never sharded. `scale` is the
+    standard deviation if `init` is `normal`, and the value of every element if it is `constant`.
     """
 
     shape: tuple[int, ...]
@@ -46,14 +46,16 @@ class ParamSpec:
 
 
 def param_specs(arch: Architecture) -> Params:
-    """The tree of `ParamSpec`s of `arch`. Matrices are stored [*out, in], and those of one input as one.
+    """The tree of `ParamSpec`s of `arch`.
 
-    `qkv` [K, G + 2, H, D] has for each key/value head its G query heads, its keys and its values; `gate_up`
-    [2, F, D] the gate and what it gates. One product in place of three: a decode step reads weights only, and
-    on a CPU takes two thirds of the time.
+    Matrices are stored as [*out, in]. Matrices that multiply the same input are stored as one: `qkv`
+    [K, G + 2, H, D] holds for each key/value head its G query heads, its key head and its value head, and
+    `gate_up` [2, F, D] holds the gate and the up projection. The time of a decode step is the time to read
+    the weights, and one product in place of three takes two thirds of it on a CPU.
 
-    Normal weights have standard deviation in**-0.5, divided by sqrt(2 * layers) where they write to the
-    residual stream (Radford et al. 2019), so that its variance does not grow with depth.
+    Weights are initialised with standard deviation in**-0.5. The standard deviation of matrices that write
+    to the residual stream is divided by sqrt(2 * layers), so that the variance of the residual stream does
+    not grow with depth (Radford et al. 2019).
     """
     d = arch.hidden_size
     specs: Params = {
@@ -66,7 +68,7 @@ def param_specs(arch: Architecture) -> Params:
 
 
 def output_head_name(arch: Architecture) -> str:
-    """The parameter that makes logits of hidden states; tied embeddings are also the output head."""
+    """The name of the output head's parameter: `embed` if the embeddings are tied, else `lm_head`."""
     return "embed" if arch.tie_embeddings else "lm_head"
 
 
@@ -109,16 +111,17 @@ def is_spec(leaf: object) -> bool:
 
 
 def partition(arch: Architecture, mesh: MeshShape) -> Params:
-    """The tree of `PartitionSpec`s: how the parameters of `arch` lie on `mesh`.
+    """The tree of `PartitionSpec`s with which the parameters of `arch` are sharded over `mesh`.
 
-    Raises ValueError where the `tp` devices of `mesh` cannot share a layer.
+    Raises ValueError if a layer cannot be split over the `tp` devices of `mesh`.
     """
     valid = [tp for tp in range(1, arch.num_heads + 1) if _divides_layers(arch, tp)]
     if mesh.tp not in valid:
         raise ValueError(
-            f"tensor parallelism divides the {arch.num_heads} query heads and the {arch.intermediate_size} "
-            f"columns of the MLP, and divides or is a multiple of the {arch.num_kv_heads} key/value heads; "
-            f"got tp {mesh.tp}; choose one of {', '.join(map(str, valid))}"
+            f"tp must be a number that divides the {arch.num_heads} query heads and the "
+            f"{arch.intermediate_size} columns of the MLP, and that divides or is a multiple of the "
+            f"{arch.num_kv_heads} key/value heads; got tp {mesh.tp}; "
+            f"choose one of {', '.join(map(str, valid))}"
         )
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
 
@@ -129,9 +132,10 @@ def _divides_layers(arch: Architecture, tp: int) -> bool:
 
 
 def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
-    """Parameters whole along `fsdp`, where they are used, in a function mapped over a mesh.
+    """`params` all-gathered over the `fsdp` axis; for use inside `shard_map`, where the parameters are read.
 
-    `specs` are their partition specs. Matrices travel in `dtype`; gradients are added up on the way back.
+    `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
+    backward pass sums the gradients over the `fsdp` axis (reduce-scatter).
     """
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -143,7 +147,7 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
 
 
 class GatheredLayer(Mapping[str, jax.Array]):
-    """The parameters of a layer, each brought together when it is asked for: see `gather_params`."""
+    """The parameters of one layer as a mapping; reading one all-gathers it, as `gather_params` does."""
 
     def __init__(self, layer: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
         self._layer, self._specs, self._dtype = layer, specs, dtype
@@ -165,9 +169,10 @@ class GatheredLayer(Mapping[str, jax.Array]):
 def init_params(
     arch: Architecture, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Params:
-    """Random parameters for `arch`, made where they lie on `mesh`, by default one device.
+    """Random parameters for `arch`, each shard created on its own device of `mesh`, by default one device.
 
-    The key of each is folded from its place in the tree; values do not depend on the mesh.
+    The random key of a parameter is `key` folded with its index in the tree, so values do not depend on
+    the mesh.
     """
     mesh = mesh or one_device()
     specs, structure = jax.tree.flatten(param_specs(arch), is_leaf=is_spec)
@@ -194,10 +199,11 @@ def assemble(
     read: Callable[[TensorName, np.ndarray], None],
     mesh: Mesh | None = None,
 ) -> Params:
-    """Parameters of `arch` on `mesh`, by default one device, from a checkpoint's tensors.
+    """Parameters of `arch` on `mesh`, by default one device, read from the tensors of a checkpoint.
 
-    `read` puts each tensor into its parameter. One parameter at a time is on the host, the largest first, so
-    that memory stays near the size of what lies on this process's devices.
+    `read(name, parameter)` copies the tensor `name` into its slice of `parameter`. The host holds one
+    parameter at a time, the largest first, so that the peak memory of the process stays close to the size of
+    the parameters on its devices.
     """
     mesh = mesh or one_device()
     params, places = param_specs(arch), shardings(mesh, partition(arch, mesh_shape(mesh)))
@@ -214,7 +220,7 @@ def assemble(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array that begins where XLA wants it to: a CPU takes over others with a second copy."""
+    """An uninitialised array aligned as XLA requires: on a CPU, XLA copies an array that is not aligned."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + XLA_ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % XLA_ALIGNMENT
@@ -222,14 +228,14 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def leaf_at(params: Any, path: tuple[str | int, ...]) -> Any:
-    """What is at `path` in the tree."""
+    """The entry of the tree `params` at `path`."""
     for key in path:
         params = params[key]
     return params
 
 
 def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Params:
-    """The tree as shapes, dtypes and places on `mesh`, by default one device; without any memory."""
+    """The parameters as `ShapeDtypeStruct`s (no memory) with shardings on `mesh`, by default one device."""
     mesh = mesh or one_device()
     return jax.tree.map(
         lambda s, place: jax.ShapeDtypeStruct(s.shape, dtype, sharding=place),
@@ -240,5 +246,5 @@ def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Me
 
 
 def num_params(arch: Architecture) -> int:
-    """Number of parameters; tied embeddings count once."""
+    """Number of parameters of `arch`; tied embeddings count once."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(arch), is_leaf=is_spec))

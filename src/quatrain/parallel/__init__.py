@@ -1,1 +1,1 @@
-"""Meshes, shardings and processes."""
+"""Device meshes, shardings, collectives, and how programs are compiled."""

@@ -1,10 +1,11 @@
-"""What devices that compute together tell each other, in functions mapped over a mesh by `shard_map`.
+"""Collective operations (psum, all-gather) between the devices of a mesh, for use inside `shard_map`.
 
-Called by the model, the gradient and the sampler. Outside of such a function every axis has one device, and
-each of these gives back what it is given: there is one model code for one device and for many.
+Called by the model, the gradient and the sampler. On an axis of one device, and outside `shard_map`, where
+every axis counts as one device, each of these functions returns its argument: one model code serves one
+device and many.
 
-The gradients are those of a loss that is the sum over the data shards of what each computes, and that the
-devices of a `tp` axis compute alike.
+The backward passes assume that the total loss is the sum of the losses of the data shards, and that the
+devices of a `tp` axis compute the same loss redundantly.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from quatrain.parallel.mesh import DATA_AXES
 def shard_mapped(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` of what each device of `mesh` has, as one of arrays that lie on it."""
+    """`jax.shard_map` of `function` over `mesh`, without the check of replicated outputs."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def axis_size(axis: str) -> int:
-    """Devices along `axis` of the mesh that the function is mapped over."""
+    """The number of devices along `axis` of the current mesh; 1 outside `shard_map`."""
     try:
         return lax.axis_size(axis)
     except NameError:
@@ -39,63 +40,71 @@ def axis_size(axis: str) -> int:
 
 
 def axis_index(axis: str) -> jax.Array | int:
-    """Which of them this device is."""
+    """The index of this device along `axis` of the current mesh."""
     return lax.axis_index(axis) if axis_size(axis) > 1 else 0
 
 
 def current_mesh() -> MeshShape:
-    """The mesh that the function is mapped over."""
+    """The shape of the mesh that the calling function is mapped over; all sizes are 1 outside `shard_map`."""
     return MeshShape(*(axis_size(axis) for axis in MeshShape._fields))
 
 
 def all_gather_shards(tree: Any) -> Any:
-    """The arrays of all data shards, joined along their first dimension."""
+    """The arrays in `tree` of all data shards, concatenated along their first dimension (all-gather)."""
     return tree if num_data_shards() == 1 else lax.all_gather(tree, DATA_AXES, tiled=True)
 
 
 def any_shard(flag: jax.Array) -> jax.Array:
-    """Whether `flag` is true on a data shard."""
+    """Whether `flag` is true on at least one data shard."""
     return flag if num_data_shards() == 1 else lax.pmax(flag.astype(jnp.int32), DATA_AXES) > 0
 
 
 def num_data_shards() -> int:
-    """Data shards of the mesh here."""
+    """The number of data shards of the current mesh."""
     return current_mesh().num_data_shards
 
 
 def from_first_device(x: jax.Array, axis: str) -> jax.Array:
-    """The `x` of the first device of `axis`, on all: for what has to be the same to the last bit."""
+    """The `x` of the first device of `axis`, on all of its devices: values that must be bitwise equal."""
     return x if axis_size(axis) == 1 else lax.psum(jnp.where(axis_index(axis) == 0, x, 0), axis)
 
 
 def psum_forward(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of every device's `x`, where the gradient of the sum is that of each."""
-    return x if axis_size(axis) == 1 else _sum(x, axis)
+    """psum of `x` over `axis` in the forward pass; identity in the backward pass."""
+    return x if axis_size(axis) == 1 else _psum_forward(x, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum(x: jax.Array, axis: str) -> jax.Array:
+def _psum_forward(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum(x, axis)
 
 
-_sum.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
+_psum_forward.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dy: (dy,))
 
 
 def psum_backward(x: jax.Array, axis: str) -> jax.Array:
-    """`x`, alike on all devices of `axis`, each of which uses it for its own part: gradients are added up."""
-    return x if axis_size(axis) == 1 else _shared(x, axis)
+    """`x` itself in the forward pass; psum of the gradient over `axis` in the backward pass.
+
+    For an `x` that is the same on all devices of `axis` and that each device uses for its own part of the
+    work.
+    """
+    return x if axis_size(axis) == 1 else _psum_backward(x, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _shared(x: jax.Array, axis: str) -> jax.Array:
+def _psum_backward(x: jax.Array, axis: str) -> jax.Array:
     return x
 
 
-_shared.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
+_psum_backward.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis),))
 
 
 def all_gather(x: jax.Array, axis: str, dim: int, dtype: DTypeLike | None = None) -> jax.Array:
-    """The devices' parts of `x` joined along `dim`; they travel in `dtype`, gradients add up in float32."""
+    """all-gather of `x` over `axis`, concatenated along `dim`; reduce-scatter in the backward pass.
+
+    `x` is cast to `dtype` (default: its own) before the all-gather. The reduce-scatter sums the gradient in
+    float32.
+    """
     return x if axis_size(axis) == 1 else _gather(x, axis, dim, jnp.dtype(dtype or x.dtype), x.dtype)
 
 

@@ -1,6 +1,7 @@
-"""How the model's programs are compiled; and how many were, so that a shape that should not change is seen.
+"""`jax.jit` with the compiler options of a backend, and a counter of compiled programs.
 
-Stands under the rollout and the update, which log the compilations of each step.
+Used by the rollout and the update, which log the number of compilations in each step: after the first steps,
+a compilation means that an array shape changed which should not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 from quatrain.backend import Backend
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""What JAX tells its listeners of, with the seconds, for each program it compiles."""
+"""The event that JAX reports to its listeners, with a duration in seconds, for each program it compiles."""
 _count = 0
 
 
@@ -27,15 +28,16 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def num_compilations() -> int:
-    """Programs compiled so far in this process; calls served from a cache in memory do not count."""
+    """Programs compiled so far in this process; calls that reuse a program in memory do not count."""
     return _count
 
 
 def jit_for_backend(function: Callable[..., Any], **options: Any) -> Callable[[Backend], Any]:
     """A function of a `Backend` that returns `jax.jit(function, **options)` with its compiler options.
 
-    Compiler options are given to `jax.jit` itself, and importing a module must not ask which devices there
-    are: hence a function, which returns the same jitted function for the same backend.
+    `jax.jit` takes compiler options when the jitted function is created, but importing a module must not ask
+    JAX for its devices. Therefore this returns a function of the backend, called at run time; for the same
+    backend it always returns the same jitted function.
     """
 
     @cache

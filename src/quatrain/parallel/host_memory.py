@@ -1,6 +1,6 @@
-"""The host's memory: what compiling leaves behind is given back.
+"""Host memory: returns memory that the compiler has freed to the operating system.
 
-Under the update, which compiles the largest programs and needs most memory.
+Used by the update, which compiles the largest programs and has the highest peak of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quatrain.parallel.compilations import num_compilations
 
 @contextmanager
 def trim_after_compiling() -> Iterator[None]:
-    """Gives back free memory at the end of a block in which something was compiled."""
+    """Calls `trim_free_memory` at the end of the block if a program was compiled in it."""
     before = num_compilations()
     yield
     if num_compilations() > before:
@@ -23,10 +23,10 @@ def trim_after_compiling() -> Iterator[None]:
 
 
 def trim_free_memory() -> None:
-    """Returns to the system what is free, where the C library is glibc; a few hundredths of a second.
+    """Returns free heap memory to the operating system (`malloc_trim`); does nothing without glibc on Linux.
 
-    The library keeps what it was given in small pieces, as a compiler asks for it: of a process with a small
-    model, about a fifth.
+    glibc keeps memory that was allocated in small pieces, as a compiler does; in a process with a small model
+    this is about a fifth of its memory. The call takes a few hundredths of a second.
     """
     if sys.platform != "linux":
         return

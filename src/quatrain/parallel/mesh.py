@@ -1,6 +1,6 @@
-"""Devices as a mesh with the axes `dp`, `fsdp`, `tp`, and arrays laid out on it.
+"""Device meshes with the axes `dp`, `fsdp`, `tp`, and moving arrays to, between and from their devices.
 
-Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> where parameters, batches and results lie.
+Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> shardings of parameters, batches and results.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Role
 
 DATA_AXES = ("dp", "fsdp")
-"""A batch is spread over both: each data shard is one place on them."""
+"""The mesh axes that batches are sharded over: there are dp x fsdp data shards."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of `shape` over `devices`, in their order."""
+    """The mesh of `shape` over `devices`, in the given order."""
     return Mesh(np.array(devices).reshape(shape), MeshShape._fields)
 
 
 def role_mesh(role: Role) -> Mesh:
-    """The mesh of the devices that `role` has in every process.
+    """The mesh over the devices that `role` uses in each process.
 
-    Where a process has whole copies of the model, what shares one is kept within a process.
+    If `dp` is a multiple of the number of processes, the devices that share one copy of the model (`fsdp` and
+    `tp`) are in the same process.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
@@ -47,22 +48,22 @@ def role_mesh(role: Role) -> Mesh:
 
 @cache
 def one_device() -> Mesh:
-    """The mesh of this process's first device."""
+    """A mesh of one device, the first of this process."""
     return make_mesh(MeshShape(1, 1, 1), jax.local_devices()[:1])
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:
-    """The sizes of its axes."""
+    """The sizes of the axes of `mesh`."""
     return MeshShape(**mesh.shape)
 
 
 def data_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows spread over the data shards."""
+    """The sharding of a batch: its first dimension is split over the data shards."""
     return NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """`array`, which every process has alike, laid out as `sharding`: each process keeps its own part."""
+    """`array` on devices with `sharding`; every process passes the same array and stores its own shards."""
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -70,15 +71,15 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("shape", "value", "dtype", "sharding"))
 def full(shape: tuple[int, ...], value: float, dtype: DTypeLike, sharding: NamedSharding) -> jax.Array:
-    """An array of one value, made where it lies."""
+    """`jnp.full` with `sharding`; each device creates its own shard."""
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), sharding)
 
 
 def reshard(arrays: Any, places: Any) -> Any:
-    """The tree `arrays` laid out as the tree `places` of shardings says, from device to device.
+    """The tree `arrays` with the shardings in the tree `places`, copied from device to device.
 
-    Places may be on other devices, or in another memory of the same. Arrays that lie there already are given
-    back as they are.
+    The shardings may be on other devices, or in another memory (device or pinned host) of the same devices.
+    Arrays that already have an equivalent sharding are returned unchanged.
     """
     return jax.tree.map(_reshard, arrays, places)
 
@@ -95,12 +96,15 @@ def _reshard(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 @cache
 def _resharding_program(place: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Devices exchange parts of an array until `place` is true; one at a time, for what that needs."""
+    """A jitted identity with the output sharding `place`.
+
+    It is called for one array at a time, because the exchange needs memory for the array in both shardings.
+    """
     return jax.jit(lambda array: array, out_shardings=place)
 
 
 def _to_other_devices(array: jax.Array, place: NamedSharding) -> jax.Array:
-    """`array` on other devices: brought together on its own, and from there to those of the same process."""
+    """`array` on other devices: replicated on its devices, then copied to the new ones of the same process."""
     assert isinstance(array.sharding, NamedSharding)
     together = _resharding_program(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
     here = together.addressable_data(0)
@@ -112,30 +116,30 @@ def _to_other_devices(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def to_memory(where: Literal["device", "host"], arrays: Any) -> Any:
-    """The tree `arrays` in the memory of its devices, or in pinned memory of their host.
+    """The tree `arrays` in device memory, or in pinned memory of the devices' host.
 
-    Raises ValueError where the backend has none.
+    Raises ValueError if the devices have no pinned host memory.
     """
     device = jax.local_devices()[0]
     kind = device.default_memory().kind if where == "device" else "pinned_host"
     there = [memory.kind for memory in device.addressable_memories()]
     if kind not in there:
         raise ValueError(
-            f"what is offloaded waits in pinned host memory; devices of this kind ({device.device_kind}) "
-            f"know {', '.join(there)}; set offload.reference and offload.optimizer to false"
+            f"offloading needs devices with pinned host memory; devices of this kind ({device.device_kind}) "
+            f"have the memory kinds {', '.join(there)}; set offload.reference and offload.optimizer to false"
         )
     return reshard(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """`array` on the host, in every process that has a part of it; all of them have to ask."""
+    """The whole `array` on the host. All processes that hold a shard of it must call this together."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """The tree `specs` of partition specs as shardings on `mesh`."""
+    """The tree `specs` of partition specs as a tree of `NamedSharding`s on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )

@@ -1,6 +1,6 @@
-"""Which axis of the mesh each dimension of an array is split over.
+"""The rule that assigns mesh axes to the dimensions of a parameter.
 
-Data flow: logical axes of a parameter (`models.params`) + `MeshShape` -> `PartitionSpec`.
+Data flow: logical axes of a parameter (`models.params`) and `MeshShape` -> `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from jax.sharding import PartitionSpec
 from quatrain.config.mesh import MeshShape
 
 TENSOR_PARALLEL = frozenset({"vocab", "heads", "kv_heads", "mlp"})
-"""Logical axes that `tp` splits, where it divides them."""
+"""Logical axes that are sharded over `tp`, if their size is divisible by it."""
 FULLY_SHARDED = "embed"
-"""The logical axis that `fsdp` splits, where it divides it; elsewhere the largest dimension that it does."""
+"""The logical axis preferred for `fsdp`; if `fsdp` does not divide it, the largest dimension that it divides."""
 
 
 def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -> PartitionSpec:
-    """How a parameter of `shape`, with the logical `axes` of its dimensions, lies on `mesh`.
+    """The partition spec on `mesh` of a parameter of `shape` with the logical `axes` of its dimensions.
 
-    What no axis divides is copied. `norm` axes are too small to be split.
+    A parameter is replicated over a mesh axis if none of its dimensions can be sharded over it. Dimensions
+    with the logical axis `norm` are not sharded over `fsdp`, because they are small.
     """
     split: list[str | None] = [
         "tp" if mesh.tp > 1 and axis in TENSOR_PARALLEL and size % mesh.tp == 0 else None

@@ -140,7 +140,7 @@ def test_kernels_and_their_gradients_lower_for_their_platform(kernel, platform, 
         (WINDOWED, "tpu", "bfloat16", True, "splash"),
     ],
 )
-def test_auto_takes_the_first_kernel_that_can_honour_the_mask(arch, platform, dtype, packed, chosen):
+def test_auto_takes_the_first_kernel_that_supports_the_mask(arch, platform, dtype, packed, chosen):
     assert choose_attention("auto", arch, platform=platform, dtype=dtype, packed=packed) == chosen
     if chosen != "xla":
         assert choose_attention(chosen, arch, platform=platform, dtype=dtype, packed=packed) == chosen
@@ -151,20 +151,20 @@ def test_auto_takes_the_first_kernel_that_can_honour_the_mask(arch, platform, dt
     ("name", "arch", "platform", "dtype", "packed", "message"),
     [
         ("flash", TINY, "gpu", "bfloat16", False, "must be auto, xla, cudnn, pallas, splash; got 'flash'"),
-        ("cudnn", TINY, "cpu", "bfloat16", False, "cudnn needs a GPU, and JAX runs on cpu here; set"),
-        ("pallas", TINY, "tpu", "bfloat16", False, "pallas needs a GPU, and JAX runs on tpu here; set"),
-        ("splash", TINY, "gpu", "bfloat16", False, "splash needs a TPU, and JAX runs on gpu here; set"),
+        ("cudnn", TINY, "cpu", "bfloat16", False, "cudnn needs a GPU, but JAX uses the platform cpu; set"),
+        ("pallas", TINY, "tpu", "bfloat16", False, "pallas needs a GPU, but JAX uses the platform tpu; set"),
+        ("splash", TINY, "gpu", "bfloat16", False, "splash needs a TPU, but JAX uses the platform gpu; set"),
         (
             "cudnn",
             CAPPED,
             "gpu",
             "bfloat16",
             False,
-            r"cudnn cannot honour a soft-cap .*\(gemma2, cap 50\); set",
+            r"cudnn cannot apply a soft-cap .*\(gemma2, cap 50\); set",
         ),
-        ("pallas", CAPPED, "gpu", "float32", True, "pallas cannot honour a soft-cap"),
+        ("pallas", CAPPED, "gpu", "float32", True, "pallas cannot apply a soft-cap"),
         ("pallas", WINDOWED, "gpu", "float32", True, r"a sliding window \(gemma3_text, window 512\); set"),
-        ("cudnn", TINY, "gpu", "bfloat16", True, "cannot keep apart the segments of a packed row; set"),
+        ("cudnn", TINY, "gpu", "bfloat16", True, "cannot keep the segments of a packed row apart; set"),
         ("cudnn", TINY, "gpu", "float32", False, "cannot compute in float32, only in bfloat16 or float16"),
         (
             "cudnn",

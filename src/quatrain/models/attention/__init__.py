@@ -1,7 +1,8 @@
-"""Attention of whole rows, padded or packed, through the implementation that was chosen.
+"""Self-attention of whole rows, padded or packed, by one of several implementations.
 
-Called by the decoder where there is no cache. What a query sees is the same in all of them: keys of its own
-segment, at its position or before, within the window; they differ in what they can run on (`kernels.py`).
+Called by the decoder's forward pass and by the prefill, where queries do not read a KV cache. All
+implementations compute the same mask (`layers.attention_mask`); they differ in the devices, dtypes and
+architectures that they support (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from quatrain.models.attention import kernels
 from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
 
 AttentionPattern = BlockPattern | jax.Array
-"""What an implementation needs to know of the rows: made once, used by all layers with the same window."""
+"""The mask of the rows as an implementation takes it: segment ids [B, T] for kernels, else a `BlockPattern`.
+
+Computed once per forward pass and sliding window, and used by all layers with that window."""
 
 _KERNELS: dict[str, Callable[..., jax.Array]] = {
     "cudnn": kernels.cudnn_attention,
@@ -26,7 +29,7 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
 
 
 def supports_shared_prefixes(name: str) -> bool:
-    """Whether the implementation `name` computes segments with branches."""
+    """Whether the implementation `name` supports segments with branches, that is, shared prefixes."""
     return name == "xla"
 
 
@@ -38,14 +41,14 @@ def attention_pattern(
     window: int | None,
     sizes: BlockSizes,
 ) -> AttentionPattern:
-    """What `self_attention` by the implementation `name` needs to know of rows [B, T].
+    """The mask of rows [B, T] in the form that `self_attention` with the implementation `name` takes.
 
-    `sizes` are those of block attention, the implementation `xla`.
+    `sizes` are the block sizes of the implementation `xla`; the others do not use them.
     """
     if supports_shared_prefixes(name):
         branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
         return block_pattern(positions, segment_ids, branches, window, sizes)
-    assert branch_ids is None, "the kernels know segments, not branches: choose_attention refuses them"
+    assert branch_ids is None, "kernels do not support branches; choose_attention must not choose one here"
     return segment_ids
 
 
@@ -59,7 +62,7 @@ def self_attention(
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
-    """Grouped-query attention [B, T, N, H] of queries that are scaled already; finite on padding."""
+    """Grouped-query attention [B, T, N, H]. Queries must be scaled already; results on padding are finite."""
     if isinstance(pattern, BlockPattern):
         return block_attention(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)
     return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)

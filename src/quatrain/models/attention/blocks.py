@@ -1,11 +1,11 @@
-"""Self-attention that computes only the blocks of the score matrix that hold something to see.
+"""Block-sparse self-attention: only blocks of the score matrix that are not fully masked are computed.
 
-Called by the decoder for forward passes without a cache, where XLA computes attention itself. A row may hold
-many packed sequences: the work follows what each token sees, not the length of the row.
+The implementation `xla` of attention without a KV cache. A row may hold many packed sequences; the work is
+proportional to the number of blocks that are not fully masked, not to the square of the row length.
 
-Shapes: L tokens in blocks of S, M blocks, worked on A at a time, which look at W key blocks at a time;
-N query heads, K key/value heads, G = N / K, H head size, X = G x S queries of one key/value head, and
-Y = W x S keys.
+Shapes: the B x T tokens form M blocks of S tokens. A query blocks are computed at a time, and each reads W
+key blocks at a time. N query heads, K key/value heads, G = N / K, H head size, X = G x S queries of one
+key/value head in a block, Y = W x S keys read at a time.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ FAR = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPattern:
-    """Which key blocks each block of queries has to look at; made once and used by all layers of a kind.
+    """The key blocks that each query block has to read; computed once for all layers with the same window.
 
-    The blocks of queries are in groups of A with similar numbers of key blocks. `rank` undoes that order.
+    The query blocks are sorted by their number of key blocks and processed in groups of A. `rank` maps the
+    results back to the order of the row.
     """
 
     queries: jax.Array  # [groups, A] int32, block numbers
-    keys: jax.Array  # [groups, A, ceil(M / W), W] int32, key blocks to look at, first `counts` of them
+    keys: jax.Array  # [groups, A, ceil(M / W), W] int32; the first `counts` block numbers are read
     counts: jax.Array  # [groups, A] int32
-    rank: jax.Array  # [M] int32, where block m is in the order of the groups
+    rank: jax.Array  # [M] int32, index of block m in the sorted order
     positions: jax.Array  # [M, S] int32
     segment_ids: jax.Array  # [M, S] int32, different for different rows
     branch_ids: jax.Array  # [M, S] int32
 
     @property
     def block(self) -> int:
-        """Tokens in a block, S."""
+        """Tokens in a block: S."""
         return self.positions.shape[1]
 
 
@@ -56,8 +57,8 @@ def block_pattern(
 ) -> BlockPattern:
     """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T], in blocks of `sizes`.
 
-    S is `sizes.block`, A `sizes.queries` and W `sizes.keys`. A segment lies within one row and its branches
-    one after another, in the order of their numbers.
+    S is `sizes.block`, A is `sizes.queries` and W is `sizes.keys`. A segment must lie within one row, and its
+    branches must stand in it one after another, in ascending order of their ids.
     """
     rows, length = positions.shape
     row_offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * (length + 1)
@@ -75,7 +76,7 @@ def block_pattern(
 
 
 def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
-    """[..., n, ...] as [..., ceil(n / size), size, ...], padded with 0."""
+    """Reshapes `axis` of n elements to [ceil(n / size), size], padded with 0."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, padding).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
@@ -84,9 +85,10 @@ def _in_groups(x: jax.Array, size: int, axis: int) -> jax.Array:
 def _visible_blocks(
     positions: jax.Array, segments: jax.Array, branches: jax.Array, window: int | None
 ) -> jax.Array:
-    """[M, M] bool: False where no query of a block sees any key of another; never False where one does."""
+    """[M, M] bool: which key blocks each query block has to read. Some of those may still be fully masked."""
     real = segments != 0
-    # What is one of a kind lies side by side, so that what a block holds of it is a range of numbers.
+    # Tokens of one branch, group or segment are neighbours, so a block holds a contiguous range of their
+    # numbers.
     own = _numbered(segments, branches)
     same_branch = _overlap(_range(own, real), _range(own, real))
     groups = _numbered(segments, branches // BRANCHES_PER_GROUP)
@@ -102,14 +104,14 @@ def _visible_blocks(
 
 
 def _numbered(segments: jax.Array, branches: jax.Array) -> jax.Array:
-    """[M, S]: numbers from 1, in the order of the row, of the pairs of a segment and a branch."""
+    """[M, S]: the (segment, branch) pairs, numbered from 1 in the order in which they stand in the row."""
     pairs = segments.reshape(-1), branches.reshape(-1)
     first, second = (jnp.diff(x, prepend=0) != 0 for x in pairs)
     return jnp.cumsum(first | second, dtype=jnp.int32).reshape(segments.shape)
 
 
 def _range(values: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Least and greatest value of each block among those counted; an empty range where there are none."""
+    """Least and greatest of the `counted` values of each block; an empty range if none is counted."""
     return jnp.where(counted, values, FAR).min(axis=1), jnp.where(counted, values, -1).max(axis=1)
 
 
@@ -126,16 +128,17 @@ def block_attention(
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
-    """Grouped-query attention [B, T, N, H] of queries that are scaled already; softmax in float32.
+    """Grouped-query attention [B, T, N, H]. Queries must be scaled already; the softmax is in float32.
 
-    The mask is `layers.attention_mask`, so padding sees nothing and comes out as 0. Scores are computed block
-    by block with a running softmax, and once more in the backward pass, so none are kept (arXiv 2205.14135).
+    The mask is `layers.attention_mask`; padding attends to nothing and its results are 0. Scores are computed
+    block by block with a running softmax and recomputed in the backward pass, so no scores are kept
+    (FlashAttention, arXiv 2205.14135).
     """
     return _forward(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)[0]
 
 
 def _blocks(values: jax.Array, block: int) -> jax.Array:
-    """[B, T, ...] as [M, S, ...], rows joined and cut into blocks of S = `block` tokens, padded with 0."""
+    """[B, T, ...] as [M, S, ...]: rows concatenated, padded with 0, and split into blocks of S = `block`."""
     return _in_groups(values.reshape(-1, *values.shape[2:]), block, axis=0)
 
 
@@ -147,7 +150,7 @@ def _heads(x_BTNH: jax.Array, K: int, block: int) -> jax.Array:
 
 
 def _rows(x_MKXH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[M, K, X, H] as [B, T, N, H], a `shape`."""
+    """[M, K, X, H] as [B, T, N, H] = `shape`; the inverse of `_heads`."""
     B, T, N, H = shape
     M, K, X, _ = x_MKXH.shape
     S = X * K // N
@@ -164,7 +167,7 @@ def _forward(
     cap: float | None,
 ) -> tuple[jax.Array, Any]:
     K = k_BTKH.shape[2]
-    # One array of each: XLA would make one for the loop and another for the backward pass.
+    # The barrier makes XLA materialise each array once; otherwise it makes another for the backward pass.
     heads = partial(_heads, K=K, block=pattern.block)
     q, k, v = lax.optimization_barrier((heads(q_BTNH), heads(k_BTKH), heads(v_BTKH)))
 
@@ -197,7 +200,7 @@ def _forward(
     groups = pattern.queries.shape
     begin = jnp.zeros(groups + q.shape[1:], q.dtype), jnp.zeros(groups + q.shape[1:-1], jnp.float32)
     y, log_total = lax.fori_loop(0, groups[0], group, _constants_after(q, begin))
-    # One array: XLA would cut the padding off for everyone who reads it, and make one for each.
+    # The barrier makes XLA remove the padding once; otherwise it makes one copy per use.
     y_BTNH = lax.optimization_barrier(_rows(_in_order(y, pattern), q_BTNH.shape))
     return y_BTNH, (q, k, v, pattern, y_BTNH, _in_order(log_total, pattern))
 
@@ -233,7 +236,8 @@ def _backward(window: int | None, cap: float | None, residuals: Any, dy_BTNH: ja
                 _add(dv, at, product("AKHX,AKXY->AKHY", dys_AKHX, weights.astype(v.dtype))),
             )
 
-        # Turned once for all the products that contract over X, each of which would turn its scores instead.
+        # Queries and dy are transposed once for all products that contract over X; otherwise each of these
+        # products transposes its scores.
         queries_AKHX, dys_AKHX = lax.optimization_barrier((queries.swapaxes(2, 3), dys.swapaxes(2, 3)))
         (zeros,) = _constants_after(queries, (jnp.zeros(queries.shape, jnp.float32),))
         dqs, dks, dvs = results
@@ -252,32 +256,33 @@ block_attention.defvjp(_forward, _backward)
 
 
 def _put(whole: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-    """`whole` with `part` at place i of its first dimension."""
+    """`whole` with `part` at index i of its first dimension."""
     return lax.dynamic_update_index_in_dim(whole, part, i, 0)
 
 
 def _num_reads(keys: jax.Array, counts: jax.Array) -> jax.Array:
-    """How often to look at W of `keys` [A, ceil(M / W), W] until the first `counts` [A] of each are seen."""
+    """The number of reads of W key blocks after which all query blocks have read their first `counts` [A]."""
     return -(-counts.max() // keys.shape[-1])
 
 
 def _joined(x_MKSH: jax.Array, blocks_AW: jax.Array) -> jax.Array:
-    """Those blocks, side by side: [A, K, Y, H]."""
+    """The blocks `blocks_AW` of x, concatenated for each query block: [A, K, Y, H]."""
     x_AWKSH = x_MKSH[blocks_AW]
     A, W, K, S, H = x_AWKSH.shape
     return x_AWKSH.swapaxes(1, 2).reshape(A, K, W * S, H)
 
 
 def _add(x_MKHS: jax.Array, blocks_AW: jax.Array, change_AKHY: jax.Array) -> jax.Array:
-    """x with the change of each of those blocks."""
+    """x with `change_AKHY` added to the blocks `blocks_AW`."""
     parts_AKHWS = change_AKHY.reshape(*change_AKHY.shape[:-1], blocks_AW.shape[1], -1)
     return x_MKHS.at[blocks_AW].add(jnp.moveaxis(parts_AKHWS, 3, 1))
 
 
 def _constants_after(loop_input: jax.Array, constants: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Constants that a loop begins with, made when `there` is.
+    """`constants`, the initial values of a loop, created only after `loop_input` is computed.
 
-    Without that XLA makes those of all layers at once, and copies them for each, first of all.
+    Without this barrier XLA creates the initial values of all layers before the first layer, and copies them
+    for each layer.
     """
     return lax.optimization_barrier((loop_input, constants))[1]
 
@@ -293,11 +298,14 @@ def _scores(
     window: int | None,
     cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores [A, K, X, Y] of a look of A query blocks at W key blocks each, and which count [A, 1, X, Y]."""
+    """Scores [A, K, X, Y] of A query blocks with W key blocks each, and their mask [A, 1, X, Y].
+
+    `read` is the index of the read, of `_num_reads`.
+    """
     scores = jnp.einsum("AKXH,AKYH->AKXY", queries_AKXH, keys_AKYH, preferred_element_type=jnp.float32)
     A, W = key_blocks_AW.shape
     live = read * W + jnp.arange(W) < counts_A[:, None]
-    # What is past the counts is of nobody: it may be a block looked at already, or one nobody asked for.
+    # Entries past `counts` are masked: they may name a block that was read already or that is fully masked.
     segments = jnp.where(live[..., None], pattern.segment_ids[key_blocks_AW], 0)
     keys = (x[key_blocks_AW] for x in (pattern.positions, pattern.branch_ids))
     positions, branches, segments = (x.reshape(A, -1) for x in (*keys, segments))
@@ -313,5 +321,5 @@ def _scores(
 
 
 def _in_order(grouped: jax.Array, pattern: BlockPattern) -> jax.Array:
-    """[groups, A, ...] as [M, ...], blocks in the order of the row."""
+    """[groups, A, ...] as [M, ...]: blocks in the order of the row instead of the sorted order."""
     return grouped.reshape(-1, *grouped.shape[2:])[pattern.rank]

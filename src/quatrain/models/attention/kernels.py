@@ -1,11 +1,12 @@
-"""Fused attention kernels that ship with JAX, and which of them may run a model.
+"""Fused attention kernels that ship with JAX, and the choice among them for a model and a device.
 
-Data flow: `choose_attention` when a run starts; then the decoder calls the kernel chosen in place of dense
-masked attention, for whole rows of tokens (no cache).
+Data flow: `choose_attention` is called when a run starts; the decoder then calls the chosen kernel in place
+of block-sparse attention (`blocks.py`), for whole rows of tokens (no KV cache).
 
-A token sees those of its own segment (0 is padding) at its place or before, and fewer than `window` places
-back. Tokens of a segment lie side by side in order, so places in the row tell what positions would.
-Queries are scaled already; padding comes out finite, with finite gradients, and means nothing.
+A token attends to tokens of its own segment (segment 0 is padding) at its index in the row or before, and
+fewer than `window` indices before it. Tokens of a segment are neighbours, in order, so that the kernels use
+indices in the row in place of positions. Queries must be scaled already. Results and gradients on padding are
+finite and must not be used.
 
 Shapes: B rows, T tokens, N query heads, K key/value heads, H head size.
 """
@@ -23,27 +24,27 @@ from jax.typing import DTypeLike
 from quatrain.models.architecture import LAYER_TYPES, Architecture
 
 PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
-"""The platform that each kernel needs; the first that can run a model is what `auto` takes."""
+"""The platform of each kernel; `auto` takes the first kernel that supports the model and the platform."""
 
 BLOCK = 128
-"""Rows are padded to a multiple of this: the TPU kernel requires it, and blocks of the others divide it."""
+"""Rows are padded to a multiple of this: the TPU kernel requires it; the GPU kernels' blocks divide it."""
 
 MAX_HEAD_DIM = 128
-"""Of the GPU kernels: cuDNN takes no more before Hopper, and blocks of Pallas must fit in shared memory."""
+"""The limit of the GPU kernels: of cuDNN on GPUs before Hopper, and of Pallas blocks in shared memory."""
 
 _TILE_BYTES = 16 * 1024
-"""Of a block of queries, keys or values: about five lie in shared memory, 99 KiB on the smallest GPUs."""
+"""Size of a block of queries, keys or values; about five must fit in shared memory, at least 99 KiB."""
 
 
 def choose_attention(
     name: str, arch: Architecture, *, platform: str, dtype: DTypeLike, packed: bool, shared: bool = False
 ) -> str:
-    """The kernel that `model.attention` = `name` stands for: `xla`, `cudnn`, `pallas` or `splash`.
+    """The attention implementation for `model.attention` = `name`: `xla`, `cudnn`, `pallas` or `splash`.
 
-    `platform` is `Backend.kind`, `dtype` that of activations, `packed` says that a row may hold
-    several segments, and `shared` that a segment may have branches. `auto` takes the first kernel of the
-    platform that can honour the mask of `arch`, else `xla`. Raises ValueError for a kernel that cannot, that
-    belongs to another platform or does not exist.
+    `platform` is `Backend.kind`, `dtype` the dtype of activations. `packed` says that a row may hold several
+    segments, and `shared` that a segment may have branches (shared prompts). `auto` takes the first kernel of
+    the platform that supports the attention of `arch`, else `xla`. Raises ValueError for an unknown name, and
+    for a kernel of another platform or one that does not support `arch`, `dtype`, `packed` or `shared`.
     """
     if name == "auto":
         kernels = (kernel for kernel, where in PLATFORMS.items() if where == platform)
@@ -54,8 +55,8 @@ def choose_attention(
         raise ValueError(f"model.attention must be auto, xla, {', '.join(PLATFORMS)}; got {name!r}")
     if platform != PLATFORMS[name]:
         raise ValueError(
-            f"model.attention={name} needs a {PLATFORMS[name].upper()}, and JAX runs on {platform} here; "
-            "set model.attention to auto or xla"
+            f"model.attention={name} needs a {PLATFORMS[name].upper()}, but JAX uses the platform "
+            f"{platform}; set model.attention to auto or xla"
         )
     obstacle = _obstacle(name, arch, dtype, packed, shared)
     if obstacle is not None:
@@ -64,21 +65,21 @@ def choose_attention(
 
 
 def _obstacle(kernel: str, arch: Architecture, dtype: DTypeLike, packed: bool, shared: bool) -> str | None:
-    """What `kernel` cannot do that is asked of it, in words that follow "cannot"; None where it can."""
+    """The first requirement that `kernel` does not meet, worded to follow "cannot"; None if it meets all."""
     if shared:
-        return "let the sequences of a group share their prompt (update.share_prompts)"
+        return "compute a prompt once for its group (update.share_prompts)"
     if kernel == "splash":
         return None
     if arch.attention_softcap is not None:
-        return f"honour a soft-cap of attention scores ({arch.family}, cap {arch.attention_softcap:g})"
+        return f"apply a soft-cap to attention scores ({arch.family}, cap {arch.attention_softcap:g})"
     if arch.head_dim > MAX_HEAD_DIM:
         return f"take heads of more than {MAX_HEAD_DIM} elements ({arch.family}, head_dim {arch.head_dim})"
     if kernel == "pallas":
         if LAYER_TYPES[1] in arch.layer_types:
-            return f"honour a sliding window ({arch.family}, window {arch.sliding_window})"
+            return f"apply a sliding window ({arch.family}, window {arch.sliding_window})"
         return None
     if packed:
-        return "keep apart the segments of a packed row"
+        return "keep the segments of a packed row apart"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
     if arch.head_dim % 8:
@@ -95,7 +96,7 @@ def cudnn_attention(
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
-    """Attention [B, T, N, H] by cuDNN, for rows of one segment with padding behind it (not checked)."""
+    """Attention [B, T, N, H] by cuDNN, for rows of one segment followed by padding (not checked)."""
     return _one_segment_attention(
         q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window=window, cap=cap, implementation="cudnn"
     )
@@ -111,9 +112,9 @@ def _one_segment_attention(
     cap: float | None,
     implementation: Literal["xla", "cudnn"],
 ) -> jax.Array:
-    # A causal mask hides the padding behind a segment from it, so cuDNN need not know the lengths: no row of
-    # masked scores, and none of its limits on windows with lengths. The padding in turn sees the segment,
-    # hence the zeros: whatever gradient reaches padding does not reach the segment through it.
+    # The causal mask alone keeps a segment from attending to the padding after it, so cuDNN gets no sequence
+    # lengths: no row of scores is fully masked, and its restrictions on windows with lengths do not apply.
+    # Padding does attend to the segment; its results are set to 0, so that no gradient flows through them.
     assert cap is None
     T = q_BTNH.shape[1]
     y_BTNH = jax.nn.dot_product_attention(
@@ -138,8 +139,8 @@ def pallas_attention(
 ) -> jax.Array:
     """Attention [B, T, N, H] by the Triton kernel of `jax.experimental.pallas.ops.gpu`; no window, no cap.
 
-    It takes as many key/value heads as query heads and heads of a power of two, so keys and values are
-    repeated and padded.
+    The kernel needs as many key/value heads as query heads, and a head size that is a power of two: keys and
+    values are repeated, and heads are padded.
     """
     assert window is None
     assert cap is None
@@ -180,7 +181,8 @@ def splash_attention(
 ) -> jax.Array:
     """Attention [B, T, N, H] by the TPU kernel of `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-    Heads are padded to whole vector registers, which is what it is known to work with.
+    Heads are padded to a multiple of 128 elements (whole vector registers), sizes the kernel is known to
+    support.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -209,14 +211,14 @@ def splash_attention(
 
 
 def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """x with zeros behind it, up to `size` along `dim`."""
+    """x padded at its end with zeros to `size` along `dim`."""
     widths = [(0, 0)] * x.ndim
     widths[dim] = 0, size - x.shape[dim]
     return jnp.pad(x, widths)
 
 
 def _gpu_attention() -> ModuleType:
-    """The module of the Pallas kernel; JAX 0.11 still ships it, with a DeprecationWarning on import."""
+    """The module of the Pallas kernel, which JAX 0.11 ships with a DeprecationWarning on import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention
