@@ -131,10 +131,9 @@ def test_plan_prints_json(quatrain):
     assert content["unit"]["data_shards"] == "shards"
     assert content["why"]["data_shards"] == "D: dp x fsdp = 2 x 1"
     assert [warning.split(":")[0] for warning in content["warnings"]] == [
-        "more data shards (2) than sequences of an optimizer step (1), padded and masked",
-        "update.micro_batch_size (8) is larger than a shard's share of sequences (1), which is what a "
-        "micro-batch holds",
-        "more rollout replicas (3) than sequences of a training step (1)",
+        "there are more data shards (2) than sequences of an optimizer step (1)",
+        "update.micro_batch_size (8) is larger than the number of sequences per shard (1)",
+        "there are more rollout replicas (3) than sequences of a training step (1)",
     ]
     assert "advantage" in err  # the configuration's own warnings stay on stderr
 
@@ -185,7 +184,7 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         ),
         (
             ("plan", "--params", "--device-memory", "much"),
-            "error: a size of memory is a number with a unit, as 80GB, 24GiB or 16e9; got 'much'",
+            "error: a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got 'much'",
         ),
         (
             ("plan", "--device-memory", "8GB"),

@@ -100,7 +100,7 @@ def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):
         (
             {"prompt": [{"role": "system", "content": "x"}, *USER]},
             {"system_prompt": "S"},
-            "data.system_prompt gives another",
+            "data.system_prompt adds another",
         ),
         ({"q": USER}, {"question_column": "q"}, "row 1: the column `q` must be a string; it is list"),
     ],

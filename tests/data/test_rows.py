@@ -70,7 +70,7 @@ def test_verl_layout(tmp_path):
         ("a.csv", "prompt,prompt\na,b\n", "two columns called 'prompt'"),
         ("a.parquet", "", "cannot be read as .parquet"),
         ("a.parquet", "not parquet at all", "cannot be read as .parquet"),
-        ("a.txt", "hello", "give one of those"),
+        ("a.txt", "hello", "has none of the supported forms"),
     ],
 )
 def test_bad_files(tmp_path, name, text, message):
@@ -89,8 +89,8 @@ def test_text_that_is_not_utf8(tmp_path):
     [
         ("no/such.jsonl", "no such file"),
         ("builtin:poetry", "there are arithmetic"),
-        ("just words", "is not understood"),
-        (".", "is neither"),
+        ("just words", "has none of the supported forms"),
+        (".", "has none of the supported forms"),
     ],
 )
 def test_what_is_no_data_set(spec, message):

@@ -104,7 +104,7 @@ def test_columns_that_cannot_travel_are_refused(monkeypatch, tokenizer, tmp_path
         pq.write_table(pa.table({"prompt": ["a"], "raw": [b"bytes"]}), tmp_path / f"part-{i}.parquet")
     spec = f"{tmp_path}/part-*.parquet"
     assert len(load_prompts(spec, DataConfig(), tokenizer, seed=0)) == 2
-    with pytest.raises(ValueError, match=r"part-\d.parquet, row 1: .* JSON, which cannot hold a column here"):
+    with pytest.raises(ValueError, match=r"part-\d.parquet, row 1: .* must be JSON-serialisable"):
         _together(monkeypatch, 2, lambda: load_prompts(spec, DataConfig(), tokenizer, seed=0))
 
 

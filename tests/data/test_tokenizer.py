@@ -272,10 +272,10 @@ def test_stop_tokens_join_model_tokenizer_and_template() -> None:
     ("prompt", "message"),
     [
         ([], "non-empty list of messages"),
-        (7, "a prompt is a string or a non-empty list"),
-        ([{"role": "user"}], "a message has a `role` and a `content`"),
+        (7, "a prompt must be a string or a non-empty list"),
+        ([{"role": "user"}], "a message must have a `role` and a `content`"),
         ([{"role": "user", "content": ["hi"]}], "both strings"),
-        (["hi"], "a message has a `role`"),
+        (["hi"], "a message must have a `role`"),
         ("", "at least one token"),
     ],
 )
@@ -288,7 +288,7 @@ def test_malformed_prompts_are_refused(prompt: Any, message: str) -> None:
 def test_messages_that_the_template_refuses_are_an_error() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = gguf_tokenizer(byte_level() | {"tokenizer.chat_template": template})
-    with pytest.raises(ValueError, match=r"refuses messages with the roles \['user'\]: roles must alternate"):
+    with pytest.raises(ValueError, match=r"rejects messages with the roles \['user'\]: roles must alternate"):
         render(tokenizer, HI)
 
 
@@ -298,10 +298,10 @@ def test_messages_that_the_template_refuses_are_an_error() -> None:
         ({"model": "t5"}, "kinds gpt2 and llama.*'t5'"),
         ({"pre": "tekken"}, "smollm, gpt-2.*'tekken'"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
-        ({"merges": ["Q Qx"]}, "merges do not fit"),
+        ({"merges": ["Q Qx"]}, "merges must consist of tokens"),
         ({"token_type": [1]}, "one entry per token .105.; the file has 1"),
         ({"eos_token_id": 1000}, "vocabulary of 105 tokens; the file has 1000"),
-        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' stands there twice"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' occurs twice"),
     ],
 )
 def test_bad_gguf_metadata_is_refused(change: dict[str, Any], message: str) -> None:
@@ -317,7 +317,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="no such file"):
         load_tokenizer(str(tmp_path / "a.gguf"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="does not load"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
     def unreachable(*_: Any) -> None:
@@ -332,12 +332,12 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 OWN_CODE = {
     "tokenizer_config.json": (
         {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
-        "the files of a model are read, and its code is never run: the tokenizer of {} needs code of its own "
+        "code in a model's folder or repository is never run; the tokenizer of {} needs custom code "
         "(auto_map in its configuration); convert it to a tokenizer.json, or ",
     ),
     "config.json": (
         {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
-        "the tokenizer in {} does not load",
+        "the tokenizer in {} cannot be loaded",
     ),
 }
 
@@ -377,7 +377,7 @@ def test_code_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_hub_has_json", lambda model_id: False)
     monkeypatch.setattr(module, "_loader", lambda has_json: Loader)
-    with pytest.raises(ValueError, match=r"its code is never run: the tokenizer of org/name needs"):
+    with pytest.raises(ValueError, match=r"is never run; the tokenizer of org/name needs"):
         load_tokenizer("org/name")
     assert asked == [("org/name", {"trust_remote_code": False})]
 

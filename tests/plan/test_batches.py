@@ -85,8 +85,8 @@ def test_the_formulas_of_the_worked_example():
         "samples_per_prompt": "G: rollout.n",
         "sequences_per_step": "P x G = 60 x 12",
         "max_sequence_tokens": "L: data.max_prompt_length + rollout.max_new_tokens = 512 + 256",
-        "devices": "N: of all processes",
-        "processes": "K: every process must have the same number of devices",
+        "devices": "N: total over all processes",
+        "processes": "K: each has the same number of devices",
         "devices_per_process": "N / K = 6 / 1",
         "data_shards": "D: dp x fsdp = 1 x 6",
         "devices_per_shard": "tp: N / D = 6 / 6; tensor parallel",
@@ -239,10 +239,10 @@ def test_more_shards_than_sequences():
     assert found["micro_batches_per_optimizer_step"] == 1
     assert found["sequences_per_replica"] == {"min": 0, "max": 1}
     assert found.warnings == (
-        "more data shards (8) than sequences of an optimizer step (6), padded and masked: 2 of 8 shards "
-        "idle; raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
-        "more rollout replicas (8) than sequences of a training step (6): 2 of 8 replicas idle; raise "
-        "data.batch_size or rollout.n, or use fewer devices",
+        "there are more data shards (8) than sequences of an optimizer step (6): 2 of 8 shards compute "
+        "only padding; raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
+        "there are more rollout replicas (8) than sequences of a training step (6): 2 of 8 replicas are idle; "
+        "raise data.batch_size or rollout.n, or use fewer devices",
     )
 
 
@@ -251,8 +251,8 @@ def test_a_micro_batch_larger_than_a_share():
     assert found["micro_batch_sequences"] == 8
     assert found["micro_batches_per_optimizer_step"] == 1
     assert found.warnings == (
-        "update.micro_batch_size (9) is larger than a shard's share of sequences (8), which is what a "
-        "micro-batch holds",
+        "update.micro_batch_size (9) is larger than the number of sequences per shard (8): a "
+        "micro-batch has 8 sequences",
     )
     exact = {"data.batch_size": 4, "rollout.n": 8, "update.micro_batch_size": 8}
     assert planned(exact, devices=4).warnings == ()
@@ -374,5 +374,5 @@ def test_the_table_is_aligned_and_keeps_formulas_whole():
 
 def test_warnings_follow_the_table():
     text = render(planned({"data.batch_size": 1, "rollout.n": 2}, devices=4))
-    assert "\nwarning: more data shards (4) than sequences of an optimizer step (2)" in text
+    assert "\nwarning: there are more data shards (4) than sequences of an optimizer step (2)" in text
     assert "0 to 1" in text

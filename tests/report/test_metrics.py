@@ -61,7 +61,7 @@ def test_a_step_written_twice_has_one_row(tmp_path):
 def test_steps_do_not_go_back(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(5, {})
-    with pytest.raises(ValueError, match="step 4 came after step 5"):
+    with pytest.raises(ValueError, match="got step 4 after step 5"):
         file.write(4, {})
 
 
@@ -72,7 +72,7 @@ def test_rewind_moves_later_and_broken_lines_aside(tmp_path):
         file.write(step, {"loss": float(step)})
     with path.open("a") as handle:
         handle.write('{"step": 5, "lo')
-    with pytest.raises(ValueError, match="its last line was cut short"):
+    with pytest.raises(ValueError, match="its last line is incomplete"):
         MetricsFile(path).write(6, {})
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
     assert MetricsFile(path).rewind(2) == 3

@@ -36,7 +36,7 @@ def test_a_taken_name_is_refused_with_both_remedies(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "auto", "a\\b"])
 def test_a_name_is_one_folder(tmp_path, name):
-    with pytest.raises(ValueError, match="a run's name is one folder name"):
+    with pytest.raises(ValueError, match="a run's name must be a folder name"):
         RunDir.create(tmp_path, name)
 
 
@@ -61,7 +61,7 @@ def test_auto_takes_the_newest_checkpoint(tmp_path):
 def test_auto_without_a_checkpoint_starts_afresh_and_says_so(tmp_path):
     run = RunDir.create(tmp_path / "runs", "third", resume="auto")
     assert (run.name, run.resumed) == ("third", False)
-    assert "has a checkpoint: starting third afresh" in run.note
+    assert "has a checkpoint: starting a new run third" in run.note
 
 
 def begun(root, name="mine"):
@@ -112,7 +112,7 @@ def test_auto_starts_nothing_again_that_is_more_than_a_beginning(made, tmp_path)
     else:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / made).write_text("")
-    with pytest.raises(ValueError, match="a run's name is used once"):
+    with pytest.raises(ValueError, match="a new run must have an unused name"):
         RunDir.create(tmp_path, "mine", resume="auto")
 
 
@@ -124,9 +124,9 @@ def test_a_run_without_a_checkpoint_is_not_resumed_by_name(tmp_path):
 
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
     RunDir.create(tmp_path, "empty")
-    with pytest.raises(ValueError, match=r"'gone' is neither a run .* runs there: empty"):
+    with pytest.raises(ValueError, match=r"'gone' is neither a run .* runs in .*: empty"):
         RunDir.create(tmp_path, "x", resume="gone")
-    with pytest.raises(ValueError, match="runs there: none"):
+    with pytest.raises(ValueError, match=r"runs in .*: none"):
         RunDir.create(tmp_path / "nowhere", "x", resume="gone")
     with pytest.raises(ValueError, match=r"only a run with a checkpoint can be resumed: .*empty has none"):
         RunDir.create(tmp_path, "x", resume="empty")
@@ -149,7 +149,7 @@ def test_only_the_main_process_makes_the_folder(tmp_path, monkeypatch):
     decided = (str(tmp_path / "first"), False, "a note", False)
     monkeypatch.setattr(module, "is_main_process", lambda: False)
     monkeypatch.setattr(module, "decided_by_main", lambda decide: decided)
-    with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has made"):
+    with pytest.raises(ValueError, match=r"process 0 does not see .*first, which process 0 has created"):
         RunDir.create(tmp_path, "first")
     (tmp_path / "first").mkdir()
     run = RunDir.create(tmp_path, "first")

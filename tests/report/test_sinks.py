@@ -142,7 +142,7 @@ def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
 def test_how_a_run_began_is_said_first(tmp_path):
     run = RunDir.create(tmp_path, "first", resume="auto")
     Report(run, LoggingConfig(), redact=plain).close()
-    assert "starting first afresh" in run.log.read_text()
+    assert "starting a new run first" in run.log.read_text()
 
 
 def test_other_processes_write_nothing(run, monkeypatch, capsys):

@@ -68,7 +68,7 @@ def test_a_file_cut_anywhere_in_its_header_is_an_error(tmp_path: Path) -> None:
 
 def test_what_is_not_gguf_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
-    with pytest.raises(ValueError, match=r"there is no such file"):
+    with pytest.raises(ValueError, match=r"there is no GGUF file"):
         read_header(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"starts with the bytes b'GGUF'"):
@@ -86,7 +86,7 @@ def test_other_versions_and_damage_are_errors(tmp_path: Path) -> None:
         read_header(path)
     kind = raw.index(b"a.count") + len(b"a.count")
     path.write_bytes(raw[:kind] + (99).to_bytes(4, "little") + raw[kind + 4 :])
-    with pytest.raises(ValueError, match=r"value types are 0 to 12.*has 99"):
+    with pytest.raises(ValueError, match=r"value types must be 0 to 12.*has 99"):
         read_header(path)
     text = raw.index("naïve".encode())
     path.write_bytes(raw[:text] + b"\xff" + raw[text + 1 :])

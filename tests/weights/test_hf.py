@@ -81,7 +81,9 @@ def test_an_index_that_leaves_its_folder_is_refused(form, saved):
     absolute = str(saved.parent / "moved.safetensors")
     name = {"absolute": absolute, "folder": "link/moved.safetensors"}.get(form, form)
     assert index_of(saved, name).is_file()
-    with pytest.raises(ValueError, match=rf"lie in the folder of the index; .* names '{name}'; do not use"):
+    with pytest.raises(
+        ValueError, match=rf"must be in the folder of the index; .* names '{name}'; do not use"
+    ):
         load_hf(saved)
 
 
@@ -185,7 +187,7 @@ def test_missing_and_unknown_tensors_are_named(saved):
 
 def test_wrong_shape_and_wrong_type_are_errors(saved):
     edit_config(saved, intermediate_size=40)
-    with pytest.raises(ValueError, match=r"floats of shape \(.*40.*\) by config.json; it is F32 \(.*48.*\)"):
+    with pytest.raises(ValueError, match=r"floats of shape \(.*40.*\) \(config.json\); it is F32 \(.*48.*\)"):
         load_hf(saved)
     edit_config(saved, intermediate_size=48)
     edit_tensors(saved, lambda t: {**t, "model.norm.weight": np.ones(32, np.int8)})
@@ -195,9 +197,9 @@ def test_wrong_shape_and_wrong_type_are_errors(saved):
 
 def test_broken_directories_are_errors(saved, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"needs config.json; .*empty holds nothing"):
+    with pytest.raises(ValueError, match=r"must contain config.json; .*empty contains nothing"):
         load_hf(tmp_path / "empty")
-    with pytest.raises(ValueError, match="is not there or is no directory"):
+    with pytest.raises(ValueError, match="does not exist or is not a directory"):
         load_hf(tmp_path / "absent")
     weights = saved / "model.safetensors"
     data = weights.read_bytes()
@@ -205,7 +207,7 @@ def test_broken_directories_are_errors(saved, tmp_path):
     with pytest.raises(ValueError, match="damaged or incomplete"):
         load_hf(saved)
     weights.rename(saved / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"has neither \(it holds config.json, pytorch_model.bin\)"):
+    with pytest.raises(ValueError, match=r"has neither \(it contains config.json, pytorch_model.bin\)"):
         load_hf(saved)
     (saved / hf.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
     with pytest.raises(ValueError, match=r"lacks: model-00001-of-00001.safetensors; fetch"):

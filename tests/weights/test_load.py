@@ -48,9 +48,9 @@ def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
 
 
 def test_missing_directory_is_not_looked_for_on_the_hub(tmp_path):
-    with pytest.raises(ValueError, match="nothing-here is not there"):
+    with pytest.raises(ValueError, match="nothing-here does not exist"):
         load_model(str(tmp_path / "nothing-here"))
-    with pytest.raises(ValueError, match="a model directory is needed; no-such-model is not there"):
+    with pytest.raises(ValueError, match="the model must be a directory; no-such-model does not exist"):
         load_model("no-such-model")
 
 
@@ -61,9 +61,7 @@ def test_hub_id_without_a_network(monkeypatch):
         raise ConnectionError("Name or service not known\nand more")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    message = (
-        r"'owner/name' is no local directory.*\(ConnectionError: Name or service not known\): check the name"
-    )
+    message = r"'owner/name' is not a local directory.*\(ConnectionError: Name or service not known\): check the name"
     with pytest.raises(ValueError, match=message):
         load_model("owner/name")
 
@@ -100,5 +98,5 @@ def test_the_home_folder(monkeypatch, tmp_path):
     model = load_model("builtin:tiny", vocab_size=20, eos_token_ids=(4,))
     save_hf(tmp_path / "saved", model.arch, model.params)
     assert load_model("~/saved").arch == model.arch
-    with pytest.raises(ValueError, match=f"expected at {tmp_path}/a.gguf"):
+    with pytest.raises(ValueError, match=f"there is no GGUF file {tmp_path}/a.gguf"):
         load_model("~/a.gguf")

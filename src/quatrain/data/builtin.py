@@ -1,6 +1,6 @@
-"""The offline task: arithmetic word problems, demonstrations of their solution, and the tokenizer they need.
+"""The built-in offline task: arithmetic word problems, demonstrations of solutions, and a tokenizer for them.
 
-Stands under `data/prompts.py` (rows) and `data/tokenizer.py` (tokenizer); needs no file and no network.
+`data/rows.py` uses the rows and `data/tokenizer.py` the tokenizer. Needs no file and no network.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
-# The difficulty: every (first, operator, second) with both operands up to MAX_OPERAND and a result >= 0 is a
-# fact to learn; names, objects and sentences are the clutter around it. The demonstrations come from a
-# careless solver: the form is always right, the result off by one in most of them. Imitation alone cannot
-# reach a good accuracy, so what reinforcement adds can be seen.
+# Difficulty of the task: the model must learn each fact, a triple (first operand, operator, second operand)
+# with operands up to MAX_OPERAND and a result >= 0; names, objects and sentences vary around it. The
+# demonstrations always have the right format, but in most of them the result is off by one. Supervised
+# training on them cannot reach a good accuracy, so that the effect of reinforcement learning is visible.
 MAX_OPERAND = 5
 DEMONSTRATED_RIGHT = 0.25  # share of demonstrations with the right result
 TRAIN_ROWS_PER_FACT = 32
 HELDOUT_ROWS = 200
-HELDOUT_SHARE = 8  # one text in so many is held out
+HELDOUT_SHARE = 8  # one in HELDOUT_SHARE texts is held out
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
 OBJECTS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
@@ -43,8 +43,8 @@ SPLITS = ("arithmetic", "arithmetic-heldout")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PAD, EOS = "<|pad|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-# A word takes the space before it, and the space after it when a digit follows, so that a digit is the same
-# token wherever it stands.
+# A word's token includes the space before it, and the space after it if a digit follows, so that a digit is
+# the same token in every context.
 _PIECES = r"</?(?:think|answer)>| ?\p{L}+(?: (?=\p{N}))?|\p{N}"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -54,11 +54,11 @@ _CHAT_TEMPLATE = (
 
 
 def builtin_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of `builtin:<name>`, always the same: columns `prompt` (messages), `answer`, `completion`.
+    """The fixed rows of `builtin:<name>`, with columns `prompt` (messages), `answer` and `completion`.
 
-    `arithmetic` is for training, `arithmetic-heldout` for evaluation. A problem belongs to one of them by the
-    hash of its text, so no text is in both; each fact (3 + 4) is in training, under other names and objects.
-    Raises ValueError for another name.
+    `arithmetic` is for training, `arithmetic-heldout` for evaluation. The hash of a problem's text decides to
+    which of them it belongs, so no text is in both. Each fact (such as 3 + 4) in the evaluation data is also
+    in the training data, with other names and objects. Raises ValueError for an unknown name.
     """
     if name not in SPLITS:
         raise ValueError(f"no built-in data set is called {name!r}; there are {', '.join(SPLITS)}")
@@ -79,7 +79,7 @@ def _arithmetic() -> dict[str, list[dict[str, Any]]]:
 
 
 def _facts() -> list[tuple[int, str, int]]:
-    # From 2 objects on, so that the plural is right.
+    # The first operand is at least 2, because the sentences use the plural.
     pairs = [(a, b) for a in range(2, MAX_OPERAND + 1) for b in range(1, MAX_OPERAND + 1)]
     return [(a, "+", b) for a, b in pairs] + [(a, "-", b) for a, b in pairs if b <= a]
 
@@ -101,7 +101,7 @@ def _row(text: str, a: int, op: str, b: int) -> dict[str, Any]:
 
 
 def _careless(answer: int, draw: int) -> int:
-    """The right answer or a neighbour of it (never below 0), as `draw`, a uniform 64-bit number, decides."""
+    """The right answer or one off by 1 (never below 0), selected by `draw`, a uniform 64-bit number."""
     fraction = draw / 2**64
     if fraction < DEMONSTRATED_RIGHT:
         return answer
@@ -113,9 +113,9 @@ def _hash(text: str) -> int:
 
 
 def builtin_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the built-in models: words, tags and single digits of the task; other text as bytes.
+    """The tokenizer of the built-in models: a token for each word, tag and digit of the task, else bytes.
 
-    Decoding gives back any text exactly. Ids: 256 bytes, then words and tags, then the special tokens.
+    Decoding restores any text exactly. Ids: 256 bytes, then words and tags, then the special tokens.
     `<|end|>` ends a completion; the chat template writes `<|user|>text<|assistant|>`.
     """
     from transformers import PreTrainedTokenizerFast
@@ -143,7 +143,7 @@ def _byte_level_words() -> Tokenizer:
     for text in _task_texts():
         pieces |= dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text))
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    # Without merges, a piece is one token when the vocabulary has it whole, and its bytes otherwise.
+    # There are no merges: a piece is one token if it is in the vocabulary, and else one token per byte.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
@@ -152,6 +152,6 @@ def _byte_level_words() -> Tokenizer:
 
 
 def _task_texts() -> list[str]:
-    """Texts that between them hold every piece the task can write."""
+    """Texts that together contain every word, tag and digit that occurs in the task."""
     sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
     return [*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS]

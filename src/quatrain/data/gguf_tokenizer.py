@@ -1,7 +1,7 @@
 """Builds the tokenizer that a GGUF file describes: vocabulary, merges, splitting rule, special tokens.
 
-Data flow: `GGUFHeader.metadata` -> `gguf_tokenizer` -> `data/tokenizer.py`. The splitting rules are those of
-llama.cpp's `llama-vocab.cpp` for the same names, which are those of each model's own `tokenizer.json`.
+Data flow: `GGUFHeader.metadata` -> `gguf_tokenizer` -> `data/tokenizer.py`. The splitting rules and their
+names are those of llama.cpp's `llama-vocab.cpp`, which match the `tokenizer.json` of each model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# As llama 3, with each digit alone.
+# The rule of Llama 3, except that each digit is a separate piece.
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# tokenizer.ggml.pre -> the rule; names on one line are the same rule.
+# Value of tokenizer.ggml.pre -> splitting rule; the names on one line are synonyms.
 _RULES = {
     "smollm": "smollm",
     **dict.fromkeys(("gpt-2", "default"), "gpt2"),
@@ -42,13 +42,13 @@ _CHATML = (
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer described by the `tokenizer.*` keys of a GGUF file.
 
-    `tokenizer.ggml.model` is `gpt2` (byte-level BPE; splitting rules smollm, gpt-2, llama-bpe, qwen2) or
-    `llama` (SentencePiece BPE with byte fallback; merges follow the scores). A BOS token is added in front
-    of a string as the file says (`add_bos_token`), or, where it says nothing, for `llama` and for the
-    llama-bpe rule. The chat template is the file's; a vocabulary with `<|im_start|>` and no template gets
-    plain ChatML.
+    `tokenizer.ggml.model` must be `gpt2` (byte-level BPE; splitting rules smollm, gpt-2, llama-bpe, qwen2) or
+    `llama` (SentencePiece BPE with byte fallback; merges are ordered by score). The file's `add_bos_token`
+    decides whether a BOS token is added in front of a string; without that key it is added for `llama` and
+    for the rule llama-bpe. The chat template is read from the file; if there is none and the vocabulary
+    contains `<|im_start|>`, plain ChatML is used.
 
-    Raises ValueError for another model or splitting rule, and for metadata that is missing or inconsistent.
+    Raises ValueError for another tokenizer kind or splitting rule, and for missing or inconsistent metadata.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +60,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer, add_bos = _sentencepiece_bpe(metadata), True
     else:
         raise ValueError(
-            f"GGUF tokenizers of the kinds gpt2 and llama are read; tokenizer.ggml.model is {kind!r} here; "
+            f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is {kind!r}; "
             "set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     special = _special_tokens(metadata)
@@ -75,12 +75,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _rule(metadata: Mapping[str, Any]) -> str:
-    # Files from before the key existed are split as GPT-2 did.
+    # Files written before this key existed use GPT-2's rule.
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in _RULES:
         raise ValueError(
-            f"the splitting rules (tokenizer.ggml.pre) {', '.join(_RULES)} are known; the file has {name!r}; "
-            "set model.tokenizer to the model's Hugging Face folder or hub id"
+            f"the splitting rule (tokenizer.ggml.pre) must be one of {', '.join(_RULES)}; the file has "
+            f"{name!r}; set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     return _RULES[name]
 
@@ -90,10 +90,12 @@ def _byte_level_bpe(metadata: Mapping[str, Any], rule: str) -> Tokenizer:
 
     merges = [tuple(merge.split(" ")) for merge in _array(metadata, "merges")]
     try:
-        # Llama 3 takes a piece that is a token as it is, without going through its merges.
+        # Llama 3 uses a piece that is in the vocabulary as one token, without applying merges.
         model = models.BPE(_vocabulary(metadata), merges, ignore_merges=rule == "llama3")
-    except Exception as error:  # the library raises plain Exception, with the merge at fault
-        raise ValueError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    except Exception as error:  # tokenizers raises plain Exception; its text names the invalid merge
+        raise ValueError(
+            f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {error}"
+        ) from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _splitter(rule)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,8 +141,8 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges_from_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    # SentencePiece joins the neighbours whose piece scores highest: the same as BPE merges ordered by the
-    # score of their result. Only normal pieces are ever joined.
+    # SentencePiece joins the two neighbouring pieces whose concatenation has the highest score. This is BPE
+    # with merges ordered by the score of their result. Only pieces of the type "normal" are results.
     scores, types = _array(metadata, "scores"), _types(metadata)
     ranked = []
     for token, index in vocabulary.items():
@@ -162,14 +164,14 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
         AddedToken(t, special=True, normalized=False) for t, kind in typed if kind in (_CONTROL, _UNKNOWN)
     ]
     tokenizer.add_special_tokens(special)
-    # User-defined tokens are matched whole in any text, but are text: decoding keeps them.
+    # User-defined tokens are always matched whole, but are not special: decoding keeps them.
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
 
 
 def _add_template(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
 ) -> None:
-    """What is put around a string: BOS and EOS where the file asks for them."""
+    """Makes the tokenizer add BOS and EOS around a string, if the file's metadata asks for it."""
     from tokenizers import processors
 
     bos, eos = [], []
@@ -201,7 +203,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise ValueError(f"tokenizer.ggml.tokens name each token once; {twice!r} stands there twice")
+        raise ValueError(f"tokenizer.ggml.tokens must contain each token once; {twice!r} occurs twice")
     return vocabulary
 
 
@@ -218,7 +220,7 @@ def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     if name in ("scores", "token_type") and len(values) != len(tokens):
         raise ValueError(
-            f"tokenizer.ggml.{name} has one entry per token ({len(tokens)}); the file has {len(values)}"
+            f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has {len(values)}"
         )
     return values
 
@@ -226,5 +228,7 @@ def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
 def _token(metadata: Mapping[str, Any], key: str, index: int) -> str:
     tokens = _array(metadata, "tokens")
     if not 0 <= index < len(tokens):
-        raise ValueError(f"{key} lies in the vocabulary of {len(tokens)} tokens; the file has {index}")
+        raise ValueError(
+            f"{key} must be an id in the vocabulary of {len(tokens)} tokens; the file has {index}"
+        )
     return tokens[index]

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations as tokens, addressed by their index in an endless shuffled stream.
+"""Tokenised prompts and demonstrations, addressed by their index in an endless shuffled stream.
 
 Second step of the data flow: rows (`data/rows.py`) -> `Prompt`s for rollout and evaluation, token pairs for
 the supervised warm start.
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each pass by `seed`."""
+    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each epoch by `seed`."""
 
     def __init__(self, num_rows: int, seed: int):
-        # grain takes 32-bit seeds.
+        # grain accepts 32-bit seeds only.
         self._indices = grain.MapDataset.range(num_rows).shuffle(seed=seed % 2**32).repeat()
 
     def draws(self, index: int, size: int) -> list[tuple[int, int]]:
-        """(position in the stream, row number) of the `size` draws from index * size."""
+        """(position in the stream, row number) for `size` positions, starting at index * size."""
         return [(at, int(self._indices[at])) for at in range(index * size, (index + 1) * size)]
 
 
 class PromptSource:
     """Tokenised prompts: `batch` by stream position for training, `head` in file order for evaluation.
 
-    A batch depends on (seed, index, size) alone, so that resuming a run takes one number.
+    A batch depends only on (seed, index, size), so a checkpoint needs to store one number to resume.
     """
 
     def __init__(self, table: Table, *, seed: int):
         self._table = table
         self._stream = _Stream(table.size, seed)
         self.skipped = table.skipped
-        """Rows left out because their prompt is longer than `data.max_prompt_length`."""
+        """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
-        """Rows whose prompt lost its first tokens for that reason."""
+        """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
 
     def __len__(self) -> int:
         return self._table.size
 
     def batch(self, index: int, size: int) -> list[Prompt]:
-        """Draws from index * size, `size` of them; a prompt's `group_id` is its position in the stream."""
+        """`size` prompts from position index * size on; a prompt's `group_id` is its stream position."""
         positions, numbers = zip(*self._stream.draws(index, size), strict=True)
         return [row.prompt(at) for at, row in zip(positions, self._table.take(numbers), strict=True)]
 
@@ -81,7 +81,7 @@ class DemonstrationSource:
         return self._table.size
 
     def batch(self, index: int, size: int) -> list[Demonstration]:
-        """Draws from index * size, `size` of them."""
+        """`size` demonstrations from stream position index * size on."""
         numbers = [number for _, number in self._stream.draws(index, size)]
         return [_demonstration(row, self._tokenizer) for row in self._table.take(numbers)]
 
@@ -96,14 +96,13 @@ def load_prompts(
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
-    The prompt is the column `prompt`: a string, tokenised as it is, or a list of role/content messages,
-    rendered with the chat template. With `data.question_column` it is that column as a user message. With
-    `data.system_prompt` a plain string becomes a user message too, and the system message is put first.
-    Every other column, a question column included, goes to the reward functions.
+    The prompt is the column `prompt`: a string, tokenised unchanged, or a list of role/content messages,
+    rendered with the chat template. If `data.question_column` is set, that column is the prompt, as a user
+    message. If `data.system_prompt` is set, a string prompt also becomes a user message, and the system
+    message is put first. All other columns, and a question column, are passed to the reward functions.
 
-    `required_columns` names the columns the rewards need, as a mapping to who needs each where known.
-    Raises ValueError for data that does not fit, naming the row, and where other processes have read
-    something else.
+    `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
+    needs each. Raises ValueError for invalid data, naming the row, and if processes have read different data.
     """
 
     def check_columns(row: Row) -> None:
@@ -116,9 +115,9 @@ def load_prompts(
 def load_demonstrations(
     spec: str, data: DataConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> DemonstrationSource:
-    """The demonstrations of `spec`: prompts as in `load_prompts`, and the column `completion` as text.
+    """The demonstrations of `spec`: prompts as in `load_prompts`, and the text column `completion`.
 
-    Completion ids end with the tokenizer's end token. Raises ValueError as `load_prompts` does.
+    Completion ids end with the tokenizer's end token. Raises ValueError in the cases of `load_prompts`.
     """
 
     def check_columns(row: Row) -> None:
@@ -144,9 +143,9 @@ def _load(
     check_columns: Callable[[Row], None],
     check_rows: Callable[[str, Sequence[Row]], None],
 ) -> Table:
-    """The rows of `spec`, tokenised; of several files, each process reads its share.
+    """The tokenised rows of `spec`; if they are in several files, each process reads a part of the files.
 
-    `check_columns` sees a row with every column, `check_rows` where rows are from, and them.
+    `check_columns` is called with a row that has every column, `check_rows` with the source and its rows.
     """
     files = data_files(spec) if joined() else []
     if len(files) > 1:
@@ -155,7 +154,7 @@ def _load(
     check_columns(rows[0])
     check_rows(spec, rows)
     found = _tokenise(spec, rows, data, tokenizer)
-    _check_some_are_left(spec, len(found.rows), data)
+    _check_not_empty(spec, len(found.rows), data)
     if joined():
         _assert_same_everywhere(spec, found.rows)
     return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated)
@@ -169,10 +168,10 @@ def _load_share(
     check_columns: Callable[[Row], None],
     check_rows: Callable[[str, Sequence[Row]], None],
 ) -> Table:
-    """Every so many-th file is read here; rows are numbered through all files in order."""
+    """Process i of N reads the files i, i + N, ...; rows are numbered consecutively over all files."""
     assert_same("data set", {spec: [file.name for file in files]})
     own = {i: read_rows(str(files[i])) for i in range(process_index(), len(files), num_processes())}
-    columns = _of_all({i: list(rows[0]) for i, rows in own.items()})
+    columns = _from_all_processes({i: list(rows[0]) for i, rows in own.items()})
     empty: Row = dict.fromkeys(name for i in range(len(files)) for name in columns[i])
     check_columns(empty)
     tokenised = {}
@@ -180,16 +179,18 @@ def _load_share(
         whole = [empty | row for row in rows]
         check_rows(str(files[i]), whole)
         tokenised[i] = _tokenise(str(files[i]), whole, data, tokenizer)
-        _check_exchangeable(str(files[i]), tokenised[i].rows)
-    counts = _of_all({i: [len(found.rows), found.skipped, found.truncated] for i, found in tokenised.items()})
+        _check_serialisable(str(files[i]), tokenised[i].rows)
+    counts = _from_all_processes(
+        {i: [len(found.rows), found.skipped, found.truncated] for i, found in tokenised.items()}
+    )
     starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
-    _check_some_are_left(spec, starts[-1], data)
+    _check_not_empty(spec, starts[-1], data)
     rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
     _, skipped, truncated = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     return Table(rows_here, starts[-1], skipped, truncated, spread=True)
 
 
-def _check_some_are_left(spec: str, count: int, data: DataConfig) -> None:
+def _check_not_empty(spec: str, count: int, data: DataConfig) -> None:
     if not count:
         raise ValueError(
             f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
@@ -197,25 +198,25 @@ def _check_some_are_left(spec: str, count: int, data: DataConfig) -> None:
         )
 
 
-def _of_all(own: Mapping[int, list]) -> dict[int, list]:
-    """What every process has by file number, in all of them."""
+def _from_all_processes(own: Mapping[int, list]) -> dict[int, list]:
+    """The entries of `own`, a mapping by file number, of all processes; the same in every process."""
     return {int(i): value for part in gather_objects(dict(own)) for i, value in part.items()}
 
 
-def _check_exchangeable(spec: str, rows: Sequence[TokenRow]) -> None:
+def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
     for row in rows:
         try:
             json.dumps(row.packed())
         except TypeError as error:
             raise ValueError(
-                f"{spec}, row {row.number}: processes tell each other the rows of a data set in several "
-                f"files, as JSON, which cannot hold a column here ({error}); give text and numbers, or one "
-                "file"
+                f"{spec}, row {row.number}: processes exchange the rows of a data set in several files as "
+                f"JSON, so the columns must be JSON-serialisable ({error}); use text and numbers, or put the "
+                "data set into one file"
             ) from None
 
 
 def _assert_same_everywhere(spec: str, rows: Sequence[TokenRow]) -> None:
-    """Raises ValueError where processes that train together have read different rows."""
+    """Raises ValueError if the processes of the run have read different rows."""
     content = hashlib.sha256()
     for row in rows:
         content.update(json.dumps(row.columns, default=repr).encode())
@@ -242,14 +243,14 @@ def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
     for name in REWARD_ARGUMENTS:
         if name in row:
             raise ValueError(
-                f"{spec}: a column is called `{name}`, which is what a reward function receives as its own "
-                f"argument; rename the column"
+                f"{spec}: a column is called `{name}`, which is the name of another argument of reward "
+                f"functions; rename the column"
             )
 
 
 def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collection[str]) -> None:
     for name in required:
-        # The prompt reaches the rewards as `prompts`, not as a column.
+        # Reward functions receive the prompt as `prompts`, not as a column.
         if name not in row or name == "prompt":
             needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
             columns = ", ".join(column for column in row if column != "prompt") or "none"
@@ -262,7 +263,7 @@ def _check_answers(spec: str, rows: Sequence[Row]) -> None:
         if isinstance(answer, str) and not answer.rpartition("####")[2].strip():
             raise ValueError(
                 f"{spec}, row {number}: the column `answer` must have text (after its last ####, if any), "
-                f"or be null in a row that is not judged; it is {_shown(answer)}; "
+                f"or be null in a row that is not scored for correctness; it is {_shown(answer)}; "
                 f"give the answer or remove the row"
             )
 
@@ -303,7 +304,7 @@ def _token_row(
 
 
 def _prompt_text(row: Row, data: DataConfig) -> PromptText:
-    """The prompt of one row, as text or as messages with the system message; `render` checks the messages."""
+    """The prompt of one row: text, or messages with the system message first; `render` validates messages."""
     column = data.question_column or "prompt"
     value = row[column]
     if isinstance(value, str):
@@ -319,7 +320,7 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
 
 
 def _without_nulls(message: Any) -> Any:
-    # A table gives every message the keys of all: an absent key reads as None.
+    # A column-oriented file gives every message the same keys: a missing key is read as None.
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
@@ -328,12 +329,15 @@ def _without_nulls(message: Any) -> Any:
 def _with_system(messages: list[Any], system_prompt: str | None) -> PromptText:
     roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
     if roles and roles[-1] == "assistant":
-        raise ValueError("the last message of the prompt is the assistant's; the next turn must be")
+        raise ValueError(
+            "the last message of a prompt must not be the assistant's, because the model writes the "
+            "assistant's next turn; end the prompt with another message"
+        )
     if system_prompt is None:
         return tuple(messages)
     if "system" in roles:
         raise ValueError(
-            "the prompt has a system message and data.system_prompt gives another; unset data.system_prompt "
+            "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
             "or remove the message"
         )
     return ({"role": "system", "content": system_prompt}, *messages)

@@ -1,4 +1,4 @@
-"""Reads a data set as rows (one dict each) from a file, the hub or a built-in task.
+"""Reads a data set as rows (one dict each) from a file, the Hub or a built-in task.
 
 First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `data/prompts.py`.
 """
@@ -31,11 +31,10 @@ def read_rows(spec: str) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None where a row has none).
 
     `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
-    whose values have the types pyarrow infers), a pattern of files (`data/part-*.jsonl`, in the order of
-    their names), or `owner/name:config[:split]` on the hub (extra `hub`; the
-    split is `train` unless given). A struct column `reward_model` with a `ground_truth`, as in verl's layout,
-    becomes the column `answer` as well, unless there is one. Raises ValueError when the data is missing,
-    empty or malformed.
+    whose values have the types pyarrow infers), a file pattern (`data/part-*.jsonl`, read in the order of
+    file names), or `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is
+    `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
+    in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
     """
     path = local_path(spec)
     files = data_files(spec)
@@ -48,20 +47,20 @@ def read_rows(spec: str) -> list[Row]:
             raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
         rows = _READERS[path.suffix](path)
     elif path.exists():
-        raise ValueError(f"data set {spec!r} is neither of the forms {_FORMS}; give one of those")
+        raise ValueError(f"data set {spec!r} has none of the supported forms; give {_FORMS}")
     elif match := _HUB.fullmatch(spec):
         rows = _read_hub(spec, match["path"], match["config"] or None, match["split"] or "train")
     else:
-        raise ValueError(f"data set {spec!r} is not understood; give {_FORMS}")
+        raise ValueError(f"data set {spec!r} has none of the supported forms; give {_FORMS}")
     if not rows:
         raise ValueError(f"data set {spec!r} is empty: at least one row is needed")
     return _with_answer(_aligned(rows))
 
 
 def data_files(spec: str) -> list[Path]:
-    """The files that a pattern (`*` in the name) matches, by name; none where `spec` is no pattern.
+    """The files that match the pattern `spec`, sorted by name; empty if `spec` has no `*` in the file name.
 
-    Raises ValueError where it matches none.
+    Raises ValueError if no file matches a pattern.
     """
     path = local_path(spec)
     if "*" not in path.name or spec.startswith("builtin:"):
@@ -100,7 +99,7 @@ def _read_text(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    # Not splitlines(): JSON strings may hold its other line separators, U+2028 among them.
+    # Not splitlines(), which also splits at U+2028 and other characters that JSON strings may contain.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
             rows.append(_parse_object(line, f"{path}, line {number}"))
@@ -181,8 +180,8 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
         ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ValueError(
-            f"data sets of the hub are read with `datasets` 4.0 or later, which never runs their scripts; "
-            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
+            f"data sets on the Hub are read with `datasets` 4.0 or later, which runs no code from a data "
+            f"set's repository; {datasets.__version__} is installed; pip install 'quatrain[hub]'"
         )
     try:
         return list(datasets.load_dataset(path, config, split=split))

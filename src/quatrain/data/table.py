@@ -1,6 +1,6 @@
-"""The tokenised rows of a data set, in every process or spread over them.
+"""The tokenised rows of a data set, stored completely in every process or distributed over processes.
 
-Between `prompts.py`, which fills it, and the sources there, which take rows by number.
+`prompts.py` builds a table when it loads a data set, and its sources take rows from the table by number.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from quatrain.types import Prompt, PromptText
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row with its prompt as text and as [P] int32 tokens, and the columns beside it."""
+    """A row: its prompt as text and as [P] int32 tokens, and its other columns."""
 
     number: int
-    """In its file, counting from 1."""
+    """Number of the row in its file, counting from 1."""
     text: PromptText
     input_ids: np.ndarray
     columns: Mapping[str, Any]
 
     def prompt(self, group_id: int) -> Prompt:
-        """The row as the rollout takes it."""
+        """The row as a `Prompt`, the input of the rollout."""
         return Prompt(group_id=group_id, input_ids=self.input_ids, text=self.text, columns=self.columns)
 
     def packed(self) -> list[Any]:
-        """What `unpacked` makes the row of: JSON, where its columns are."""
+        """The row as a list that `unpacked` restores; JSON-serialisable if its columns are."""
         return [self.number, self.text, self.input_ids.tolist(), dict(self.columns)]
 
     @classmethod
     def unpacked(cls, content: list[Any]) -> TokenRow:
-        """The row of another process."""
+        """The row that `packed` turned into `content`, for example in another process."""
         number, text, ids, columns = content
         return cls(number, text if isinstance(text, str) else tuple(text), np.array(ids, np.int32), columns)
 
 
 @dataclass(frozen=True)
 class Table:
-    """`size` rows, of which `own` are here, by number; all of them unless it is `spread`.
+    """A table of `size` rows; `own` holds, by number, those stored in this process.
 
-    `skipped` and `truncated` count, of all processes, rows left out and prompts that lost their beginning.
+    If `spread` is false, `own` holds all rows. `skipped` and `truncated` count the skipped rows and the
+    truncated prompts of all processes.
     """
 
     own: Mapping[int, TokenRow]
@@ -54,7 +55,7 @@ class Table:
     spread: bool = False
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:
-        """The rows of these numbers; where the table is spread, each process has to ask for the same."""
+        """The rows with these numbers; if the table is spread, every process must pass the same numbers."""
         if not self.spread:
             return [self.own[number] for number in numbers]
         found: dict[str, list[Any]] = {}

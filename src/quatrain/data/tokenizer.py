@@ -1,8 +1,8 @@
 """Loads tokenizers, renders prompts to token ids and finds the tokens that end a completion.
 
 Data flow: `model.tokenizer` -> `load_tokenizer`; a row's prompt -> `render` -> `Prompt.input_ids`; the
-model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine. transformers is slow to import, so that
-happens on first use.
+model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine. transformers is imported on first use,
+because importing it is slow.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _CONFIG = "tokenizer_config.json"
-# The class that every version of transformers knows and that reads tokenizer.json as it is.
+# The class that every version of transformers has, and that uses tokenizer.json without changes.
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """The tokenizer at `path`: `builtin:…`, a `.gguf` file, a local Hugging Face folder, or a hub id.
 
-    Code in a model's folder or repository is never run. Raises ValueError where there is no tokenizer, where
-    the hub cannot be reached, where the tokenizer needs code of its own, and where it is not a fast one.
+    Code in a model's folder or repository is never run. Raises ValueError if there is no tokenizer, the Hub
+    cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
     """
     with _without_torch_advice():
         if path.startswith("builtin:"):
@@ -51,15 +51,15 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((Path(path) / name).is_file() for name in names):
         raise ValueError(
-            f"a tokenizer folder holds one of {', '.join(names)}; {path} has none of them; "
-            "set model.tokenizer to a folder or hub id that has"
+            f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; "
+            "set model.tokenizer to a folder or hub id that has one"
         )
     loader = _loader(has_json=(Path(path) / "tokenizer.json").is_file())
     try:
         tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a broken folder makes transformers raise errors of any kind
+    except Exception as error:  # for a broken folder, transformers raises exceptions of any class
         _refuse_code(path, error)
-        raise ValueError(f"the tokenizer in {path} does not load: {error}") from error
+        raise ValueError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     return _of_class(_fast(tokenizer, path), Path(path) / _CONFIG)
 
 
@@ -72,28 +72,28 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
     try:
         loader = _loader(has_json=_hub_has_json(model_id))
         tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
-    except Exception as error:  # no network, no such name, a broken repository
+    except Exception as error:  # no network, an unknown name or a broken repository
         _refuse_code(model_id, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"there is no folder {model_id!r}, and the hub gave no tokenizer of that name ({reason}); "
-            "check the name and the network, or give a local folder"
+            f"there is no folder {model_id!r}, and loading a tokenizer of that name from the Hub failed "
+            f"({reason}); check the name and the network, or give a local folder"
         ) from error
     return _of_class(_fast(tokenizer, model_id), _hub_config(model_id))
 
 
 def _refuse_code(path: str, error: Exception) -> None:
-    """Raises a ValueError where transformers refused a tokenizer because it would have to run code."""
+    """Raises ValueError if transformers raised `error` because the tokenizer needs custom code."""
     if "trust_remote_code" in str(error):
         raise ValueError(
-            f"the files of a model are read, and its code is never run: the tokenizer of {path} needs code "
-            "of its own (auto_map in its configuration); convert it to a tokenizer.json, or set "
+            f"code in a model's folder or repository is never run; the tokenizer of {path} needs custom code "
+            "(auto_map in its configuration); convert it to a tokenizer.json, or set "
             "model.tokenizer to a folder or hub id that has one"
         ) from error
 
 
 def _hub_config(model_id: str) -> Path | None:
-    """The tokenizer_config.json that was downloaded with the tokenizer; None where it has none."""
+    """The tokenizer_config.json that was downloaded with the tokenizer; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model_id, _CONFIG)
@@ -101,29 +101,29 @@ def _hub_config(model_id: str) -> Path | None:
 
 
 def _of_class(tokenizer: PreTrainedTokenizerFast, config: Path | None) -> PreTrainedTokenizerFast:
-    """`tokenizer`, which remembers the name of its class in its source, for `save_tokenizer`."""
+    """`tokenizer` with the attribute `source_class`: its class name in the source, for `save_tokenizer`."""
     source = json.loads(config.read_text("utf-8")) if config is not None and config.is_file() else {}
     name = source.get("tokenizer_class") or type(tokenizer).__name__
-    # The newest names end in Backend. A class beside an auto_map is found in code that is not exported.
+    # Class names that end in Backend exist only in recent versions of transformers. With an auto_map, the
+    # class is defined in custom code, which is not exported.
     own = not name.endswith("Backend") and "auto_map" not in source
     tokenizer.source_class = name if own else _PLAIN_CLASS
     return tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    """Writes a tokenizer as a folder that transformers 4 and 5 load to the same ids.
+    """Writes a tokenizer as a folder from which transformers 4 and 5 load a tokenizer with the same ids.
 
-    The class named in tokenizer_config.json is that of the tokenizer's source. It is
-    `PreTrainedTokenizerFast` for a tokenizer made here (built in, or from a GGUF file), and where
-    transformers 4.57 does not know the class.
+    tokenizer_config.json names the tokenizer class of the source. The class is `PreTrainedTokenizerFast` for
+    a built-in tokenizer, one from a GGUF file, and one whose class does not exist in transformers 4.57.
     """
     tokenizer.save_pretrained(directory)
     path = Path(directory) / _CONFIG
     config = json.loads(path.read_text("utf-8"))
     config["tokenizer_class"] = getattr(tokenizer, "source_class", _PLAIN_CLASS)
-    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 takes the older name alone
+    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 knows only the older name
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    for name in ("auto_map", "is_local", "local_files_only"):  # about the source, not about this folder
+    for name in ("auto_map", "is_local", "local_files_only"):  # describe the source, not this folder
         config.pop(name, None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
@@ -140,11 +140,11 @@ def _hub_has_json(model_id: str) -> bool:
 
 
 def _loader(has_json: bool) -> Any:
-    """The transformers class that reads a tokenizer as it was saved."""
+    """The transformers class that loads a tokenizer without changing its rules."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer puts its own splitting rule for the model's type (qwen2, ...) in place of that of
-    # tokenizer.json, so it is only asked where that file is missing and has to be made from another.
+    # AutoTokenizer replaces the splitting rule in tokenizer.json by the one of the model type (qwen2, ...).
+    # It is therefore used only if that file is missing and the tokenizer is converted from other files.
     return PreTrainedTokenizerFast if has_json else AutoTokenizer
 
 
@@ -153,7 +153,7 @@ def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
-            f"fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "
+            f"only fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "
             "convert it with transformers and save it again"
         )
     return tokenizer
@@ -161,7 +161,7 @@ def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:
 
 @contextlib.contextmanager
 def _without_torch_advice() -> Iterator[None]:
-    """Keeps transformers from advising, on import, to install PyTorch: nothing here needs it."""
+    """Suppresses the advice of transformers to install PyTorch, which quatrain does not need."""
 
     def other_than_advice(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("PyTorch was not found")
@@ -177,9 +177,9 @@ def _without_torch_advice() -> Iterator[None]:
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The sorted ids of the tokens that end a completion.
 
-    The model's end-of-sequence ids, the tokenizer's own, and the end-of-turn tokens (`<|im_end|>`,
-    `<|eot_id|>`, `<end_of_turn>`) that are in the vocabulary and in the chat template: chat models end a turn
-    with these even where their configuration names another token.
+    They are the end-of-sequence ids of the model and of the tokenizer, and the end-of-turn tokens
+    (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`) that are both in the vocabulary and in the chat template:
+    chat models end a turn with these even if their configuration names another token.
     """
     template = tokenizer.chat_template or ""
     text = template if isinstance(template, str) else "".join(template.values())
@@ -194,16 +194,16 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[i
 def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]]) -> list[int]:
     """The token ids of a prompt.
 
-    A string is tokenised as it is, with the special tokens the tokenizer puts around any text (a BOS in front
-    for Llama, none for Qwen and SmolLM). Messages (`role`, `content`) go through the chat template, which
-    writes its own special tokens, up to the point where the assistant's answer begins.
+    A string is tokenised with the special tokens that the tokenizer adds around any text (for Llama a BOS in
+    front, none for Qwen and SmolLM). Messages (`role`, `content`) are rendered with the chat template, which
+    writes all special tokens, up to the start of the assistant's answer.
 
-    Raises ValueError for messages that are malformed or that the template refuses, for messages without a
-    chat template, and for a prompt that renders to no tokens.
+    Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
+    template, and a prompt that has no tokens.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
     if not ids:
-        raise ValueError(f"a prompt renders to at least one token; {prompt!r} renders to none")
+        raise ValueError(f"a prompt must have at least one token; {prompt!r} has none")
     return ids
 
 
@@ -220,15 +220,15 @@ def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mappin
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+        raise ValueError(f"the chat template rejects messages with the roles {roles}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _check_messages(prompt: Any) -> list[dict[str, str]]:
     if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"a prompt is a string or a non-empty list of messages; got {prompt!r}")
+        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {prompt!r}")
     for message in prompt:
         fields = dict(message) if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise ValueError(f"a message has a `role` and a `content`, both strings; got {message!r}")
+            raise ValueError(f"a message must have a `role` and a `content`, both strings; got {message!r}")
     return [dict(message) for message in prompt]

@@ -1,1 +1,1 @@
-"""What a run will need, before it starts: its batches, and the memory of each device."""
+"""Computes a run's batch sizes and the memory needed on each device, before the run starts."""

@@ -1,8 +1,9 @@
-"""Memory of one forward and backward pass beside parameters, optimizer and sums of gradients: an estimate.
+"""Estimates the memory of activations in one forward and backward pass.
 
-Data flow: architecture, tokens and mesh -> `activations` -> `quatrain plan --params`. The formula follows
-the decoder and the tiles of the head. It stands in for the compiler's memory analysis, which takes far longer
-and the compiler of the devices planned for; `tests/plan/test_placement.py` compares the two.
+Parameters, optimizer state and accumulated gradients are not included. Data flow: architecture, tokens and
+mesh -> `activations` -> `quatrain plan --params`. The formula follows the decoder and the tiles of the output
+head. It is used instead of XLA's memory analysis, which takes much longer and needs the compiler of the
+target devices; `tests/plan/test_placement.py` compares the two.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from quatrain.models.params import is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
 
 OFF_BY = "-4 % to +12 %, with tp up to +54 %"
-"""By how much the estimate differed from the count of XLA's compiler for TPUs (docs/scaling.md)."""
+"""Difference of the estimate from the memory analysis of XLA's compiler for TPUs (docs/scaling.md)."""
 FLOAT32 = 4
-"""Bytes."""
+"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one device, by what they are for.
+    """Bytes on one device, by purpose.
 
-    `kept` is what one layer keeps until the backward pass, `layer` and `head` are the most that one layer and
-    the output head need while they work, and `gradients` those of parameters on their way to the sums.
+    `kept`: activations of one layer that are stored until the backward pass. `layer` and `head`: the maximum
+    of temporary memory while one layer, or the output head, is computed. `gradients`: gradients of parameters
+    before they are added to the accumulated gradients.
     """
 
     num_layers: int
@@ -57,21 +59,21 @@ def activations(
     param_dtype: str,
     mesh: MeshShape,
 ) -> Activations:
-    """The estimate for a micro-batch with `tokens` tokens on each device, which is an accelerator.
+    """The estimate for a micro-batch with `tokens` tokens on each device, for GPUs and TPUs.
 
-    With b bytes of `dtype`, hidden size D, and of one `tp` device Q columns of queries, K of keys and values,
-    F of the MLP and a vocabulary of V, a token takes:
+    Let b be the bytes of `dtype`, D the hidden size, and on one `tp` device Q the columns of queries, K the
+    columns of keys and values together, F the columns of the MLP and V the vocabulary. Bytes per token:
 
-    - kept of a layer whose input alone is (`remat` of `layer`): D b
-    - whose products are too (`dots`): (2 D + 2 Q + K + 2 F) b, and 4 bytes a head
-    - of which nothing is computed again (`none`): (6 D + 2 Q + K + 2 F) b, 4 bytes a head, 8 for norms
-    - while a layer works: (6 D + 3 Q + K + 6 F) b, without what `dots` has kept
-    - once more for `dots`, twice for `none` and while it works: (Q + K) b where queries and keys have norms
-      (K is of keys and values), 2 D b where attention and MLP end in norms
-    - while the head works: 5 D b, and 12 for each logit of a tile (`Backend.tile`)
+    - `kept`, remat `layer` (only a layer's input is stored): D b
+    - `kept`, remat `dots` (also the outputs of products): (2 D + 2 Q + K + 2 F) b, and 4 bytes per head
+    - `kept`, remat `none`: (6 D + 2 Q + K + 2 F) b, 4 bytes per head, and 8 for norms
+    - `layer`: (6 D + 3 Q + K + 6 F) b, less what `dots` or `none` stores
+    - norms of queries and keys add (Q + K) b, norms after attention and MLP add 2 D b: once to `kept` of
+      `dots`, twice to `kept` of `none` and to `layer`
+    - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`)
 
-    Beside the tokens stand the weights of the layer or head that works, where they are gathered or cast, and
-    their gradients: of a whole vocabulary in float32 wherever it waits for other devices.
+    `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
+    or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     sharded, cast = mesh.fsdp > 1, dtype != param_dtype
@@ -102,7 +104,7 @@ def activations(
 
 @dataclass(frozen=True)
 class _Widths:
-    """Columns of a token's activations on one of the `tp` devices; `keys_values` of both together."""
+    """Columns of a token's activations on one `tp` device; `keys_values` counts keys and values together."""
 
     hidden: int
     queries: int
@@ -125,19 +127,19 @@ class _Widths:
 
 
 def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> int:
-    """Elements that one device of `mesh` has of an array of `shape` that lies there as `spec`."""
+    """Elements that one device of `mesh` holds of an array of `shape` that is sharded by `spec`."""
     axes = [axis for axis in spec if axis is not None]
     return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
 
 
 def _layer_weights(arch: Architecture, mesh: MeshShape) -> int:
-    """Weights of a layer on one of the `tp` devices, gathered over `fsdp`."""
+    """Number of weights of one layer on a `tp` device, after gathering over `fsdp`."""
     gathered = mesh._replace(fsdp=1)
     return _elements(param_specs(arch)["layers"][0], partition(arch, gathered)["layers"][0], gathered)
 
 
 def _elements(params: Any, specs: Any, mesh: MeshShape) -> int:
-    """Of a tree of parameters, on one device."""
+    """Number of elements of a parameter tree on one device."""
     own = jax.tree.map(
         lambda p, spec: elements_on_device(p.shape, spec, mesh), params, specs, is_leaf=is_spec
     )

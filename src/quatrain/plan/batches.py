@@ -1,8 +1,8 @@
-"""The batch plan: every batch number of a run, with its unit and the formula it comes from.
+"""The batch plan: all batch sizes of a run, each with its unit and formula.
 
 Data flow: `Config` and the number of devices -> `plan` -> `render` (a table) or `BatchPlan.to_dict` (JSON),
-for `quatrain plan` and the start of a run. What depends on the sampled lengths is a range that holds for all
-of them. Imports no JAX.
+for `quatrain plan` and the log at the start of a run. Numbers that depend on the lengths of sampled
+completions are given as a range over all possible lengths. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
-"""Tokens of the shortest possible sequence: one of the prompt and one of the completion."""
+"""Tokens of the shortest possible sequence: one prompt token and one completion token."""
 WIDTH = 100
 GAP = "  "
 UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -27,9 +27,9 @@ UNBROKEN = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True)
 class Row:
-    """One number. `value` is None where it does not apply, and {"min", "max"} where it is no single one.
+    """One number of the plan. `value` is None if it does not apply, and {"min", "max"} for a range.
 
-    `why` is `symbols = the same with their numbers; remark`, or words where nothing is computed.
+    `why` explains the number: `formula in symbols = formula in numbers; remark`, or only words.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The numbers in the order of a training step, and a sentence for each that will surprise."""
+    """The numbers in the order of a training step, and warnings about probably unintended numbers."""
 
     rows: tuple[Row, ...]
     warnings: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class BatchPlan:
         return next(row.value for row in self.rows if row.key == key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Values by key, and beside them `unit` and `why` by key, and `warnings`."""
+        """Values by key; `unit` and `why` are mappings by the same keys, `warnings` is a list."""
         return {
             **{row.key: row.value for row in self.rows},
             "unit": {row.key: row.unit for row in self.rows},
@@ -60,7 +60,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and the greatest of a number."""
+    """The smallest and the largest possible value of a number."""
 
     low: int
     high: int
@@ -71,7 +71,7 @@ class _Span:
 
 
 class _Layout(NamedTuple):
-    """How the devices are arranged in training and in sampling."""
+    """Number of devices and processes, and the meshes of training and rollout."""
 
     devices: int
     processes: int
@@ -88,10 +88,10 @@ class _Layout(NamedTuple):
 
 
 def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
-    """The plan of a final configuration (nothing left to derive).
+    """The batch plan of a final configuration, in which all derived values are set.
 
-    `devices` and `processes` are those of the whole run, which its roles arrange (`roles.resolve_roles`).
-    Raises ValueError where they do not come out even.
+    `devices` and `processes` are the total numbers of the run. Raises ValueError if they do not match the
+    meshes (`roles.resolve_roles`).
     """
     roles = resolve_roles(config, devices, processes)
     layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh)
@@ -108,7 +108,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
 
 
 def _mini_batches(config: Config) -> tuple[int, _Span]:
-    """How many mini-batches an epoch has, and the prompts of one."""
+    """(number of mini-batches per epoch, prompts of a mini-batch)."""
     whole = config.data.batch_size
     count = _ceil(whole, config.update.mini_batch_size or whole)
     return count, _Span(whole // count, _ceil(whole, count))
@@ -131,8 +131,8 @@ def _step_rows(config: Config) -> Iterator[Row]:
 def _device_rows(layout: _Layout) -> Iterator[Row]:
     n, k = layout.devices, layout.processes
     own = "N" if layout.mesh.num_devices == n else "devices of training"
-    yield Row("devices", n, "devices", "N: of all processes")
-    yield Row("processes", k, "processes", "K: the devices are shared out evenly")
+    yield Row("devices", n, "devices", "N: total over all processes")
+    yield Row("processes", k, "processes", "K: each has the same number of devices")
     yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
     yield Row(
         "data_shards",
@@ -224,19 +224,20 @@ def _sweeps(update: UpdateConfig, steps: int) -> Row:
 
 @dataclass(frozen=True)
 class _Stage:
-    """`sequences` cut over `shards` data shards into micro-batches, by one of the two modes.
+    """Divides `sequences` over `shards` data shards into micro-batches, in one of two modes.
 
-    Fixed mode: shards take equal shares, and a micro-batch `rows` of each share.
-    Token-budget mode: a bin (one shard's part of one micro-batch) holds at most C = `tokens`, so at most
-    floor(C / 2) sequences, or C - 1 where prompts are `shared`. The packer closes no bin below floor(C / L)
-    sequences of at most L tokens while any is left, so ceil(sequences / (D x floor(C / L))) micro-batches
-    always do. Both ends are met: by sequences that are all of the shortest, and all of the longest possible
-    length; with shared prompts the lower one only by a single group.
+    Fixed mode: each shard gets the same number of sequences, and a micro-batch has `rows` of them per shard.
+    Token-budget mode: a bin (one shard's part of one micro-batch) has at most C = `tokens` tokens. It holds
+    at most floor(C / 2) sequences, or C - 1 if prompts are `shared`. The packer puts at least floor(C / L)
+    sequences of at most L tokens into every bin but the last, so at most
+    ceil(sequences / (D x floor(C / L))) micro-batches are needed. Both bounds are tight: the lower one if
+    all sequences have the shortest possible length (with shared prompts, only if they are one group), the
+    upper one if all have the longest.
     """
 
     section: str
     total: str
-    """What `sequences` is called in formulas."""
+    """Symbol of `sequences` in formulas."""
     rows: int | None
     tokens: int | None
     sequences: _Span
@@ -253,17 +254,17 @@ class _Stage:
         return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
     def share(self, key: str) -> Row:
-        """Sequences of one shard: equal numbers in fixed mode, in token-budget mode of equal cost."""
+        """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
         if self.tokens is None or self.shards == 1:
             value = _Span(self.sequences.low // self.shards, _ceil(self.sequences.high, self.shards)).value
             return Row(key, value, "sequences", f"{self.total} / D = {_shares(self.sequences, self.shards)}")
         value = _Span(0, self.sequences.high).value
         average = _either(*(f"{n} / {self.shards}" for n in self._ends))
-        remark = f"{average} on average: shards are evened out by cost, not by number"
+        remark = f"{average} on average: shards are balanced by cost, not by number"
         return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
 
     def held(self, key: str) -> Row:
-        """Sequences of one shard in one micro-batch."""
+        """Sequences per shard in one micro-batch."""
         if self.tokens is None:
             return self._held_in_fixed_mode(key)
         if self._num_passes.high * self.shards == 1:
@@ -272,7 +273,7 @@ class _Stage:
         in_bin, symbol, number = self._most_in_bin
         most = min(self.sequences.high, in_bin)
         numbers = f"0 to min({self.sequences.high}, {number})"
-        remark = f"floor({self.tokens} / {self.longest}) of the longest fit"
+        remark = f"floor({self.tokens} / {self.longest}) if all have the maximum length"
         symbols = f"0 to min({self.total}, {symbol})"
         return Row(key, _Span(0, most).value, "sequences", f"{symbols} = {numbers}; {remark}")
 
@@ -285,13 +286,13 @@ class _Stage:
         return Row(key, largest, "sequences", f"min(m, ceil({self.total} / D)) = {numbers}; m: {name}")
 
     def budget(self, key: str) -> Row:
-        """Tokens of one shard in one micro-batch."""
+        """Maximum tokens per shard in one micro-batch."""
         name = f"{self.section}.max_tokens_per_device"
         fixed = f"not used: {self.section}.micro_batch_size is set"
         return Row(key, self.tokens, "tokens", fixed if self.tokens is None else f"C: {name}")
 
     def passes(self, key: str) -> Row:
-        """Micro-batches that all of `sequences` make; the same number on every shard."""
+        """Number of micro-batches into which `sequences` are divided; the same on every shard."""
         if self.tokens is None:
             numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
             why = f"ceil(ceil({self.total} / D) / m) = {numbers}{self._remainder()}"
@@ -318,7 +319,7 @@ class _Stage:
 
     @property
     def _most_in_bin(self) -> tuple[int, str, str]:
-        """Most sequences a bin can hold, in symbols and in numbers too."""
+        """(maximum sequences in a bin, its formula in symbols, its formula in numbers)."""
         assert self.tokens is not None
         if self.shared:  # one token of the prompt, and one of each completion
             return self.tokens - 1, "(C - 1)", f"({self.tokens} - 1)"
@@ -337,20 +338,20 @@ def _warnings(config: Config, layout: _Layout, sequences: _Span) -> Iterator[str
     total, size = config.data.batch_size * config.rollout.n, config.update.micro_batch_size
     if least < shards:
         yield (
-            f"more data shards ({shards}) than sequences of an optimizer step ({least}), padded and masked: "
-            f"{shards - least} of {shards} shards idle; raise update.mini_batch_size, data.batch_size or "
-            "rollout.n, or use fewer devices"
+            f"there are more data shards ({shards}) than sequences of an optimizer step ({least}): "
+            f"{shards - least} of {shards} shards compute only padding; raise update.mini_batch_size, "
+            "data.batch_size or rollout.n, or use fewer devices"
         )
     share = _ceil(sequences.high, shards)
     if size is not None and size > share:
         yield (
-            f"update.micro_batch_size ({size}) is larger than a shard's share of sequences ({share}), which "
-            "is what a micro-batch holds"
+            f"update.micro_batch_size ({size}) is larger than the number of sequences per shard ({share}): a "
+            f"micro-batch has {share} sequences"
         )
     if total < replicas:
         yield (
-            f"more rollout replicas ({replicas}) than sequences of a training step ({total}): "
-            f"{replicas - total} of {replicas} replicas idle; raise data.batch_size or rollout.n, or use "
+            f"there are more rollout replicas ({replicas}) than sequences of a training step ({total}): "
+            f"{replicas - total} of {replicas} replicas are idle; raise data.batch_size or rollout.n, or use "
             "fewer devices"
         )
 
@@ -387,7 +388,7 @@ def render(batch_plan: BatchPlan) -> str:
 
 
 def _wrapped(formula: str, width: int) -> list[str]:
-    """Lines that break between terms, never around an operator."""
+    """`formula` wrapped to lines of `width`, which are broken between terms but not next to an operator."""
     for operator in ("/", "x"):
         formula = formula.replace(f" {operator} ", f"{UNBROKEN}{operator}{UNBROKEN}")
     return [line.replace(UNBROKEN, " ") for line in textwrap.wrap(formula, width, break_on_hyphens=False)]

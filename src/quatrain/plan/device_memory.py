@@ -1,6 +1,7 @@
-"""What lies on a device, as numbers, tables and JSON.
+"""The memory plan of a device, and its output as tables and JSON.
 
-Data flow: `placement.placement` makes it -> `render` or `Placement.to_dict`, for `quatrain plan --params`.
+Data flow: `placement.placement` creates a `Placement` -> `render` or `Placement.to_dict`, for `quatrain plan
+--params`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PHASES = ROLLOUT, GRADIENT, STEP = "rollout", "gradient", "optimizer_step"
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Parameters that are alike in all `count` layers; `num_bytes` of all of them on one device."""
+    """A parameter of the same name and shape in `count` layers; `num_bytes` of all of them on one device."""
 
     name: str
     count: int
@@ -35,7 +36,7 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory on each device of `role`, in the stages `phases` of a training step."""
+    """An item that needs memory on each device of `role`, in the stages `phases` of a training step."""
 
     key: str
     num_bytes: int
@@ -46,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Parameters, parts and what they come to; bytes are those of one device, alike on all of a role."""
+    """Parameters, parts and their totals, in bytes on one device; the same on all devices of a role."""
 
     roles: Roles
     parameters: tuple[ParameterKind, ...]
@@ -56,24 +57,24 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[tuple[str, ...], ...]:
-        """The roles that share their devices, together."""
+        """The roles, grouped by their devices: roles with the same devices are in one tuple."""
         named = {TRAIN: self.roles.train, ROLLOUT: self.roles.rollout, REFERENCE: self.roles.reference}
         together: dict[tuple[int, ...], tuple[str, ...]] = {}
         for name, role in named.items():
             together[role.devices] = (*together.get(role.devices, ()), name)
         return tuple(together.values())
 
-    def there(self, phase: str, roles: tuple[str, ...]) -> list[Part]:
-        """What is on the devices of `roles` in `phase`."""
+    def parts_of(self, phase: str, roles: tuple[str, ...]) -> list[Part]:
+        """The parts on the devices of `roles` in `phase`."""
         return [part for part in self.parts if phase in part.phases and part.role in roles]
 
     def totals(self) -> dict[str, tuple[str, tuple[str, ...], int]]:
-        """Phase, roles and bytes on one of their devices, by key; without those that hold nothing."""
+        """(phase, roles, total bytes on one of their devices) by key; totals of 0 bytes are left out."""
         one = len(self.hosts) == 1
         found = {}
         for phase in PHASES:
             for roles in self.hosts:
-                size = sum(part.num_bytes for part in self.there(phase, roles))
+                size = sum(part.num_bytes for part in self.parts_of(phase, roles))
                 if size:
                     where = "" if one else f"_on_{'_'.join(roles)}"
                     found[f"total_in_{phase}{where}"] = (phase, roles, size)
@@ -81,11 +82,11 @@ class Placement:
 
     @property
     def peak(self) -> int:
-        """Bytes on the device, in the phase, that needs most."""
+        """The largest total: bytes on a device, over all phases and roles."""
         return max(size for _, _, size in self.totals().values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Bytes by part, totals by phase, a list of the parameters, formulas and warnings."""
+        """The plan as JSON: parameters, bytes by part, totals by phase, formulas and warnings."""
         return {
             "mesh": self.roles.train.mesh._asdict(),
             "rollout_mesh": self.roles.rollout.mesh._asdict(),
@@ -119,12 +120,14 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)\s*([kmgt]i?)?b?", text.strip(), re.IGNORECASE)
     number = float(found[1]) * UNITS[(found[2] or "").capitalize()] if found else 0
     if not 1 <= number < math.inf:
-        raise ValueError(f"a size of memory is a number with a unit, as 80GB, 24GiB or 16e9; got {text!r}")
+        raise ValueError(
+            f"a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got {text!r}"
+        )
     return int(number)
 
 
 def render(result: Placement) -> str:
-    """Two tables, of the parameters and of a device's bytes, and the warnings."""
+    """The plan as text: a table of the parameters, a table of the bytes on a device, and warnings."""
     return "\n".join((*_parameter_table(result), "", *_part_table(result), *_warning_lines(result)))
 
 
@@ -148,7 +151,7 @@ def _parameter_table(result: Placement) -> Iterator[str]:
 
 def _part_table(result: Placement) -> Iterator[str]:
     totals = [
-        Part(key, size, " + ".join(part.key for part in result.there(phase, roles) if part.num_bytes))
+        Part(key, size, " + ".join(part.key for part in result.parts_of(phase, roles) if part.num_bytes))
         for key, (phase, roles, size) in result.totals().items()
     ]
     known = result.device_memory
@@ -168,12 +171,12 @@ def _warning_lines(result: Placement) -> Iterator[str]:
 
 
 def written(mesh: MeshShape) -> str:
-    """`mesh` as a configuration has it."""
+    """`mesh` in the configuration's notation `dp,fsdp,tp`."""
     return ",".join(map(str, mesh))
 
 
 def in_units(num_bytes: int) -> str:
-    """`num_bytes` in the largest unit of 1024 that it has one of."""
+    """`num_bytes` in the largest binary unit (KiB, MiB, ...) that is not larger than it."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,7 +1,7 @@
-"""What lies on each device of a run: parameters and how they are split, and all that stands beside them.
+"""Plans the memory on each device of a run: sharded parameters, optimizer state, activations, KV cache.
 
-Data flow: `Config` and the number of devices -> `placement` -> `report.device_memory`, for `quatrain plan
---params`. Everything is abstract: no weights are read and no array is made.
+Data flow: `Config` and the number of devices -> `placement` -> `plan.device_memory`, for `quatrain plan
+--params`. Only shapes are used: no weights are read and no array is created.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
 from quatrain.weights.load import BUILTIN, load_architecture
 
-OFFLOADED = "; in the host's memory while it is not used"
+OFFLOADED = "; in host memory while not in use"
 
 
 def placement(
     config: Config, *, devices: int = 1, processes: int = 1, device_memory: int | None = None
 ) -> Placement:
-    """What lies on each of `devices` devices, all of them alike, that run a final configuration.
+    """The memory plan of a final configuration on `devices` devices with equal memory.
 
-    Raises ValueError where the model's shape cannot be had, and where it cannot be split as `mesh` and
-    `rollout.mesh` ask (`params.partition`).
+    `device_memory`: bytes of a device; if given, there are warnings about parts that do not fit. Raises
+    ValueError if the architecture cannot be loaded, or cannot be sharded by `mesh` or `rollout.mesh`
+    (`params.partition`).
     """
     roles = resolve_roles(config, devices, processes)
     plan = _Plan(config, _architecture(config), roles)
@@ -59,7 +60,7 @@ def placement(
     fitting = None
     if device_memory is not None:
         (beside,) = (together for together in result.hosts if ROLLOUT in together)
-        held = sum(part.num_bytes for part in result.there(ROLLOUT, beside))
+        held = sum(part.num_bytes for part in result.parts_of(ROLLOUT, beside))
         fitting = plan.fitting(device_memory - held)
     result = replace(result, parts=(*parts, plan.cache(plan.concurrency(fitting))))
     warnings = () if fitting is None else tuple(plan.warnings(result, fitting))
@@ -81,16 +82,16 @@ class _Plan:
 
     @property
     def mesh(self) -> MeshShape:
-        """That of training."""
+        """Mesh shape of training."""
         return self.roles.train.mesh
 
     @property
     def rollout_mesh(self) -> MeshShape:
-        """That of the rollout."""
+        """Mesh shape of the rollout."""
         return self.roles.rollout.mesh
 
     def kinds(self) -> Iterator[ParameterKind]:
-        """The parameters on the mesh of training, those of one name in all layers as one kind."""
+        """The parameters on the training mesh; parameters of the same name in all layers are one kind."""
         specs, places = param_specs(self.arch), partition(self.arch, self.mesh)
         first = [("embed", 1, specs["embed"], places["embed"])]
         layer = [
@@ -104,7 +105,7 @@ class _Plan:
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def held(self) -> Iterator[Part]:
-        """What is there from the first step to the last."""
+        """The parts that exist during the whole run."""
         model, update = self.config.model, self.config.update
         weights = self._weights(self.mesh, model.param_dtype)
         yield Part("weights", weights, f"model.param_dtype {model.param_dtype} on mesh {written(self.mesh)}")
@@ -116,21 +117,21 @@ class _Plan:
             yield self._reference()
 
     def working(self) -> Iterator[Part]:
-        """What the update adds."""
+        """The parts that exist only during the update."""
         sums = self._weights(self.mesh, "float32")
-        each = "sums over micro-batches, in float32, of each dp copy"
+        each = "accumulated over micro-batches, in float32"
         yield Part("gradients", sums, each, (GRADIENT, STEP))
         size, tokens = self._activations()
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {self.config.model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
-        rest = f"gradients on their way {in_units(size.gradients)}"
-        why = f"estimate, off by {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
+        rest = f"gradients not yet accumulated {in_units(size.gradients)}"
+        why = f"estimate, error {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
         yield Part("activations", size.total, why, (GRADIENT,))
         if self.mesh.dp > 1:
-            yield Part("gradient_sum", sums, f"gradients of {self.mesh.dp} dp copies added up", (STEP,))
+            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (STEP,))
 
     def cache(self, sequences: int) -> Part:
-        """The cache of a replica that decodes up to `sequences` at once, in the shapes that it comes in."""
+        """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
         slots = min(round_up(self._share(), minimum=1), sequences)
         rows = min(1 << (-(-slots // self.config.rollout.n) - 1).bit_length(), slots)
         prompt, own = self._columns()
@@ -142,22 +143,22 @@ class _Plan:
         return Part("kv_cache", size, why, (ROLLOUT,), ROLLOUT)
 
     def concurrency(self, fitting: int | None) -> int:
-        """Sequences that a replica decodes at once at most, where the cache of `fitting` has room."""
+        """Maximum number of sequences that a replica decodes at once, if memory allows `fitting` of them."""
         limit, replicas = self.config.rollout.max_concurrency, self.rollout_mesh.num_data_shards
         if limit is not None:
             return limit // replicas
         return round_up(self._share(), minimum=1) if fitting is None else max(fitting, 1)
 
     def fitting(self, free: int) -> int:
-        """Sequences of a replica whose cache has room in `free` bytes, each with a prompt of its own."""
+        """Number of sequences with different prompts whose KV cache fits into CACHE_SHARE of `free` bytes."""
         return int(CACHE_SHARE * max(free, 0)) // (sum(self._columns()) * self._column_bytes())
 
     def _share(self) -> int:
-        """Sequences of a training step on each replica."""
+        """Sequences of a training step per replica."""
         return -(-self.config.data.batch_size * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _columns(self) -> tuple[int, int]:
-        """Columns of the cache for a prompt and for a completion."""
+        """Columns of the KV cache for a prompt and for a completion."""
         longest = self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
         return prompt_columns(longest[0]), round_up(longest[1])
 
@@ -174,7 +175,7 @@ class _Plan:
         return sum(jax.tree.leaves(elements)) * jnp.dtype(dtype).itemsize
 
     def _reference(self) -> Part:
-        """Parameters as those of training, on the devices of its own role."""
+        """The reference policy: a copy of the parameters on the devices of its role."""
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
         why = f"update.kl_coef is {self.config.update.kl_coef:g}; on mesh {written(mesh)}"
         size = self._weights(mesh, model.param_dtype)
@@ -182,11 +183,14 @@ class _Plan:
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
 
     def _rollout_weights(self) -> Part:
-        """A copy in the dtype of activations, norms excepted; none of what is there already."""
+        """The sampler's copy of the weights, in the dtype of activations except norms.
+
+        Arrays that training already has on the same devices in the same dtype are not copied.
+        """
         model, key = self.config.model, "rollout_weights"
         alike = self.roles.rollout == self.roles.train
         if alike and model.dtype == model.param_dtype:
-            return Part(key, 0, "those of training, which lie alike", role=ROLLOUT)
+            return Part(key, 0, "the training weights are used", role=ROLLOUT)
 
         def own(spec: ParamSpec, place: PartitionSpec) -> int:
             dtype = model.dtype if len(spec.shape) > 1 else model.param_dtype
@@ -200,7 +204,7 @@ class _Plan:
         return Part(key, sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
 
     def _optimizer_state(self) -> int:
-        """Moments lie as their parameters, all else on every device."""
+        """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
         optimizer = build_optimizer(self.config.optimizer, total_steps=1)
         state = jax.eval_shape(optimizer.init, abstract_params(self.arch, jnp.float32))
         own = optax.tree_map_params(
@@ -213,7 +217,7 @@ class _Plan:
         return sum(jax.tree.leaves(own))
 
     def _activations(self) -> tuple[Activations, str]:
-        """Of the largest micro-batch, and its tokens in words."""
+        """The activations of the largest micro-batch, and a description of its size."""
         model, update, n = self.config.model, self.config.update, self.config.rollout.n
         longest = longest_sequence(self.config)
         prompts = update.mini_batch_size or self.config.data.batch_size
@@ -236,17 +240,17 @@ class _Plan:
         return size, words
 
     def warnings(self, result: Placement, fitting: int) -> Iterator[str]:
-        """A sentence for each phase that has no room on a device, and for a cache that is refused."""
+        """Warnings about phases that need more memory than a device has, and about a too large KV cache."""
         memory = result.device_memory
         assert memory is not None
         totals = result.totals()
         for phase, roles, total in totals.values():
             if total > memory:
-                left = ", ".join(_left_out(result.there(phase, roles), memory))
+                left = ", ".join(_left_out(result.parts_of(phase, roles), memory))
                 where = "each device" if len(result.hosts) == 1 else f"each device of {' and '.join(roles)}"
                 yield (
                     f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
-                    f"{in_units(memory)}: no room for {left}; {self._remedy(phase)}"
+                    f"{in_units(memory)}: {left} do not fit; {self._remedy(phase)}"
                 )
         sampling = max(
             size for phase, roles, size in totals.values() if phase == ROLLOUT and ROLLOUT in roles
@@ -256,8 +260,8 @@ class _Plan:
             most = fitting * self.rollout_mesh.num_data_shards
             remedy = f"set rollout.max_concurrency to {most} or fewer" if most else self._remedy(ROLLOUT)
             yield (
-                f"the cache may take {CACHE_SHARE:g} of the memory that is free, which is enough for "
-                f"{fitting} sequences on each replica of the rollout, and {together} are to decode at once; "
+                f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for "
+                f"{fitting} sequences on each rollout replica, but {together} should decode at once; "
                 f"{remedy}"
             )
 
@@ -266,14 +270,14 @@ class _Plan:
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of mesh and rollout.mesh, or lower {sizes}"
         if phase == STEP:
-            return "raise fsdp or tp of mesh, in place of dp where there is more than one"
+            return "raise fsdp or tp of mesh, and lower dp if it is more than 1"
         size = "micro_batch_size" if self.config.update.micro_batch_size else "max_tokens_per_device"
         remat = "" if self.config.model.remat == "layer" else ", or set model.remat to layer"
         return f"raise fsdp or tp of mesh, or lower update.{size}{remat}"
 
 
 def _left_out(parts: list[Part], memory: int) -> Iterator[str]:
-    """The keys of `parts` that have no room where each takes its own in order."""
+    """The keys of the parts that do not fit into `memory` bytes if memory is assigned in order."""
     for part in parts:
         memory -= part.num_bytes
         if memory < 0 and part.num_bytes:

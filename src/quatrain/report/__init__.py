@@ -1,1 +1,1 @@
-"""What a run leaves: metrics, samples, log, progress."""
+"""Output of a run: metrics, samples, log and progress display."""

@@ -1,7 +1,7 @@
-"""Every metric that a run logs, with unit, reduction and meaning.
+"""All metrics that a run logs, with unit, reduction and meaning.
 
-The stages produce metrics under these names, and `sinks` writes them; a metric that is not listed here is a
-mistake. `scripts/document.py` makes docs/metrics.md from this catalogue.
+The stages produce metrics under these names, and `sinks` writes them. Tests check that every logged metric is
+listed here. `scripts/document.py` generates docs/metrics.md from this catalogue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class MetricDoc(NamedTuple):
-    """What a name means. `reduction`: how the parts of a step become its one number."""
+    """Documentation of a metric. `reduction`: how its values within a step are combined into one number."""
 
     unit: str
     reduction: str
@@ -262,7 +262,7 @@ CATALOGUE: dict[str, MetricDoc] = {
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """The names that the catalogue does not explain, sorted."""
+    """The names that are not in the catalogue, sorted."""
     return sorted(name for name in set(names) if not any(_matches(pattern, name) for pattern in CATALOGUE))
 
 

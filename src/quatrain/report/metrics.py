@@ -1,6 +1,6 @@
-"""From metrics to numbers, and the file that keeps them: one JSON object per training step.
+"""Reduces metrics to numbers, and writes them to a file with one JSON object per training step.
 
-The end of every stage's `metrics`: reduced here once, written by `sinks`, read back by `plot`.
+Data flow: the `metrics` of all stages -> `reduce_metrics` -> `sinks` writes the numbers -> `plot` reads them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AVERAGED_STEPS = 10
 
 
 def reduce_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
-    """Each metric's number, by name; a mean over zero items has none and is left out."""
+    """The reduced value of each metric, by name; a mean over zero items is left out."""
     numbers = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
@@ -33,7 +33,7 @@ def reduce_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
 
 
 def metrics_row(step: int, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """The JSON object of a step: a number that is not finite is null, and named in `non_finite`."""
+    """The JSON object of a step; a non-finite number becomes null, and its name is listed in `non_finite`."""
     row: dict[str, Any] = {"step": step}
     row |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     non_finite = sorted(name for name, value in numbers.items() if not math.isfinite(value))
@@ -41,14 +41,14 @@ def metrics_row(step: int, numbers: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in order; a last line cut short by a crash is left out."""
+    """The rows of a metrics file in order; a last line that a crash left incomplete is skipped."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [_parse(line) for line in lines]
     return [row for row in rows if row is not None]
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object per step, steps in order, each on disk before `write` returns."""
+    """`metrics.jsonl`: one JSON object per step, in step order; `write` returns once it is on disk."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -64,7 +64,7 @@ class MetricsFile:
         row = metrics_row(step, numbers)
         if last and step < last["step"]:
             raise ValueError(
-                f"metrics are written in the order of steps: step {step} came after step {last['step']}; "
+                f"metrics must be written in the order of steps: got step {step} after step {last['step']}; "
                 "on resume, rewind the metrics to the restored step first"
             )
         if last and step == last["step"]:
@@ -79,9 +79,9 @@ class MetricsFile:
         self._last = offset, row
 
     def rewind(self, step: int) -> int:
-        """Move the rows after `step`, and any line cut short, to `metrics.discarded.jsonl`.
+        """Move the rows after `step`, and any incomplete line, to `metrics.discarded.jsonl`.
 
-        Returns how many lines were moved. Run again from `step`, the file has one row per step again.
+        Returns the number of moved lines. A run resumed from `step` can then write its rows after `step`.
         """
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         rows = [_parse(line) for line in lines]
@@ -103,14 +103,14 @@ class MetricsFile:
         row = _parse(lines[-1])
         if row is None:
             raise ValueError(
-                f"every line of {self.path} must be one JSON object; its last line was cut short. "
+                f"every line of {self.path} must be one JSON object; its last line is incomplete. "
                 "Resume the run, which rewinds the metrics to the restored step"
             )
         return sum(len(line) for line in lines[:-1]), row
 
 
 def _parse(line: str | bytes) -> dict[str, Any] | None:
-    """The row on a line, or None where the line was cut short by a crash."""
+    """The row on a line, or None if a crash left the line incomplete."""
     if isinstance(line, bytes) and not line.endswith(b"\n"):
         return None
     try:
@@ -121,14 +121,14 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _merge(last: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """`last` with the values of `row` over it; `non_finite` names the nulls of the result."""
+    """The values of `last` updated with those of `row`; `non_finite` lists the names of null values."""
     merged = {name: value for name, value in {**last, **row}.items() if name != "non_finite"}
     non_finite = sorted(name for name, value in merged.items() if value is None)
     return merged | ({"non_finite": non_finite} if non_finite else {})
 
 
 class StageTimer:
-    """Seconds per stage of a step, and their mean over the last 10 steps.
+    """Measures the seconds of each stage of a step, and their mean over the last 10 steps.
 
     ```python
     with timer.stage("rollout"):
@@ -144,7 +144,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block as stage `name`, also where it raises."""
+        """Time the block as stage `name`, even if it raises an error."""
         start = time.perf_counter()
         try:
             yield
@@ -152,7 +152,7 @@ class StageTimer:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count `seconds` to stage `name`: for parts that a stage measured itself."""
+        """Add `seconds`, measured by the caller, to stage `name`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:

@@ -1,6 +1,6 @@
-"""A picture of a run: reward and accuracy over the steps.
+"""Plots the reward and accuracy of a run over its steps.
 
-Reads what `sinks` wrote to `metrics.jsonl`; needs the extra `plot`.
+Reads `metrics.jsonl`, which `sinks` writes; needs the extra `plot`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _INK, _MUTED, _BLUE, _ORANGE = "#222222", "#8a8a8a", "#2667b5", "#d9742b"
 
 
 def can_plot() -> bool:
-    """True where matplotlib is installed."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot_run(run_dir: str | Path, output: str | Path) -> None:
     """Draw the training reward (line) and the evaluation accuracies (points) of a run to a PNG file.
 
-    Raises ValueError without matplotlib, and where the run has logged neither.
+    Raises ValueError if matplotlib is not installed, and if the run has logged neither metric.
     """
     if not can_plot():
         raise ValueError("a plot needs matplotlib, which is not installed: `pip install 'quatrain[plot]'`")

@@ -1,8 +1,7 @@
 """Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
 
-`train` drives it beside the stages. In a terminal two lines are kept up to date, the second for what is
-being done within the step; elsewhere (a file, a pipe, a CI log) plain lines are printed, without control
-characters.
+The training loop updates it. In a terminal two lines are redrawn, the second with the stage that runs within
+the step; if stderr is a file, a pipe or a CI log, plain lines are printed, without control characters.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rich.text import Text
 from quatrain.cluster.processes import is_main_process
 
 PLAIN_INTERVAL_S = 2.0
-"""Least seconds between two plain lines of a phase; its first and last step are always printed."""
+"""Minimum seconds between two plain lines of a phase; its first and last step are always printed."""
 QUIET_INTERVAL_S = 30.0
 """Seconds without a plain line after which one is printed within a step."""
 _BAR_CELLS = 16
@@ -27,7 +26,7 @@ _BAR_CELLS = 16
 
 @dataclass
 class _State:
-    """What the line shows."""
+    """The values shown in the progress line."""
 
     phase: str = "train"
     total: int = 0
@@ -39,11 +38,11 @@ class _State:
     tokens_per_s: float | None = None
     started: float = 0.0
     first: int | None = None
-    """Step the phase stood at before its first `step`: not 0 in a resumed run."""
+    """Number of steps done before the first call of `step` in this phase; not 0 in a resumed run."""
 
 
 class Progress:
-    """Shows how far a run is; a context manager. Silent in all but the main process.
+    """Shows the progress of a run; a context manager. Prints only in the main process.
 
     ```python
     with Progress(total_steps=100) as progress:
@@ -74,7 +73,7 @@ class Progress:
                 get_renderable=self._render,
                 console=self._console,
                 refresh_per_second=4,
-                redirect_stdout=sys.stdout.isatty(),  # a piped stdout stays its own
+                redirect_stdout=sys.stdout.isatty(),  # output to a piped stdout must not go to stderr
             )
             self._live.start()
         return self
@@ -88,9 +87,9 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, total: int | None = None, *, first: int | None = None) -> None:
-        """Begin a phase of `total` steps (default: those of the run); the line of the last one stays.
+        """Begin a phase of `total` steps (default: those of the run); the last phase's line stays visible.
 
-        `first`: the step it stands at; not given, one before the first that `step` is told.
+        `first`: number of steps already done; default: one less than the first step passed to `step`.
         """
         if self._live is not None and self._state.step:
             self._console.print(self._line())
@@ -99,13 +98,13 @@ class Progress:
         self._quiet_since = self._state.started
 
     def stage(self, text: str) -> None:
-        """Show what is being done within the step: rollout, reward, update, checkpoint …"""
+        """Show the current stage of the step: rollout, reward, update, checkpoint …"""
         self._state.stage, self._state.detail = text, ""
 
     def detail(self, text: str) -> None:
-        """Show how far the stage is, until the next stage or step; may be told often.
+        """Show the progress within the stage, until the next stage or step; may be called often.
 
-        Elsewhere than in a terminal, a line that says so comes after QUIET_INTERVAL_S without another.
+        Without a terminal, it is printed only if no line was printed for QUIET_INTERVAL_S seconds.
         """
         self._state.detail = text
         if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
@@ -119,7 +118,7 @@ class Progress:
         accuracy: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
-        """Step `step` of the phase (counted from 1) is done. A number not given keeps its last value."""
+        """Show that step `step` of the phase (counted from 1) is done. Omitted numbers keep their values."""
         state = self._state
         if state.first is None:
             state.first = step - 1
@@ -139,7 +138,7 @@ class Progress:
         print(" | ".join(parts), file=self._console.file, flush=True)
 
     def _render(self) -> Group:
-        """Lines that are cropped at their right end in a narrow terminal."""
+        """The progress line and the line of the current stage, cropped to the width of the terminal."""
         doing = self._doing()
         within = [_cropped(Text(doing, "cyan"))] if doing else []
         return Group(self._line(), *within)
@@ -171,7 +170,7 @@ class Progress:
         return [text for text in facts if text is not None]
 
     def _left(self, elapsed: float) -> str | None:
-        """Time left at the pace of this phase so far; None before its first step and after its last."""
+        """Remaining time at the mean pace of this phase; None before its first step and after its last."""
         state = self._state
         done = state.step - (state.first or 0)
         if state.first is None or done < 1 or state.step >= state.total:

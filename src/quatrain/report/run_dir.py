@@ -1,6 +1,6 @@
-"""The folder of a run: made once, refused when it exists, found again on resume.
+"""The folder of a run: created for a new run, whose name must be unused, and located on resume.
 
-Made by `train` before anything else; `sinks`, the checkpointer and the export write into it.
+`open_run` creates it first; `sinks`, the checkpointer and the export write into it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where a run keeps its files: `runs/<name>/`."""
+    """The folder `runs/<name>/` with the files of a run."""
 
     path: Path
     resumed: bool = False
-    """True where the run goes on from a checkpoint."""
+    """True if the run continues from a checkpoint."""
     note: str = ""
-    """What was decided about resuming, for the log; empty where nothing was asked."""
+    """Log message that says what is resumed; empty without `--resume`."""
     restarted: bool = False
-    """True where the folder has files of an attempt without a checkpoint, and the run begins again in it."""
+    """True if the folder has files of an attempt without a checkpoint, and the run starts in it again."""
 
     @classmethod
     def create(cls, root: str | Path, name: str, *, resume: str | None = None) -> RunDir:
         """The folder of run `name` under `root`, or of the run to resume.
 
-        `resume`: a run's name, a path to its folder, or `auto`. `auto` takes run `name` where its folder
-        exists, else the run under `root` with the newest checkpoint, else a fresh run `name`. A run that was
-        ended before its first checkpoint is started again from its beginning by `auto`, and by `auto` alone.
-        The main process decides, makes and probes the folder. Raises ValueError where the name is taken,
-        where there is nothing to resume, and where the folder cannot be written.
+        `resume`: a run's name, a path to its folder, or `auto`. `auto` selects run `name` if its folder
+        exists, else the run under `root` with the newest checkpoint, else a new run `name`. Only `auto`
+        accepts a run that ended before its first checkpoint, and starts it again from its beginning. The main
+        process selects and creates the folder. Raises ValueError if the name of a new run is already used,
+        there is nothing to resume, or the folder is not writable.
         """
 
         def chosen() -> tuple[str, bool, str, bool]:
@@ -54,8 +54,9 @@ class RunDir:
         blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
         if blind:
             raise ValueError(
-                f"run.dir is a folder that all processes share: process {blind[0]} does not see {run.path}, "
-                "which process 0 has made; put run.dir on a file system of all, by its whole path"
+                f"run.dir must be a folder that all processes share: process {blind[0]} does not see "
+                f"{run.path}, which process 0 has created; set run.dir to the absolute path of a folder on a "
+                "shared file system"
             )
         return run
 
@@ -67,12 +68,12 @@ class RunDir:
             return cls(path, note=note, restarted=True)
         if path is not None and checkpoint_steps(path):
             return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
-        note = f"no run in {root} has a checkpoint: starting {name} afresh" if resume else ""
+        note = f"no run in {root} has a checkpoint: starting a new run {name}" if resume else ""
         return cls(_fresh(root, name), note=note)
 
     @property
     def name(self) -> str:
-        """The run's name: that of its folder."""
+        """The run's name, which is the name of its folder."""
         return self.path.resolve().name
 
     @property
@@ -82,7 +83,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """The metrics: one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -92,7 +93,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpointer."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -102,18 +103,19 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """What was logged, with times."""
+        """The log messages, with times."""
         return self.path / "run.log"
 
     @property
     def plot(self) -> Path:
-        """Reward and accuracy over the steps (PNG)."""
+        """Plot of reward and accuracy over the steps (PNG)."""
         return self.path / "plot.png"
 
     def write_config(self, text: str) -> None:
-        """Keep the resolved configuration; an earlier one of other values stays as `config.1.yaml` and so on.
+        """Write the resolved configuration to `config.yaml`.
 
-        Comments do not count: an earlier one of the same values is left as it is.
+        If an existing `config.yaml` has different values, it is renamed to `config.1.yaml` (`config.2.yaml`
+        and so on); if it differs in comments only, it is not changed.
         """
         if not is_main_process():
             return
@@ -123,12 +125,12 @@ class RunDir:
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.config.rename(self.path / f"config.{taken + 1}.yaml")
             _log.warning(
-                "the configuration differs from that of the run so far, which is kept in %s", earlier
+                "the configuration differs from the run's previous one, which is kept in %s", earlier
             )
         self.config.write_text(text, encoding="utf-8")
 
     def rewind(self, step: int) -> int:
-        """Move the metrics after `step` to `metrics.discarded.jsonl`; returns how many lines were moved."""
+        """Move the metrics after `step` to `metrics.discarded.jsonl`; returns the number of moved lines."""
         if not is_main_process():
             return 0
         moved = MetricsFile(self.metrics).rewind(step)
@@ -141,26 +143,26 @@ class RunDir:
         return moved
 
     def start_over(self) -> None:
-        """Put aside what an attempt without a checkpoint left in this folder, in the main process.
+        """Remove files of an earlier attempt without a checkpoint from this folder, in the main process.
 
-        Its metrics are moved to `metrics.discarded.jsonl`, and its frozen reference policy, the policy at the
-        start of training, is deleted, because this run saves its own. Samples are overwritten step by step.
+        Its metrics are moved to `metrics.discarded.jsonl`. Its frozen reference policy (the policy at the
+        start of training) is deleted, because this run saves one again. Samples are overwritten step by step.
         """
 
         def put_aside() -> None:
             if (self.path / "reference").exists():
                 shutil.rmtree(self.path / "reference")
-                _log.warning("reference/, which an attempt without a checkpoint left, is written again")
+                _log.warning("reference/ of an earlier attempt without a checkpoint is overwritten")
             self.rewind(-1)
 
         decided_by_main(put_aside)
 
     def discard(self) -> None:
-        """Remove the folder of a fresh run that holds no more than its start, so that the name is free."""
+        """Delete the folder of a new run that has no results yet, so that its name can be used again."""
         if self.resumed or self.restarted or not is_main_process():
             return
         if {entry.name for entry in self.path.iterdir()} <= {self.config.name, self.samples.name}:
-            with suppress(OSError):  # samples in it, or a file just written: the folder stays
+            with suppress(OSError):  # if there are samples or a file was just written, the folder stays
                 self.samples.rmdir()
                 self.config.unlink(missing_ok=True)
                 self.path.rmdir()
@@ -175,30 +177,30 @@ class RunDir:
         except OSError as error:
             raise ValueError(
                 f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
-                "free space, mend its permissions, or choose another place with `--set run.dir=…`"
+                "free space, fix its permissions, or choose another folder with `--set run.dir=…`"
             ) from error
 
 
 def checkpoint_steps(path: Path) -> list[int]:
-    """Steps of the complete checkpoints of the run at `path`, lowest first."""
+    """Training steps of the complete checkpoints of the run at `path`, in increasing order."""
     folder = path / "checkpoints"
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
 
 
 def newest_run(root: Path) -> Path | None:
-    """The folder of the run under `root` with the newest checkpoint; None where no run has one."""
+    """The folder of the run under `root` with the newest checkpoint; None if no run has a checkpoint."""
     runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
     return max(runs, key=_newest_checkpoint_time, default=None)
 
 
 def auto_run(root: Path, name: str) -> Path | None:
-    """The folder of run `name` where it exists, else the one with the newest checkpoint: `--resume auto`."""
+    """The run for `--resume auto`: `name` if its folder exists, else that with the newest checkpoint."""
     return root / name if _is_name(name) and (root / name).is_dir() else newest_run(root)
 
 
 def _can_start_over(path: Path) -> bool:
-    """Whether `path` holds the beginning of a run: neither a checkpoint, nor a result, nor something else."""
+    """Whether `path` is the folder of a run that has neither a checkpoint nor an exported model."""
     entries = {entry.name for entry in path.iterdir()}
     begun = "config.yaml" in entries or entries <= {"samples", ".write_probe"}
     return begun and "final" not in entries and not checkpoint_steps(path)
@@ -209,7 +211,7 @@ def _is_name(name: str) -> bool:
 
 
 def _values(text: str) -> Any:
-    """What a configuration says, without its comments; the text itself where a crash cut it short."""
+    """The values of a configuration, without comments; the text itself if a crash left it incomplete."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -218,12 +220,14 @@ def _values(text: str) -> Any:
 
 def _fresh(root: Path, name: str) -> Path:
     if not _is_name(name):
-        raise ValueError(f"a run's name is one folder name, and not {AUTO!r}; got {name!r}; set `run.name`")
+        raise ValueError(
+            f"a run's name must be a folder name other than {AUTO!r}; got {name!r}; set `run.name`"
+        )
     path = root / name
     if path.exists():
         raise ValueError(
-            f"a run's name is used once: {path} exists; "
-            f"give another with `--set run.name=…`, or go on with that run with `--resume {name}`"
+            f"a new run must have an unused name: {path} exists; "
+            f"set another with `--set run.name=…`, or continue that run with `--resume {name}`"
         )
     return path
 
@@ -236,13 +240,13 @@ def _named_run(root: Path, resume: str) -> Path:
     if not path.is_dir():
         names = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
         raise ValueError(
-            f"only a run that exists can be resumed: {resume!r} is neither a run in {root} nor a folder; "
-            f"runs there: {', '.join(names) or 'none'}; start it without `--resume`"
+            f"only an existing run can be resumed: {resume!r} is neither a run in {root} nor a folder; "
+            f"runs in {root}: {', '.join(names) or 'none'}; start a new run without `--resume`"
         )
     if not checkpoint_steps(path):
         raise ValueError(
             f"only a run with a checkpoint can be resumed: {path} has none; "
-            "start afresh under another `run.name`, or use `--resume auto`"
+            "start a new run with another `run.name`, or use `--resume auto`"
         )
     return path
 

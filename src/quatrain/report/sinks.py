@@ -1,7 +1,7 @@
-"""Where a run's numbers, samples and messages go: its own files, the console, W&B and TensorBoard.
+"""Writes metrics, samples and log messages of a run to its files, the console, W&B and TensorBoard.
 
-The last line of a step: `train` hands it each stage's metrics and the finished batch. Only the main
-process writes anything.
+At the end of a step, `Run.record` passes the metrics of all stages and the finished batch to `Report`. Only
+the main process writes anything.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Report:
-    """Everything a run writes while it runs. Close it at the end, also after an error.
+    """Writes everything that a run logs. Must be closed at the end, also after an error.
 
-    Metrics go to `metrics.jsonl` first, then to the services of `LoggingConfig`. A service that
-    fails is reported once and left out from then on; it never stops the run. `redact` takes secrets
-    out of every message before it reaches `run.log` or the console. `config`: the resolved
-    configuration, shown by W&B beside the curves; it must be free of secrets.
+    Metrics are written to `metrics.jsonl` first, then to the services enabled in `LoggingConfig`. A service
+    that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
+    every message before it is written to `run.log` or the console. `run_config`: the resolved configuration,
+    shown in W&B; it must not contain secrets.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Report:
         self._config = config
         self._main = is_main_process()
         if not self._main:
-            _root_log.setLevel(logging.ERROR)  # what is worth a warning is so in each process
+            _root_log.setLevel(logging.ERROR)  # the main process gives the same warnings
         self._metrics = MetricsFile(run_dir.metrics)
         self._handlers: list[logging.Handler] = []
         self._services: list[_Service] = []
@@ -61,7 +61,7 @@ class Report:
         for handler in self._handlers:
             _root_log.addHandler(handler)
         _root_log.setLevel(logging.INFO)
-        # Libraries install a root handler of their own, which would say everything twice.
+        # Some libraries install a handler on the root logger, which would print every message twice.
         _root_log.propagate = False
         if run_dir.note:
             self.event(run_dir.note)
@@ -71,9 +71,10 @@ class Report:
             self._services.append(_Service("TensorBoard", lambda: _TensorBoard(run_dir)))
 
     def log(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
-        """Write the metrics of `step`, each reduced to its number; logged again, a step's metrics are merged.
+        """Write the metrics of `step`, each reduced to one number.
 
-        Raises ValueError for a step before the last one logged.
+        A second call for the same step adds its metrics to the first. Raises ValueError for a step before the
+        last one logged.
         """
         if not self._main:
             return
@@ -92,21 +93,21 @@ class Report:
             json.dumps(_sample(advantaged, i), ensure_ascii=False, allow_nan=False) for i in range(count)
         ]
         path = self._run.samples / f"step_{step:06d}.jsonl"
-        # A completion may hold half a surrogate pair; escaped, it is still valid JSON.
+        # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def event(self, text: str) -> None:
-        """Tell the user `text`, on the console and in `run.log`."""
+        """Write `text` to the console and to `run.log`."""
         if self._main:
             _root_log.info(text)
 
     def failed(self, error: BaseException) -> None:
-        """Write why the run ended early, with its traceback, to `run.log`; the caller tells the user."""
+        """Write the error that ended the run, with its traceback, to `run.log`; the caller must print it."""
         if self._main:
             _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
 
     def close(self) -> None:
-        """Draw `plot.png` where matplotlib is there, finish the services, close `run.log`."""
+        """Draw `plot.png` if matplotlib is installed, close the services and `run.log`."""
         if not self._main:
             return
         self._draw()
@@ -128,7 +129,7 @@ class Report:
 
 
 def _sample(batch: AdvantagedBatch, index: int) -> dict[str, Any]:
-    """What a person reads about sequence `index`; `advantage` is the mean over its completion tokens."""
+    """Sequence `index` in the format of `samples/`; `advantage` is the mean over its completion tokens."""
     rollouts, rewarded = batch.rollouts, batch.rewarded
     tokens = batch.advantages[index][rollouts.completion_mask[index]]
     raw = rewarded.rewards_per_function[:, index]
@@ -145,7 +146,7 @@ def _sample(batch: AdvantagedBatch, index: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """The value in the fewest digits that give the same float32; None where it is not finite."""
+    """The value in its shortest decimal form that gives the same float32; None if it is not finite."""
     return float(str(np.float32(value))) if np.isfinite(value) else None
 
 
@@ -165,7 +166,7 @@ def _file_handler(path: Path, redact: Redact) -> logging.Handler:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Messages to the stderr of the moment: a live progress display replaces it while it runs."""
+    """Prints messages to the current `sys.stderr`, which a live progress display replaces while it runs."""
 
     def __init__(self, redact: Redact):
         super().__init__()
@@ -182,13 +183,13 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _WandB:
-    """A Weights & Biases run; a resumed run goes on under the id it had."""
+    """A Weights & Biases run; a resumed run keeps its id."""
 
     def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
         import wandb
 
         kept_id = run_dir.path / "wandb_id"
-        if run_dir.restarted:  # W&B takes no step twice: the earlier attempt stays under its own id
+        if run_dir.restarted:  # W&B rejects steps that were logged before, so a restarted run gets a new id
             kept_id.unlink(missing_ok=True)
         if not kept_id.exists():
             kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
@@ -215,7 +216,7 @@ class _TensorBoard:
     def __init__(self, run_dir: RunDir):
         from tensorboardX import SummaryWriter
 
-        # A resumed run draws its steps anew: those after the checkpoint are taken back.
+        # A resumed run logs the steps after the checkpoint again: purge_step removes the earlier values.
         again = 0 if run_dir.restarted else None
         if run_dir.resumed:
             again = max(checkpoint_steps(run_dir.path)) + 1
@@ -230,7 +231,7 @@ class _TensorBoard:
 
 
 class _Service:
-    """A service made by `make`, guarded: after its first failure, reported once, it is left out."""
+    """A service created by `make`; after its first failure, it causes one warning and is not used again."""
 
     def __init__(self, name: str, make: Callable[[], _WandB | _TensorBoard]):
         self._name = name
@@ -258,5 +259,5 @@ class _Service:
     def _fail(self, what: str, reason: str) -> None:
         self._sink = None
         _log.warning(
-            "%s failed to %s and is left out from here on; the run goes on (%s)", self._name, what, reason
+            "%s failed to %s and is not used any more; the run continues (%s)", self._name, what, reason
         )

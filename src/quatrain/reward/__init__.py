@@ -1,1 +1,1 @@
-"""Line 2: completions to rewards."""
+"""Stage 2 of a training step: computes rewards of completions."""

@@ -1,7 +1,7 @@
-"""Decides whether a completion's answer equals the gold answer; text is parsed here, never evaluated.
+"""Decides whether a completion's answer equals the gold answer; text is parsed, never evaluated as code.
 
-Stands under the reward `correct` (`reward/functions.py`) and evaluation, which counts the same verdicts.
-Numbers are compared exactly, as fractions; `reward/expressions.py` is asked about what is more than a number.
+Used by the reward `correct` (`reward/functions.py`) and by the accuracy in evaluation. Numbers are compared
+exactly, as fractions; answers that are not plain numbers are compared by `reward/expressions.py`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from quatrain.reward.expressions import same_expression
 from quatrain.reward.words import is_word, may_follow_a_number, without_units
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
-# An answer stands at the end: what is read of a long text.
+# Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000
 _NUMBER_CHARS = 300
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
-# Digits inside a word (H2O), an exponent (cm^2) or an index (x_1) are not numbers of their own.
+# Digits inside a word (H2O), an exponent (cm^2) or an index (x_1) are not matched as numbers.
 _NUMBER = re.compile(
     r"(?<![A-Za-z0-9])(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)(?<![A-Za-z]_)(?<![A-Za-z]_\{)"
     rf"(?P<value>{_DECIMAL})(?P<exponent>[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?"
     rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{_DECIMAL}))?"
     r"(?P<percent>[ ]?(?:%|percent\b|per cent\b))?"
 )
-# A minus that touches its number is a sign unless an operand stands before it (10-3); with a space between it
-# is one only where nothing else can be meant (= - 3): "10 - 3" subtracts and "- 3" begins a list item.
+# A minus directly before a number is a sign unless an operand precedes it (10-3). A minus followed by a space
+# is a sign only after = and similar characters (= - 3): "10 - 3" is a subtraction, and "- 3" a list item.
 _MINUS = re.compile(r"(?:(?:\A|[^0-9A-Za-z)\]}%.-])-[$£€]?|(?:\A|[=≈(:$])[ ]{0,2}-[ ]?[$£€]?[ ]?|[$£€]-)\Z")
-# What makes the number beside it only a part of the value.
+# Notation in which a number is only a part of the value: roots, fractions, powers, scientific notation.
 _MORE_THAN_A_NUMBER = re.compile(
     r"\\(?:sqrt|pi|frac|binom)\b|[√π]|[0-9)]\s?\^|[0-9)]\*\*[0-9(]|[0-9)][⁰¹²³⁴-⁹]|(?:×|\\times)\s*10\s*\^"
 )
-# A brace after a backslash is a sign of its own: \{1, 2\} is a set.
+# A brace after a backslash is a literal brace and does not delimit a group: \{1, 2\} is a set.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FRACTION = re.compile(
     r"\\[dtc]?frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
@@ -46,28 +46,28 @@ _PLAIN = str.maketrans(
 
 
 class Number(NamedTuple):
-    """A number as written: its value (before the percent sign) and whether a percent sign follows."""
+    """A number in a text: its value without the percent sign, and whether a percent sign follows."""
 
     value: Fraction
     percent: bool
 
 
 def gold_text(answer: Any) -> str:
-    """The text after the last `####` of a gold answer, or all of it; empty for None and for a blank one."""
+    """The text after the last `####` of a gold answer, or all its text; empty for None and blank answers."""
     return "" if answer is None else str(answer).rpartition("####")[2].strip()
 
 
 def is_correct(completion: str, answer: Any) -> bool:
     """Whether the last number of the completion's answer equals the gold number of `answer`.
 
-    The completion's answer is the content of its last `<answer>…</answer>`, or else the whole completion; of
-    either, only the content of its last `\\boxed{…}` where it has one. The gold answer is the text after the
-    last `####` of `answer`, or all of it. Signs, thousands separators, fractions, mixed numbers, percents
-    (50% equals both 50 and 0.5) and decimals are read; a fraction without a finite decimal is compared to six
-    places. Units are left out. Any other letters written directly after a number are variables. A gold answer
-    that is an expression rather than a number is compared as text, then by math-verify.
+    The completion's answer is the content of its last `<answer>…</answer>`, or else the whole completion; if
+    that contains a `\\boxed{…}`, the answer is the content of the last one. The gold answer is the text after
+    the last `####` of `answer`, or all of it. Signs, thousands separators, fractions, mixed numbers, percents
+    (50% equals both 50 and 0.5) and decimals are understood; a fraction without a finite decimal is compared
+    to six places. Units are ignored. Other letters directly after a number are treated as variables. A gold
+    answer that is an expression rather than a number is compared as text, then by math-verify.
 
-    Raises ValueError for a gold answer without text. Source: the GSM8K convention; the rest is ours.
+    Raises ValueError for a gold answer without text. `####` follows GSM8K; the other rules are quatrain's.
     """
     gold = gold_text(answer)
     if not gold:
@@ -88,7 +88,7 @@ def is_correct(completion: str, answer: Any) -> bool:
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that `text` is, with at most a currency sign and words around it; None for anything else."""
+    """The number in `text`, which may also contain a currency sign, units and words; None for other text."""
     tidy = without_units(_tidy(text))
     match = _last_match(tidy)
     if match is None or _MORE_THAN_A_NUMBER.search(tidy) or _letters_after(tidy, match):
@@ -111,7 +111,7 @@ def _answer_of(completion: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}` of `text`; None where it has none, or that one is not closed."""
+    r"""The content of the last `\boxed{…}` in `text`; None if there is none or its brace is not closed."""
     opened = re.compile(r"\\boxed\s*\{").match(text, max(text.rfind("\\boxed"), 0))
     depth = 1
     for brace in _BRACE.finditer(text, opened.end()) if opened else ():
@@ -122,7 +122,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _tidy(text: str) -> str:
-    """`text` in one notation: plain minus signs and spaces, LaTeX fractions of numbers as a/b."""
+    """`text` in a uniform notation: ASCII minus signs and spaces, LaTeX fractions of numbers as a/b."""
     text = text.translate(_PLAIN)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text.replace("{,}", ","))
     text = re.sub(r"\\(?:[,!;:]|left\b|right\b)", "", text)
@@ -148,7 +148,7 @@ def _last_match(text: str) -> re.Match[str] | None:
 
 
 def _letters_after(text: str, match: re.Match[str]) -> str:
-    """The letters written directly after a number, without a space."""
+    """The letters directly after a number, without a space between."""
     letters = re.compile("[A-Za-z]*").match(text, match.end())
     return letters[0] if letters else ""
 
@@ -182,19 +182,19 @@ def _equal(said: Number, gold: Number) -> bool:
 
 
 def _close(x: Fraction, y: Fraction) -> bool:
-    """Equal; where one has no finite decimal (1/3), equal to six places and five significant digits."""
+    """Whether x equals y; if one has no finite decimal (1/3), to six places and five significant digits."""
     if x == y or (_is_decimal(x) and _is_decimal(y)):
         return x == y
     return abs(x - y) <= min(Fraction(5, 10**7), abs(y) / 10**5)
 
 
 def _is_decimal(x: Fraction) -> bool:
-    # A denominator of twos and fives divides a high enough power of ten.
+    # A fraction has a finite decimal exactly if its denominator divides a sufficiently high power of ten.
     return pow(10, x.denominator.bit_length(), x.denominator) == 0
 
 
 def _segment(text: str, match: re.Match[str]) -> str:
-    """The expression around a number: its line, from the last equals sign before the number on."""
+    """The expression around a number: from the last = or line start before it to the next = or line end."""
     start = max(text.rfind(sign, 0, match.start()) for sign in ("\n", "=", "≈"))
     end = min((at for sign in ("\n", "=") if (at := text.find(sign, match.end())) >= 0), default=len(text))
     return text[start + 1 : end]

@@ -1,7 +1,7 @@
-"""Compares answers that are more than a number (roots, powers, symbols, tuples) through math-verify.
+"""Compares answers that are not plain numbers (roots, powers, symbols, tuples) with math-verify.
 
-Stands under `reward/answers.py`. math-verify runs in a child process with limits on time and memory: a few
-characters can keep it busy for ever, and its own time limit works on a process's main thread alone.
+Used by `reward/answers.py`. math-verify runs in a child process with limits on time and memory, because it
+may take unlimited time on short inputs, and its own time limit works only in the main thread of a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quatrain.reward.words import split_at_words, without_units
 logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 100
-# What math-verify may see: numbers, single letters, arithmetic, roots, pi, tuples and intervals.
+# Text passed to math-verify may contain numbers, single letters, arithmetic, roots, pi, tuples and intervals.
 _ALLOWED = re.compile(
     r"(?:\\(?:frac|sqrt|pi|cdot|times|div|infty|cup|left|right)(?![A-Za-z])"
     r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ ])*"
@@ -35,10 +35,10 @@ _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def same_expression(said: str, gold: str) -> bool:
-    """Whether the line `said` holds an expression equal to `gold`, both in LaTeX or plain notation.
+    """Whether the line `said` contains an expression equal to `gold`, both in LaTeX or plain notation.
 
-    False for what math-verify is not asked: text over 100 characters, relations, functions, towers of powers,
-    and symbols that the gold answer lacks. False, and logged, where it takes too long or fails.
+    False without asking math-verify for text over 100 characters, relations, functions, towers of powers, and
+    symbols that the gold answer lacks. False, with a warning, if math-verify takes too long or fails.
     """
     said, gold = _math_of(said), _math_of(gold)
     if not (said and gold and _is_bounded(said)) or _letters(said) - _letters(gold):
@@ -49,8 +49,8 @@ def same_expression(said: str, gold: str) -> bool:
 def _math_of(text: str) -> str:
     r"""The mathematics of a line in LaTeX, without units, prose and end punctuation.
 
-    Of a line with $…$ or \(…\), the last of them. Empty where words stand between two pieces of mathematics,
-    as in `3 or 5`: joined, the two would be one expression that nobody wrote.
+    If the line contains $…$ or \(…\), only the last of them is used. Empty if words separate two pieces of
+    mathematics, as in `3 or 5`, because joining the pieces would form a different expression.
     """
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", " ".join(text.split()))
     text = re.sub(r"\\[,!;: ]|~", " ", text)
@@ -64,12 +64,12 @@ def _math_of(text: str) -> str:
         r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ")
     )
     text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
-    # Variables are written apart, because math-verify reads some runs of letters as words (or, inf).
+    # Variables are separated by spaces, because math-verify reads some letter sequences as words (or, inf).
     return re.sub(r"\\[A-Za-z]+|(?<=[A-Za-z])(?=[A-Za-z])", lambda m: m[0] or " ", text)
 
 
 def _is_bounded(text: str) -> bool:
-    """Whether `text` is short, with few roots and powers, small exponents and no tower of them."""
+    """Whether `text` is short, with few roots and powers, small exponents and no nested powers."""
     if len(text) > _MAX_CHARS or not _ALLOWED.fullmatch(text):
         return False
     exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
@@ -94,7 +94,7 @@ def _worker() -> _Worker:
 
 
 class _Worker:
-    """The child process, one question at a time: started at the first, and again after it was killed."""
+    """The child process, which compares one pair at a time; started on first use and after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,11 +108,14 @@ class _Worker:
                 reply = _exchange(self._process, json.dumps([gold, said]))
                 if reply:
                     return json.loads(reply)
-            except (OSError, ValueError) as error:  # no process could be started, or its reply was cut short
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # the process did not start, or its reply is incomplete
                 self.close()
                 logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, said)
                 return False
-            except BaseException:  # an unread answer must not be taken for the next question's
+            except BaseException:  # an unread reply must not be taken for the reply to the next request
                 self.close()
                 raise
             status = self.close()
@@ -131,14 +134,14 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return 0
-        # Closes the pipes, at which the child ends, and waits; one that ended by itself leaves a broken pipe.
+        # Closing the pipes makes the child end. If it has ended by itself, closing raises BrokenPipeError.
         with contextlib.suppress(BrokenPipeError), process:
             pass
         return process.returncode
 
 
 def _start() -> subprocess.Popen[str]:
-    # -P: the script's folder stays off the import path.
+    # -P: the script's folder is not added to the import path.
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -146,7 +149,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _exchange(process: subprocess.Popen[str], line: str) -> str:
-    """The child's reply to one line; empty when it ended instead."""
+    """The child's reply to one line; empty if the child has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

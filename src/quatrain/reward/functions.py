@@ -1,8 +1,8 @@
-"""The built-in reward functions, in the convention of every reward function.
+"""The built-in reward functions.
 
-Called by `reward/scorer.py`: f(prompts, completions, **columns) -> one number, or None to abstain, per
-completion. Prompts are strings or lists of messages, completions are strings, and each data column is a list
-with one item per completion.
+`reward/scorer.py` calls every reward function, built-in or not, as f(prompts, completions, **columns); it
+returns one number per completion, or None to abstain. Prompts are strings or lists of messages, completions
+are strings, and each data column is a list with one item per completion.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def has_format(completion: str) -> bool:
 
 
 def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
-    """1 where the last number of the completion's answer equals the gold number (see `is_correct`), else 0.
+    """1 if the last number of the completion's answer equals the gold number (see `is_correct`), else 0.
 
-    The format is not required: that is `format`'s to reward. Abstains where the gold answer is None or
-    blank.
+    The completion need not have the format, which the reward `format` checks. Abstains if the gold answer is
+    None or blank.
     """
     return [
         float(is_correct(completion, gold)) if gold_text(gold) else None
@@ -37,7 +37,7 @@ def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) 
 
 
 def format(prompts: list, completions: list[str], **_: Any) -> list[float]:
-    """1 where the whole completion has the format (see `has_format`), else 0."""
+    """1 if the whole completion has the format (see `has_format`), else 0."""
     return [float(has_format(completion)) for completion in completions]
 
 

@@ -1,7 +1,8 @@
-"""A child process that compares expressions with math-verify, killed by the kernel when one takes too long.
+"""A child process that compares expressions with math-verify; a timer signal kills it on a slow comparison.
 
-Run as a script by `reward/expressions.py`: a JSON line [gold, said] in, a JSON boolean out, until the end.
-It imports nothing of quatrain, and it alone imports math-verify.
+`reward/expressions.py` runs it as a script. It reads lines with a JSON list [gold, said] from standard input
+and writes a JSON boolean for each to standard output. It imports nothing from quatrain, and no other module
+imports math-verify.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 CPU_LIMIT_S = 2.0
 MEMORY_LIMIT_BYTES = 2 << 30
-# LaTeX alone: the extraction of plain expressions hands text to Python's eval. Units are removed before text
-# comes here; math-verify would also remove variables that spell one, such as the last two of 2\pi hr.
+# Only LaTeX extraction is used, because math-verify's extraction of plain expressions passes text to Python's
+# eval. Units were removed before; math-verify would also remove variables, such as h and r of 2\pi hr.
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 _LATEX = [LatexExtractionConfig(normalization_config=_NORMALIZATION)]
 
 
 def same(gold: str, said: str) -> bool:
-    """Whether math-verify finds the two LaTeX expressions equal; False where it fails on one of them."""
+    """Whether math-verify finds the two LaTeX expressions equal; False if it raises an error."""
     try:
         expected, got = (parse(f"${text}$", _LATEX, parsing_timeout=None) for text in (gold, said))
         return bool(expected and got and verify(expected, got, timeout_seconds=None))
-    except Exception:  # whatever the parser, sympy or the memory limit raises, it is no equality
+    except Exception:  # any error of the parser, sympy or the memory limit counts as not equal
         return False
 
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    # math-verify warns that it runs without its own time limit, which a busy C loop would outlast.
+    # Suppresses math-verify's warning that its own time limit is off; it cannot stop a loop in C code.
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the keyboard is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles keyboard interrupts
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     for line in sys.stdin:
         gold, said = json.loads(line)
-        # The default action of this signal ends the process, whatever it is doing.
+        # The default action of SIGPROF ends the process, even in the middle of C code.
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         verdict = same(gold, said)
         signal.setitimer(signal.ITIMER_PROF, 0)

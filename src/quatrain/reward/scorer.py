@@ -1,6 +1,6 @@
-"""Scores completions with the configured reward functions and sums them by weight.
+"""Scores completions with the configured reward functions and computes the weighted sum of their rewards.
 
-Line 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedBatch`.
+Stage 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedBatch`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from quatrain.user_code import VARIADIC, find_function
 logger = logging.getLogger(__name__)
 
 ERROR_REWARD = -1.0
-"""Raw reward of a sample on which a function fails."""
+"""Raw reward of a sample for which a reward function fails."""
 _STATS = ("mean", "std", "min", "max")
 
 
 class RewardScorer:
-    """The reward functions of `config`, each with its weight.
+    """The reward functions of `config` with their weights.
 
-    `decide` calls what it is given and returns its result; of several processes in one alone, which tells the
-    others (`cluster.processes.decided_by_main`), as a user's functions need not come out the same in each.
-    Raises ValueError when a function cannot be imported or called.
+    `decide` calls its argument and returns the result. In a run of several processes it must do so in one
+    process and broadcast the result (`cluster.processes.decided_by_main`), because users' functions may
+    return different values in different processes. Raises ValueError if a function cannot be imported or
+    called.
     """
 
     def __init__(self, config: RewardConfig, *, decide: Callable[[Callable[[], Any]], Any] = lambda f: f()):
@@ -42,25 +43,25 @@ class RewardScorer:
         self._functions = [_load(spec, names[spec], weight) for spec, weight in config.functions.items()]
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
-        """Data column -> the reward function that needs it, in words."""
+        """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
-        """Data columns some function cannot do without."""
+        """Data columns that at least one reward function requires."""
 
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
 
-        A function that abstains (None) leaves NaN and no term in the sum, counted in
-        `reward/<name>/abstained`. A function that raises, or returns
-        a value that is not finite, costs each sample at fault `ERROR_REWARD`, counted in
-        `reward/<name>/errors`. Raises ValueError when a function returns the wrong number of values or
-        something else than numbers, or needs a column that the rollouts lack, and when a column has the name
-        of an argument of every reward function (`REWARD_ARGUMENTS`).
+        If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
+        sum; `reward/<name>/abstained` counts these samples. If a function raises an error or returns a
+        non-finite value, the raw reward of each failing sample is `ERROR_REWARD`, counted in
+        `reward/<name>/errors`. Raises ValueError if a function returns the wrong number of values or values
+        that are not numbers, if it needs a column that the rollouts lack, and if a column has the name of an
+        argument passed to every reward function (`REWARD_ARGUMENTS`).
         """
         for name in REWARD_ARGUMENTS:
             if name in rollouts.columns:
                 raise ValueError(
-                    f"a reward function receives `{name}` as an argument of its own; the data has a column "
-                    f"`{name}`; rename the column"
+                    f"a column must not be called `{name}`, the name of an argument of reward functions; "
+                    f"the data has a column `{name}`; rename the column"
                 )
         missing = sorted(self.required_columns - set(rollouts.columns))
         if missing:
@@ -80,14 +81,14 @@ class RewardScorer:
         return RewardedBatch(rollouts, rewards, raw, names, describe("reward", rewards, _STATS) | metrics)
 
     def _scores(self, rollouts: RolloutBatch) -> list[tuple[list[float], int]]:
-        """Raw rewards, and how many errors there were, of each function."""
+        """(raw rewards, number of errors) of each function."""
         samples = _Samples.of(rollouts)
         scores = (_score_function(function, samples) for function in self._functions)
         return [(values.tolist(), errors) for values, errors in scores]
 
 
 def call_reward(function: RewardFunction, arguments: Mapping[str, list]) -> Sequence[float | None]:
-    """One call of a reward function on a batch: the one place where a user's code runs."""
+    """Calls a reward function on a batch; users' reward functions are called only here."""
     return function(**arguments)
 
 
@@ -97,13 +98,13 @@ class _Function:
     name: str
     function: RewardFunction
     weight: float
-    accepts: frozenset[str] | None  # argument names; None: any
+    accepts: frozenset[str] | None  # names of accepted arguments; None: any name
     required_columns: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """What the reward functions see, one item per sample."""
+    """The arguments of the reward functions, one item per sample."""
 
     arguments: Mapping[str, Sequence[Any]]
     num_samples: int
@@ -122,7 +123,7 @@ class _Samples:
         return _Samples(arguments, len(rollouts))
 
     def for_function(self, function: _Function, rows: slice) -> dict[str, list]:
-        """Fresh lists of the arguments `function` takes."""
+        """New lists with the arguments that `function` accepts, for the samples `rows`."""
         accepts = function.accepts
         return {
             name: [list(ids) for ids in values[rows]] if name == "completion_ids" else list(values[rows])
@@ -132,14 +133,18 @@ class _Samples:
 
 
 def _score_function(function: _Function, samples: _Samples) -> tuple[np.ndarray, int]:
-    """[B] float32 raw rewards, and how many errors there were."""
+    """[B] float32 raw rewards, and the number of errors."""
     everything = slice(0, samples.num_samples)
     try:
         returned = call_reward(function.function, samples.for_function(function, everything))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # SystemExit too, which would end the run with exit status 0
-        logger.warning("reward function `%s` raised; finding the sample", function.name, exc_info=True)
+    except BaseException:  # includes SystemExit, which would end the run with exit status 0
+        logger.warning(
+            "reward function `%s` raised an error; calling it on each sample alone",
+            function.name,
+            exc_info=True,
+        )
         return _score_one_by_one(function, samples)
     return _checked(function, returned, samples.num_samples)
 
@@ -157,12 +162,12 @@ def _score_one_by_one(function: _Function, samples: _Samples) -> tuple[np.ndarra
             continue
         values[index : index + 1], bad = _checked(function, returned, 1)
         errors += bad
-    # A batch that fails while each of its samples passes is still one failed call.
+    # If the call on the batch failed but the calls on its samples did not, one error is counted.
     return values, max(errors, 1)
 
 
 def _checked(function: _Function, returned: Any, num_samples: int) -> tuple[np.ndarray, int]:
-    """The returned values as float32 with NaN for None; those not finite become errors."""
+    """The returned values as float32, NaN for None and ERROR_REWARD for non-finite ones; number of errors."""
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__len__"):
         raise ValueError(
             f"reward function `{function.spec}` must return a list with one number per completion; it "
@@ -194,20 +199,20 @@ def _number(function: _Function, value: Any) -> np.float32:
             return np.float32(float(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"reward function `{function.spec}` must return numbers, or None to abstain; among its values is "
+            f"reward function `{function.spec}` must return numbers, or None to abstain; it returned a value "
             f"{type(value).__name__} {value!r:.80}"
         ) from error
 
 
 def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """[B] float32: sum over functions of weight * raw[F, B], NaN entries left out; NaN where all are."""
+    """[B] float32: sum over functions of weight * raw[F, B] without NaN entries; NaN if all are NaN."""
     terms = np.asarray(weights, np.float64)[:, None] * raw
     total = np.where(np.isnan(raw), 0.0, terms).sum(axis=0)
     return np.where(np.isnan(raw).all(axis=0), np.nan, total).astype(np.float32)
 
 
 def _short_names(specs: Sequence[str]) -> dict[str, str]:
-    """Spec -> the name in metrics: the function's own, or the whole spec where two would be the same."""
+    """Spec -> name in metrics: the function's name, or the whole spec if two functions have the same name."""
     short = {spec: spec.rpartition(":")[2] for spec in specs}
     shared = Counter(short.values())
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}

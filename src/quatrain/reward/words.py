@@ -1,7 +1,7 @@
-r"""Takes units of measurement and words of prose out of an answer, and leaves its mathematics.
+r"""Removes units of measurement and words of prose from an answer and keeps its mathematics.
 
 Used by `reward/answers.py` and `reward/expressions.py`. Letters that are neither a known unit nor a word of
-prose are variables, and stay in the answer: `2ab` has two of them.
+prose are variables and are kept: `2ab` contains two variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS_IN_GROUP = re.compile(rf"(?:[A-Za-zµμΩ°]+{_EXPONENT}?|[\s~.,:;'/()·-
 _LETTER_UNITS = frozenset("mgshLJNWVACKF")
 _AFTER_VALUE = re.compile(r"[0-9A-Za-z)}½⅓⅔¼¾⅕⅛]\s*\Z")
 
-# Abbreviations and words that nobody writes for a product of variables.
+# Abbreviations and words that are not plausible as products of variables.
 _UNITS = (
     r"(?:[cdk]m|mm|ft|yds?|oz|lbs?|kg|mcg|mL|kWh?|kJ|kPa|k?Hz|MHz|GHz|[KMGT]B|mph|kph|rpm|mpg|"
     r"hrs|mins?|secs?|yrs?|pts|pcs|USD|EUR|GBP|"
@@ -28,23 +28,24 @@ _UNITS = (
     r"ounces?|pounds?|gallons?|degrees?|radians?|units?|dollars?|cents?|euros?|"
     r"seconds?|minutes?|hours?|days?|weeks?|months?|years?)"
 )
-# In physics and geometry these are products too (2mg, 2hr): units only after a number and a space.
+# These can also be products of variables (2mg, 2hr); they count as units only after a number and a space.
 _SHORT_UNITS = r"(?:mg|ml|in|hr|am|pm)"
 _A_UNIT = re.compile(f"{_UNITS}|{_SHORT_UNITS}|sq|square|cu|cubic|per")
 _POWERED = rf"(?:(?:sq|square|cu|cubic)\.?\s)?{_UNITS}\s?{_EXPONENT}?"
 _PLAIN_UNIT = re.compile(
     rf"(?<=[0-9)}}])(?:\s?{_POWERED}(?:\s?(?:/|per)\s?(?:{_POWERED}|[hs]))?|\s{_SHORT_UNITS}{_EXPONENT}?)"
-    # Letters before an operator, a digit or another letter are a product of variables.
+    # A unit must be followed by punctuation, the end or a word; before an operator, a digit or one letter
+    # the letters are a product of variables.
     r"(?=\s*(?:[.,;:!?)\]}$]|\\[)\]]|\Z)|\s+[A-Za-z]{2,})"
 )
 
-# A word of prose stands by itself, between white space or punctuation, with no operator beside it.
+# A word of prose is surrounded by white space or punctuation, with no operator next to it.
 _WORD = re.compile(
     r"(?<![^\s(,.;:!?\"'])(?<![-+*/^=<>]\s)(?P<word>[A-Za-z]{2,})(?:'[a-z]{1,2})?(?![^\s),.;:!?\"'])"
     r"(?!\s*(?:[+*/^=<>]|-\s))"
 )
 _SHORT_WORDS = frozenset(["is", "of", "to", "in", "so", "it", "we"])
-# Letters that have a meaning of their own in mathematics: without them the answer would be another.
+# Names with a mathematical meaning: removing them would change the answer.
 _NO_WORDS = re.compile(
     "sin|cos|tan|sec|csc|cot|sinh|cosh|tanh|arcsin|arccos|arctan|asin|acos|atan|log|exp|max|min|mod|gcd|lcm|det"
     "|deg|lim|arg|sqrt|frac|inf|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega"
@@ -63,7 +64,7 @@ def without_units(text: str) -> str:
 
 
 def split_at_words(text: str) -> list[str]:
-    """The pieces of `text` between its words of prose, without punctuation at their ends; none is empty."""
+    """The non-empty pieces of `text` between its words of prose, stripped of punctuation at both ends."""
     pieces, start = [], 0
     for found in _WORD.finditer(text):
         if is_word(found["word"]):
@@ -74,7 +75,7 @@ def split_at_words(text: str) -> list[str]:
 
 
 def is_word(letters: str) -> bool:
-    """Whether a run of ASCII letters reads as a word of prose or a unit, not as a product of variables."""
+    """Whether a sequence of ASCII letters is a word of prose or a unit rather than a product of variables."""
     lower = letters.casefold()
     if lower in _SHORT_WORDS or re.fullmatch(_UNITS, letters):
         return True
@@ -84,7 +85,7 @@ def is_word(letters: str) -> bool:
 
 
 def may_follow_a_number(letters: str) -> bool:
-    """Whether letters directly after a number leave its value as it is: in `5cm` and `7th`, not in `5xy`."""
+    """Whether letters directly after a number do not change its value: true for `5cm`, false for `5xy`."""
     unit = letters in _LETTER_UNITS or re.fullmatch(_SHORT_UNITS, letters)
     return bool(unit) or letters in ("", "st", "nd", "rd", "th") or is_word(letters)
 

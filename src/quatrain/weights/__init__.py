@@ -1,1 +1,1 @@
-"""Weights and the files they come from: Hugging Face folders and GGUF files, read and written."""
+"""Reading model weights from Hugging Face folders and GGUF files, and writing Hugging Face folders."""

@@ -1,6 +1,6 @@
-"""Loads the weights of a GGUF file (llama.cpp's format), dequantised.
+"""Loads the weights of a GGUF file (llama.cpp's format) and dequantises them.
 
-Data flow: a `.gguf` path -> `Architecture` and the parameter tree that the decoder reads.
+Data flow: a `.gguf` path -> `Architecture` and the decoder's parameter tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARCHITECTURES = ("llama", "qwen2")
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_READ_VALUES = 2**22  # dequantised at a time
+_READ_VALUES = 2**22  # number of values dequantised at a time
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -51,11 +51,11 @@ def load_gguf(
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 
     Architectures: llama and qwen2. Tensor types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K. Tensors are
-    read one at a time, the largest first, so that memory stays near the size of the parameters.
+    read one at a time, the largest first, so that peak memory is close to the size of the parameters.
 
-    Raises ValueError for a file that is not GGUF or ends early, another architecture or tensor type, a
-    missing, unexpected or misshapen tensor, rotary scaling that `Architecture` cannot hold, and where the
-    `gguf` package is not installed.
+    Raises ValueError for a file that is not GGUF or is truncated, another architecture or tensor type, a
+    missing tensor, an unexpected tensor, a tensor of the wrong shape, rotary scaling that `Architecture`
+    cannot represent, and if the `gguf` package is not installed.
     """
     header = read_header(path)
     _check_architecture(header)
@@ -73,9 +73,9 @@ def load_gguf(
 
 
 def gguf_architecture(path: str | Path) -> Architecture:
-    """The architecture in the header of the GGUF file at `path`, of which no weights are read.
+    """The architecture in the header of the GGUF file at `path`; no weights are read.
 
-    Raises ValueError as `load_gguf` does for what is in the header.
+    Raises the errors of `load_gguf` that concern the header.
     """
     header = read_header(path)
     _check_architecture(header)
@@ -93,7 +93,7 @@ def _gguf_package() -> ModuleType:
 
 
 def _gguf_name(name: str) -> str:
-    """GGUF's name of a tensor that Hugging Face calls `name`."""
+    """The GGUF name of the tensor with the Hugging Face name `name`."""
     module, kind = name.rsplit(".", 1)
     if module in _NAMES:
         return f"{_NAMES[module]}.{kind}"
@@ -102,13 +102,13 @@ def _gguf_name(name: str) -> str:
 
 
 def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
-    """Every tensor is of a type that is read here, and lies within the file."""
+    """Raises ValueError for a tensor of an unsupported type and one that extends past the end of the file."""
     for tensor in header.tensors:
         name = _type_name(tensor, gguf)
         if name not in TENSOR_TYPES:
             raise ValueError(
-                f"tensors of the types {', '.join(TENSOR_TYPES)} are read; {tensor.name} in {header.path} "
-                f"has the type {name}; take another quantisation of the model"
+                f"tensors of the types {', '.join(TENSOR_TYPES)} are supported; {tensor.name} in "
+                f"{header.path} has the type {name}; use another quantisation of the model"
             )
         end = tensor.offset + _num_bytes(tensor, gguf)
         if end > header.file_size:
@@ -124,7 +124,7 @@ def _check_names(path: Path, expected: set[str], found: set[str]) -> None:
             first = sorted(names)
             listed = ", ".join(first[:5]) + (f" and {len(first) - 5} more" if len(first) > 5 else "")
             raise ValueError(
-                f"{path} {problem} tensors: {listed}; it is no {' or '.join(ARCHITECTURES)} model"
+                f"{path} {problem} tensors: {listed}; it is not a {' or '.join(ARCHITECTURES)} model"
             )
 
 
@@ -136,7 +136,10 @@ def _type_name(tensor: TensorInfo, gguf: ModuleType) -> str:
 def _row_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
     if not tensor.shape or tensor.shape[-1] % block:
-        raise ValueError(f"rows of {tensor.name} come in blocks of {block}; its shape is {tensor.shape}")
+        raise ValueError(
+            f"the last dimension of {tensor.name} must be a multiple of its quantisation block, {block}; its "
+            f"shape is {tensor.shape}"
+        )
     return tensor.shape[-1] // block * size
 
 
@@ -145,10 +148,10 @@ def _num_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
 
 
 def _blocks(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of the tensor, float32, in numpy's order of dimensions; a vector is one row."""
+    """Yields (first row, rows as float32) of the tensor in numpy's dimension order; a vector is one row."""
     num_rows = math.prod(tensor.shape[:-1])
     row_bytes, kind = _row_bytes(tensor, gguf), gguf.GGMLQuantizationType(tensor.type_id)
-    # A few rows at a time, and not memory-mapped: what is read and its float32 values never pile up.
+    # A few rows at a time, without memory mapping, so that little memory is used beside the parameters.
     step = max(1, _READ_VALUES // tensor.shape[-1])
     with header.path.open("rb") as file:
         file.seek(tensor.offset)
@@ -166,13 +169,13 @@ def _read_into(
     gguf: ModuleType,
     arch: Architecture,
 ) -> None:
-    """The tensor to its place in `parameter`, rotary halves one after the other."""
+    """Reads the tensor into `parameter`; query and key rows are reordered from llama.cpp's rotary layout."""
     rows, own = name.rows(parameter)
     shape = (len(own), *rows.shape[1:])
     if tensor.shape != shape:
-        raise ValueError(f"{tensor.name} in {header.path} has shape {tensor.shape}; the model's is {shape}")
+        raise ValueError(f"{tensor.name} in {header.path} must have shape {shape}; it has {tensor.shape}")
     if arch.family == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-        # Rows of each head come as (0, H/2, 1, H/2 + 1, ...), as llama.cpp pairs them.
+        # llama.cpp stores the rows of each head in the order (0, H/2, 1, H/2 + 1, ...).
         own = own.reshape(-1, 2, arch.head_dim // 2).swapaxes(1, 2).reshape(-1)
     for start, values in _blocks(header, tensor, gguf):
         if name.vector:
@@ -185,7 +188,7 @@ def _check_architecture(header: GGUFHeader) -> None:
     family = header.metadata.get("general.architecture")
     if family not in ARCHITECTURES:
         raise ValueError(
-            f"GGUF files of the architectures {', '.join(ARCHITECTURES)} are read; {header.path} has "
+            f"GGUF files of the architectures {', '.join(ARCHITECTURES)} are supported; {header.path} has "
             f"{family!r}; give the model's Hugging Face folder or hub id"
         )
 
@@ -193,7 +196,7 @@ def _check_architecture(header: GGUFHeader) -> None:
 def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: ModuleType) -> Architecture:
     family = header.metadata["general.architecture"]
     if "token_embd.weight" not in tensors:
-        raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it holds no language model")
+        raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
     hidden, heads = _integer(header, "embedding_length"), _integer(header, "attention.head_count")
     head_dim = _integer(header, "attention.key_length", hidden // heads)
     _check_plain(header, head_dim)
@@ -222,14 +225,15 @@ def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: M
 
 
 def _check_plain(header: GGUFHeader, head_dim: int) -> None:
-    """Refuses what files of these architectures may hold and the decoder does not do."""
+    """Raises ValueError for partial rotary embeddings, experts and sliding windows, which are unsupported."""
     rotary = _integer(header, "rope.dimension_count", head_dim)
     experts = _integer(header, "expert_count", 0)
     window = _integer(header, "attention.sliding_window", 0)
     if rotary != head_dim or experts or window:
         raise ValueError(
-            f"dense models with full attention and rotary embeddings over the whole head of {head_dim} are "
-            f"read; {header.path} has {experts} experts, a window of {window} and {rotary} rotary dimensions"
+            f"GGUF models must be dense, with full attention and rotary embeddings over all {head_dim} "
+            f"dimensions of a head; {header.path} has {experts} experts, a window of {window} and {rotary} "
+            "rotary dimensions"
         )
 
 
@@ -241,26 +245,26 @@ def _stop_ids(header: GGUFHeader) -> tuple[int, ...]:
 def _rope_scaling(
     header: GGUFHeader, tensor: TensorInfo | None, gguf: ModuleType, head_dim: int, theta: float
 ) -> RopeScaling | None:
-    """Rotary scaling: `linear` from the metadata, `llama3` from the factors that divide each frequency."""
+    """Rotary scaling: `linear` from the metadata, `llama3` from the tensor of divisors of the frequencies."""
     prefix = f"{header.metadata['general.architecture']}.rope.scaling"
     kind = header.metadata.get(f"{prefix}.type", "none")
     factor = float(header.metadata.get(f"{prefix}.factor", 1.0))
     if kind not in ("none", "linear"):
-        raise ValueError(f"rotary scaling none, linear and llama3 is supported; {header.path} has {kind!r}")
+        raise ValueError(f"rotary scaling must be none, linear or llama3; {header.path} has {kind!r}")
     linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
     if tensor is None:
         return linear
     factors = np.concatenate([values.reshape(-1) for _, values in _blocks(header, tensor, gguf)])
     if (factors == 1.0).all():
         return linear
-    # The factors are all the file has: the published Llama 3 settings are tried, and must give them again.
+    # The file contains only the resulting factors. They must equal those of the published Llama 3 settings.
     original = header.metadata.get(f"{prefix}.original_context_length", RopeScaling.original_max_position)
     scaling = RopeScaling("llama3", float(factors.max()), original_max_position=int(original))
     expected = rope_frequencies(head_dim, theta) / rope_frequencies(head_dim, theta, scaling)
     if linear or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise ValueError(
-            f"{_ROPE_FACTORS} holds Llama 3's rotary factors (low 1, high 4, original length {original}); "
-            f"those in {header.path} are others; give the model's Hugging Face folder or hub id"
+            f"{_ROPE_FACTORS} must contain Llama 3's rotary factors (low 1, high 4, original length "
+            f"{original}); {header.path} has others; give the model's Hugging Face folder or hub id"
         )
     return scaling
 
@@ -268,12 +272,12 @@ def _rope_scaling(
 def _integer(header: GGUFHeader, name: str, default: int | None = None) -> int:
     value = _value(header, name, default)
     if not isinstance(value, int):
-        raise ValueError(f"GGUF key {name} is one whole number; {header.path} has {str(value)[:40]}")
+        raise ValueError(f"GGUF key {name} must be one integer; {header.path} has {str(value)[:40]}")
     return value
 
 
 def _float(header: GGUFHeader, name: str) -> float:
-    # Stored as float32: the shortest decimal that rounds to it is what the model's author wrote.
+    # The file stores a float32; its shortest decimal form is the number in the model's configuration.
     return float(str(np.float32(_value(header, name, None))))
 
 
@@ -281,5 +285,5 @@ def _value(header: GGUFHeader, name: str, default: Any) -> Any:
     key = f"{header.metadata['general.architecture']}.{name}"
     value = header.metadata.get(key, default)
     if value is None:
-        raise ValueError(f"{header.path} lacks the key {key}, which its model needs")
+        raise ValueError(f"{header.path} lacks the required key {key}")
     return value

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: its metadata and where each tensor lies.
+"""Reads the header of a GGUF file: metadata, and type, shape and offset of each tensor.
 
-Data flow: a `.gguf` path -> `GGUFHeader` -> models (weights) and data (tokenizer). Reads no weights and needs
-neither JAX nor the `gguf` package.
+Data flow: a `.gguf` path -> `GGUFHeader` -> `weights/gguf.py` (weights) and `data/gguf_tokenizer.py`. This
+module reads no weights and needs neither JAX nor the `gguf` package.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of the tensor table."""
+    """One entry of the header's tensor table."""
 
     name: str
     shape: tuple[int, ...]
-    """Slowest dimension first, as numpy counts them (the file has them the other way round)."""
+    """In numpy's order, slowest dimension first (the file has the reverse order)."""
     type_id: int
-    """The ggml number of its storage type (0 is F32, 1 is F16, 2 is Q4_0, ...)."""
+    """ggml's number of the storage type (0 is F32, 1 is F16, 2 is Q4_0, ...)."""
     offset: int
     """Bytes from the start of the file."""
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Everything in a GGUF file but the weights."""
+    """The content of a GGUF file except the weights."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -49,26 +49,26 @@ class GGUFHeader:
 def read_header(path: str | Path) -> GGUFHeader:
     """The metadata and tensor table of the GGUF file at `path` (version 2 or 3, little-endian).
 
-    Raises ValueError where there is no such file, it is not GGUF, its version is another, or it ends inside
-    its header. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    Raises ValueError if the file does not exist, is not GGUF, has another version, or is truncated inside its
+    header. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     path = Path(os.path.expanduser(path))
     if not path.is_file():
-        raise ValueError(f"a GGUF file is expected at {path}; there is no such file; check the path")
+        raise ValueError(f"there is no GGUF file {path}; check the path")
     with path.open("rb") as file:
         start = file.read(24)
         if start[:4] != _MAGIC:
             raise ValueError(
-                f"a GGUF file starts with the bytes {_MAGIC!r}; {path} starts with {start[:4]!r}; "
-                "give a .gguf file, or a Hugging Face folder by its folder's path"
+                f"a GGUF file must start with the bytes {_MAGIC!r}; {path} starts with {start[:4]!r}; "
+                "give a .gguf file, or the path of a Hugging Face folder"
             )
         if len(start) < 24:
             raise ValueError(_truncated(path, len(start)))
         version, num_tensors, num_keys = struct.unpack_from("<IQQ", start, 4)
         if version not in _VERSIONS:
             raise ValueError(
-                f"GGUF versions {_VERSIONS} in little-endian order are read; {path} has version {version}; "
-                "convert the model again with a current llama.cpp"
+                f"GGUF versions {_VERSIONS} in little-endian order are supported; {path} has version "
+                f"{version}; convert the model again with a current llama.cpp"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, path)
@@ -85,7 +85,7 @@ def _truncated(path: Path, size: int) -> str:
 
 
 class _Cursor:
-    """Reads the little-endian fields of a GGUF header one after the other."""
+    """Reads the little-endian fields of a GGUF header in sequence."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self.data = data
@@ -93,7 +93,7 @@ class _Cursor:
         self.position = 24
 
     def take(self, count: int) -> int:
-        """Steps over `count` bytes; returns where they start."""
+        """Advances the position by `count` bytes; returns the position before."""
         start = self.position
         if start + count > len(self.data):
             raise ValueError(_truncated(self.path, len(self.data)))
@@ -110,7 +110,7 @@ class _Cursor:
             return self.data[start : start + size].decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"strings in a GGUF file are UTF-8; {self.path} has one at byte {start} that is not"
+                f"strings in a GGUF file must be UTF-8; {self.path} has one at byte {start} that is not"
             ) from error
 
     def value(self, kind: int) -> Any:
@@ -133,8 +133,8 @@ class _Cursor:
     def code(self, kind: int) -> str:
         if kind not in _SCALARS:
             raise ValueError(
-                f"GGUF value types are 0 to 12; {self.path} has {kind} at byte {self.position - 4}; "
-                "it is damaged: fetch it again"
+                f"GGUF value types must be 0 to 12; {self.path} has {kind} at byte {self.position - 4}; "
+                "the file is damaged: download it again"
             )
         return _SCALARS[kind]
 

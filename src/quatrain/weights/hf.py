@@ -1,6 +1,6 @@
-"""Hugging Face model directories (config.json and safetensors), in and out.
+"""Reads and writes Hugging Face model directories (config.json and safetensors).
 
-Data flow: a directory or hub id -> `Architecture` and parameters; and back at the end of a run.
+Data flow: a directory or hub id -> `Architecture` and parameters; at the end of a run these are exported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 64 * 2**20
-"""Read at a time, so that what is in flight stays small beside the parameters."""
+"""Bytes read at a time, so that buffers are small compared to the parameters."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -46,10 +46,10 @@ def load_hf(
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
-    Weights come from model.safetensors or the shards of its index, a block at a time and the largest tensor
-    first, so that memory peaks near the size of the parameters. Stop tokens are those of config.json and of
-    generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for tensors
-    that are missing, unknown, of another shape or damaged.
+    Weights are read from model.safetensors or the shards of its index, block by block and the largest tensor
+    first, so that peak memory is close to the size of the parameters. Stop tokens are those in config.json
+    and generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for
+    tensors that are missing, unknown, damaged or of the wrong shape.
     """
     directory = local_path(directory)
     arch = read_architecture(directory)
@@ -64,9 +64,9 @@ def load_hf(
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture in a local Hugging Face directory, of which no weights are read.
+    """The architecture in a local Hugging Face directory; no weights are read.
 
-    Raises ValueError for a directory without a config.json that can be read, and for an unsupported model.
+    Raises ValueError for a missing or unreadable config.json and for an unsupported model.
     """
     directory = local_path(directory)
     config = _read_json(directory, "config.json")
@@ -81,12 +81,13 @@ def read_architecture(directory: str | Path) -> Architecture:
 def save_hf(
     directory: str | Path, arch: Architecture, params: Params, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors that transformers loads.
+    """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
-    The dtype is that of the parameters. Weights above `max_shard_bytes` are split into shards with an
-    index. Model weights that an earlier save left in `directory` are replaced. Of several processes, which
-    all call this, the main one writes. Its host holds a file at a time, the others' a parameter; a file of
-    parameters that are spread over devices is no larger than the largest tensor.
+    Weights keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an
+    index. Model weights of an earlier save in `directory` are replaced. In a run of several processes, all
+    must call this, and the main process writes. Host memory needed: one file in the main process, one
+    parameter in the others. If parameters are sharded over devices, a file has at most the size of the
+    largest tensor, or one tensor.
     """
     directory = Path(directory)
     if is_main_process():
@@ -105,10 +106,10 @@ def _write_config(directory: Path, arch: Architecture, dtype: str) -> None:
 
 
 def resolve_hub(model_id: str) -> Path:
-    """The local snapshot of a hub model: downloaded, or from the cache of an earlier download.
+    """The local snapshot of a model on the Hub, downloaded unless it is in the cache.
 
-    Its config.json comes first, so that no weights of an unsupported model are fetched. Raises ValueError in
-    plain words where the hub cannot be reached or does not give the model, and for an unsupported one.
+    config.json is downloaded first, so that weights of an unsupported model are not downloaded. Raises
+    ValueError if the Hub cannot be reached, the download fails, or the model is unsupported.
     """
     from huggingface_hub import snapshot_download
 
@@ -120,15 +121,15 @@ def resolve_hub(model_id: str) -> Path:
 
 
 def hub_architecture(model_id: str) -> Architecture:
-    """The architecture of a hub model, by its config.json alone: downloaded, or from the cache.
+    """The architecture in the config.json of a model on the Hub, which is downloaded unless it is cached.
 
-    Raises ValueError as `resolve_hub` does.
+    Raises ValueError in the same cases as `resolve_hub`.
     """
     from huggingface_hub import hf_hub_download
 
     try:
         config = Path(hf_hub_download(model_id, "config.json"))
-    except Exception as error:  # each layer below the hub's client raises a class of its own
+    except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
         raise _no_download(model_id, error) from error
     return architecture_from_hf(_read_json(config.parent, config.name))
 
@@ -136,18 +137,18 @@ def hub_architecture(model_id: str) -> Architecture:
 def _no_download(model_id: str, error: Exception) -> ValueError:
     reason = str(error).strip().splitlines() or [""]
     return ValueError(
-        f"{model_id!r} is no local directory, and the Hugging Face hub did not give it "
-        f"({type(error).__name__}: {reason[0]}): check the name and the network, log in where the model "
+        f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
+        f"({type(error).__name__}: {reason[0]}): check the name and the network, log in if the model "
         "is gated, or give the path of a local directory or .gguf file"
     )
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:
     if not directory.is_dir():
-        raise ValueError(f"a model directory is needed; {directory} is not there or is no directory")
+        raise ValueError(f"the model must be a directory; {directory} does not exist or is not a directory")
     if not (directory / name).is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
-        raise ValueError(f"a model directory needs {name}; {directory} holds {held}")
+        raise ValueError(f"a model directory must contain {name}; {directory} contains {held}")
     try:
         value = json.loads((directory / name).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -162,7 +163,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _shards(directory: Path) -> list[str]:
-    """The files that the index names, each once; ValueError for one outside of `directory`."""
+    """The shard files named in the index, each once; raises ValueError for a file outside of `directory`."""
     weight_map = _read_json(directory, INDEX).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(
@@ -171,12 +172,12 @@ def _shards(directory: Path) -> list[str]:
         )
     root = directory.resolve()
     for file in set(weight_map.values()):
-        # Links to files are followed: in a hub cache each file of a model is a link to ../../blobs. Links to
-        # folders are not, for no cache has them.
+        # Symbolic links to files are allowed, because in the Hub's cache each file is a link to ../../blobs.
+        # Links to folders are not; the cache does not contain any.
         folder = (directory / file).parent.resolve()
         if Path(file).is_absolute() or ".." in Path(file).parts or not folder.is_relative_to(root):
             raise ValueError(
-                f"the files named in {INDEX} lie in the folder of the index; {directory / INDEX} names "
+                f"the files named in {INDEX} must be in the folder of the index; {directory / INDEX} names "
                 f"{file!r}; do not use this model unless you trust its source, or correct the name"
             )
     return sorted(set(weight_map.values()))
@@ -196,8 +197,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     else:
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
         raise ValueError(
-            f"weights are read from {SINGLE} or the files of {INDEX}; {directory} has neither (it holds "
-            f"{held}): convert the model to safetensors"
+            f"a model directory must contain {SINGLE} or the files of {INDEX}; {directory} has neither (it "
+            f"contains {held}): convert the model to safetensors"
         )
     return {name: path for path in paths for name in _names_in(path)}
 
@@ -217,7 +218,7 @@ def _check_names(
     missing, extra = wanted - set(files), {name for name in set(files) - wanted if not _ignorable(arch, name)}
     if missing or extra:
         raise ValueError(
-            f"{directory} must hold the tensors that its config.json asks for ({arch.family}, "
+            f"{directory} must contain exactly the tensors of the model in its config.json ({arch.family}, "
             f"{arch.num_layers} layers): missing {_some(missing)}; unknown {_some(extra)}"
         )
     if arch.tie_embeddings and "lm_head.weight" in files:
@@ -225,7 +226,7 @@ def _check_names(
 
 
 def _ignorable(arch: Architecture, name: str) -> bool:
-    """Rotary frequencies, a buffer that old checkpoints hold, and the copy that a tied lm_head is."""
+    """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or a tied lm_head."""
     return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")
 
 
@@ -244,7 +245,7 @@ def _check_tied(head: Path, embed: Path) -> None:
 
 
 def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a tensor; each opens the file anew, or all pages read would stay mapped."""
+    """Yields (first row, rows) of a tensor; the file is reopened per block, so that no pages stay mapped."""
     start, rows = 0, 1
     while start < rows:
         with safe_open(path, "np") as file:
@@ -265,7 +266,7 @@ def _read_tensor(path: Path, name: TensorName, parameter: np.ndarray) -> None:
     expected = (len(own), *rows.shape[1:])
     if shape != expected or stored not in FLOATS:
         raise ValueError(
-            f"{name.name} in {path} must be floats of shape {expected} by config.json; it is {stored} {shape}"
+            f"{name.name} in {path} must be floats of shape {expected} (config.json); it is {stored} {shape}"
         )
     for start, block in _blocks(path, name.name):
         rows[own[start : start + len(block)]] = block
@@ -278,7 +279,7 @@ def _num_bytes(name: TensorName, parameter: jax.Array) -> int:
 def _write_tensors(
     directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
 ) -> None:
-    """One file at a time, so that no more than a shard is copied to the host at once."""
+    """Writes one file at a time, so that at most one shard is in host memory."""
     sizes = {name.name: _num_bytes(name, leaf_at(params, name.path)) for name in names}
     if len(params["embed"].sharding.device_set) > 1:
         max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
@@ -300,7 +301,7 @@ def _write_tensors(
         weight_map |= dict.fromkeys(tensors, file)
         if is_main_process():
             save_file(tensors, directory / file, metadata={"format": "pt"})
-            # safetensors makes files that nobody but their owner can read; config.json is an ordinary one.
+            # safetensors creates files that only their owner can read; they get the mode of config.json.
             (directory / file).chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
     if len(shards) > 1 and is_main_process():
         metadata = {"total_size": sum(sizes.values())}

@@ -1,6 +1,6 @@
-"""A model from wherever `model.path` points.
+"""Loads the model given by `model.path`, of any supported kind.
 
-Data flow: config -> `Model(arch, params)` -> rollout, update, evaluation, export.
+Data flow: configuration -> `Model(arch, params)` -> rollout, update, evaluation, export.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILTIN = "builtin:"
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is: its architecture and its parameters."""
+    """A model: its architecture and its parameters."""
 
     arch: Architecture
     params: Params
@@ -38,11 +38,11 @@ def load_model(
     eos_token_ids: tuple[int, ...] = (),
     mesh: Mesh | None = None,
 ) -> Model:
-    """The model at `path`, its parameters in `dtype` on `mesh`, by default one device.
+    """The model at `path`, its parameters in `dtype` on `mesh` (default: on one device).
 
-    `builtin:NAME` is drawn from `seed` for a tokenizer with `vocab_size` and `eos_token_ids`, which the
-    other kinds read from their own files: a `.gguf` file, a local Hugging Face directory, or a hub id.
-    Raises ValueError where the model is missing, broken or of an unsupported kind.
+    `path` is `builtin:NAME`, a `.gguf` file, a local Hugging Face directory or a hub id. A built-in model is
+    randomly initialised from `seed`, for a tokenizer with `vocab_size` and `eos_token_ids`; the other kinds
+    ignore these arguments. Raises ValueError if the model is missing, damaged or of an unsupported kind.
     """
     if path.startswith(BUILTIN):
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -57,14 +57,14 @@ def load_model(
 def load_architecture(
     path: str, *, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
 ) -> Architecture:
-    """The architecture of the model at `path`, as `load_model` has it, without its weights.
+    """The architecture of the model at `path` (see `load_model`), without loading its weights.
 
-    It comes from config.json, which is all that is fetched of a hub model, or from the header of a `.gguf`
-    file. Raises ValueError as `load_model` does.
+    It is read from config.json, the only file downloaded of a model on the Hub, or from the header of a
+    `.gguf` file. Raises ValueError in the same cases as `load_model`.
     """
     if path.startswith(BUILTIN):
         if vocab_size is None:
-            raise ValueError(f"{path} has no vocabulary of its own: pass vocab_size, the tokenizer's")
+            raise ValueError(f"{path} needs the size of the tokenizer's vocabulary: pass vocab_size")
         return builtin_architecture(path.removeprefix(BUILTIN), vocab_size, eos_token_ids)
     if path.endswith(".gguf"):
         from quatrain.weights.gguf import gguf_architecture
@@ -76,9 +76,9 @@ def load_architecture(
 
 
 def model_directory(path: str) -> Path:
-    """The local Hugging Face directory of `path`, a directory or a hub id, which is downloaded.
+    """The local directory of `path`: `path` itself, or the downloaded files if it is a hub id.
 
-    Raises ValueError where there is neither.
+    Raises ValueError if the model cannot be downloaded. A directory is not checked here.
     """
     local = local_path(path)
     if local.exists() or not HUB_ID.fullmatch(path):
