@@ -75,7 +75,7 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/compilations": MetricDoc(
         "programs",
         "sum",
-        "Programs compiled or read from the compilation cache in the update; 0 once all shapes have occurred.",
+        "Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred.",
     ),
     "batch/micro_batches": MetricDoc(
         "micro-batches", "sum", "Micro-batches that each data shard computed, over all optimizer steps."
@@ -189,7 +189,7 @@ CATALOGUE: dict[str, MetricDoc] = {
     "rollout/compilations": MetricDoc(
         "programs",
         "sum",
-        "Programs compiled or read from the compilation cache in the rollout; 0 once all shapes have occurred.",
+        "Programs compiled or read from the compilation cache in the rollout; 0 once all shapes occurred.",
     ),
     "data/skipped_prompts": MetricDoc(
         "prompts", "sum", "Training prompts skipped because they are longer than `data.max_prompt_length`."

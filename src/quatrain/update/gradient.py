@@ -234,7 +234,7 @@ def _accumulate(
     objective: Objective,
     gradient: GradientFunction = plain_gradient,
 ) -> tuple[Total, Arrays]:
-    """`_added`; the arrays it returns take the memory of `held`, the same arrays of an earlier micro-batch."""
+    """`_added`; its arrays take the memory of `held`, the same arrays of an earlier micro-batch."""
     return _added(params, total, batch, policy=policy, objective=objective, gradient=gradient)
 
 
