@@ -18,6 +18,9 @@ from quatrain.models.params import init_params
 from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test reads programs that an earlier run kept, but those that ask for a folder; nor do their processes.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+jax.config.update("jax_enable_compilation_cache", False)
 
 CHEAP_COMPILATION = (
     "--xla_backend_optimization_level=0",

@@ -303,8 +303,10 @@ def bench(
     """Time the stages of the training step on this machine."""
     resolved = _resolve(config, set_)
     from quatrain.bench import bench as run
+    from quatrain.parallel.compilation_cache import compilation_cache
 
-    _print_numbers(run(resolved, steps))
+    with compilation_cache(resolved.config.run.compilation_cache):
+        _print_numbers(run(resolved, steps))
 
 
 def _print_numbers(numbers: dict[str, float]) -> None:
@@ -330,7 +332,8 @@ def _together(
 ) -> Iterator[Resolved]:
     """Joins the processes that run one command, and leaves with them; gives the configuration all have.
 
-    Does nothing in a process that is alone.
+    A process that runs the command alone joins and leaves nobody. Within the block, compiled programs are
+    kept as `run.compilation_cache` says.
     """
     from quatrain.cluster import processes as hosts
 
@@ -343,8 +346,12 @@ def _together(
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         shutdown_timeout_s=settings.shutdown_timeout_s,
     )
+    from quatrain.parallel.compilation_cache import compilation_cache
+
     try:
-        yield _one_configuration(resolved)
+        resolved = _one_configuration(resolved)
+        with compilation_cache(resolved.config.run.compilation_cache):
+            yield resolved
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted")
     hosts.shutdown()

@@ -102,11 +102,12 @@ def role_meshes(config: Config) -> Meshes:
 
 
 def build_engine(
-    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None
+    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
 ) -> RolloutEngine:
     """The rollout engine of `loaded`, without weights until `sync_weights`.
 
-    `on_progress` is told how far it is, after each of its decode calls.
+    `on_progress` is told how far it is, after each of its decode calls. `usual_prompt` are the tokens of a
+    prompt that its cache always has room for.
     """
     return RolloutEngine(
         loaded.arch,
@@ -118,6 +119,7 @@ def build_engine(
         attention=_attention(config, loaded.arch, prompts=True),
         mesh=loaded.meshes.rollout,
         on_progress=on_progress,
+        usual_prompt=usual_prompt,
     )
 
 

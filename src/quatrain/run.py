@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from quatrain.evaluate import evaluate, finite_numbers, left_out
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
+from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
@@ -110,7 +111,12 @@ class Run:
         self.scorer = build_scorer(config)
         self.prompts = self._load_prompts(config.data.train)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
-        self.engine = build_engine(config, self.loaded, on_progress=self._show_decoding)
+        self.engine = build_engine(
+            config,
+            self.loaded,
+            on_progress=self._show_decoding,
+            usual_prompt=self.prompts.usual_longest(config.data.batch_size),
+        )
         self.advantage = AdvantageEstimator(config.advantage)
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
@@ -203,10 +209,14 @@ class Run:
             _, arrays, _ = store.restore({"params": like})
         return to_memory("host" if self.config.offload.reference else "device", arrays["params"])
 
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Shows that `stage` of a training step runs, and counts its seconds."""
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Shows that `stage` of a training step runs; counts its seconds, and those that it compiles."""
         self.progress.stage(stage)
-        return self.timer.stage(stage)
+        before = compile_seconds()
+        with self.timer.stage(stage):
+            yield
+        self.timer.add("compile", compile_seconds() - before)
 
     def _show_decoding(self, decoding: RolloutProgress) -> None:
         self.progress.detail(str(decoding))

@@ -265,3 +265,16 @@ def test_gsm8k(tokenizer):
     assert tokenizer.decode(first.input_ids).startswith(
         "<|system|>Think.<|user|>Natalia sold clips to 48 of her"
     )
+
+
+def test_the_usual_longest_prompt_is_that_of_most_batches(dataset, tokenizer):
+    lengths = [*range(1, 100), 500]
+    source = load(dataset(*({"prompt": "1" * n} for n in lengths)), tokenizer, max_prompt_length=500)
+    assert sorted(len(prompt.input_ids) for prompt in source.head()) == lengths
+    rng = np.random.default_rng(0)
+    for batch_size in (1, 4, 16):
+        usual = source.usual_longest(batch_size)
+        longest = rng.choice(lengths, (20_000, batch_size)).max(axis=1)
+        assert np.mean(longest <= usual) >= 0.94, batch_size
+        assert np.mean(longest < usual) <= 0.96, batch_size
+    assert source.usual_longest(64) == 500

@@ -2,6 +2,8 @@ import io
 import re
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -139,3 +141,74 @@ def test_other_processes_show_nothing(monkeypatch):
         progress.phase("train")
         progress.step(1)
     assert out.getvalue() == ""
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """compiler(programs=2, seconds=30.0, current_s=None) sets what this process has compiled so far."""
+    state = {"programs": 0, "seconds": 0.0, "current_s": None}
+    monkeypatch.setattr(module, "num_compilations", lambda: state["programs"])
+    monkeypatch.setattr(module, "compile_seconds", lambda: state["seconds"])
+    monkeypatch.setattr(module, "compiling_for_s", lambda: state["current_s"])
+    return lambda **changes: state.update(changes)
+
+
+def test_time_left_is_estimated_without_the_seconds_of_compiling(clock, compiler):
+    out = io.StringIO()
+    compiler(seconds=1000.0)
+    with Progress(11, console=Console(file=out)) as progress:
+        progress.phase("train")
+        clock[0] += 50
+        compiler(seconds=1040.0)
+        progress.step(1)
+        clock[0] += 10
+        progress.step(2)
+    assert out.getvalue().splitlines() == [
+        "train 1/11 | 0:50 elapsed | 1:40 left",
+        "train 2/11 | 1:00 elapsed | 1:30 left",
+    ]
+
+
+def test_a_terminal_shows_which_program_of_the_stage_is_compiled(compiler):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    compiler(programs=7)
+    with Progress(3, console=console) as progress:
+        progress.stage("update")
+        compiler(programs=8, current_s=65.0)
+        _wait_for("update: compiling program 2, 1:05", out)
+        compiler(programs=9, current_s=None)
+        progress.detail("3/4 micro-batches")
+        _wait_for("update: 3/4 micro-batches", out)
+
+
+def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out)) as progress:
+        progress.phase("train")
+        for stage in ("rollout", "update"):
+            progress.stage(stage)
+            for _ in range(3):
+                clock[0] += 5
+                compiler(current_s=0.0)
+                progress._begins_to_compile()
+                compiler(current_s=None)
+        progress.step(1)
+        progress.stage("rollout")
+        clock[0] += 1
+        progress._begins_to_compile()
+    assert out.getvalue().splitlines() == [
+        "train 0/3 | 0:05 elapsed | rollout: compiling program 1, 0:00",
+        "train 0/3 | 0:20 elapsed | update: compiling program 1, 0:00",
+        "train 1/3 | 0:30 elapsed | 1:00 left",
+    ]
+
+
+def test_a_compilation_is_told_to_the_display_that_is_open(monkeypatch):
+    told = []
+    monkeypatch.setattr(Progress, "_begins_to_compile", lambda self: told.append(1))
+    x = jnp.ones(7)
+    with Progress(1, console=Console(file=io.StringIO())):
+        jax.jit(lambda x: x * 3.25)(x)
+    jax.jit(lambda x: x * 4.25)(x)
+    assert told == [1]

@@ -10,6 +10,7 @@ from compiling import DEFAULT_FUSION
 
 from quatrain.backend import CPU, backend_of
 from quatrain.models.params import abstract_params, output_head_name
+from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
@@ -20,8 +21,8 @@ from quatrain.update.residuals import HeldGradient, ResidualMemory, residual_mem
 from quatrain.update.table import TokenTable
 
 
-def _surprise(logprobs, entropy, batch):
-    return -logprobs, {}, {}
+def _surprise(tokens):
+    return TokenLoss(-tokens.logprobs)
 
 
 def _micro_batches(arch, rows: int, length: int):

@@ -114,6 +114,13 @@ class RunConfig(Section):
     epochs: float = Field(
         1.0, gt=0, description="Passes over the training prompts; has no effect if `run.steps` is set."
     )
+    compilation_cache: Text | None = Field(
+        "auto",
+        description="Folder that keeps compiled programs for later runs; in it, every kind of machine and "
+        "every version of JAX has a folder of its own. `auto`: `quatrain/compiled` in `XDG_CACHE_HOME` or "
+        "`~/.cache`, on accelerators and, under Linux, on CPUs; where JAX's own variables name a folder or "
+        "switch its cache off, they hold. null: nothing is kept or read.",
+    )
 
     @field_validator("name")
     @classmethod

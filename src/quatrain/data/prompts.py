@@ -26,6 +26,9 @@ from quatrain.types import REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+USUAL_BATCHES = 0.95
+"""Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
+
 
 class _Stream:
     """Row numbers of an endless stream over `num_rows` rows, reshuffled in each epoch by `seed`."""
@@ -65,6 +68,16 @@ class PromptSource:
         """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
         numbers = range(self._table.size)[:count]
         return [row.prompt(number) for number, row in enumerate(self._table.take(numbers))]
+
+    def usual_longest(self, batch_size: int) -> int:
+        """Tokens that the longest prompt of USUAL_BATCHES of the batches does not exceed; at least 1.
+
+        The prompts of a batch are taken as independent draws: the p-quantile of the lengths, where
+        p^batch_size is USUAL_BATCHES. Where processes share the rows, the largest of their answers.
+        """
+        lengths = [len(row.input_ids) for row in self._table.own.values()]
+        own = np.quantile(lengths, USUAL_BATCHES ** (1 / batch_size), method="higher") if lengths else 1
+        return max(int(each) for each in gather_objects(int(own)))
 
 
 class DemonstrationSource:

@@ -73,7 +73,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "steps", "sum", "Optimizer steps skipped because every advantage was 0, without a KL or entropy term."
     ),
     "update/compilations": MetricDoc(
-        "programs", "sum", "Programs compiled during the update; 0 once all shapes have occurred."
+        "programs",
+        "sum",
+        "Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred.",
     ),
     "batch/micro_batches": MetricDoc(
         "micro-batches", "sum", "Micro-batches that each data shard computed, over all optimizer steps."
@@ -185,7 +187,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "fraction", "mean", "Fraction of slots times decode steps that gave no token of a completion."
     ),
     "rollout/compilations": MetricDoc(
-        "programs", "sum", "Programs compiled during the rollout; 0 once all shapes have occurred."
+        "programs",
+        "sum",
+        "Programs compiled or read from the compilation cache in the rollout; 0 once all shapes occurred.",
     ),
     "data/skipped_prompts": MetricDoc(
         "prompts", "sum", "Training prompts skipped because they are longer than `data.max_prompt_length`."
@@ -207,6 +211,8 @@ CATALOGUE: dict[str, MetricDoc] = {
             "eval": "Seconds of an evaluation.",
             "checkpoint": "Seconds to start a checkpoint: waiting for the previous one, copying arrays.",
             "step": "Seconds of the training step: rollout, reward, advantage and update.",
+            "compile": "Seconds of the training step spent compiling programs, or reading them from the "
+            "compilation cache.",
             "sft": "Seconds of the supervised warm start.",
         }
     ),

@@ -1,13 +1,15 @@
 """Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
 
 The training loop updates it. In a terminal two lines are redrawn, the second with the stage that runs within
-the step; if stderr is a file, a pipe or a CI log, plain lines are printed, without control characters.
+the step; if stderr is a file, a pipe or a CI log, plain lines are printed, without control characters. While
+JAX compiles a program, the display says so, and how many programs the stage has compiled.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,6 +18,12 @@ from rich.live import Live
 from rich.text import Text
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.parallel.compilations import (
+    compile_seconds,
+    compiling_for_s,
+    num_compilations,
+    watching_compilations,
+)
 
 PLAIN_INTERVAL_S = 2.0
 """Minimum seconds between two plain lines of a phase; its first and last step are always printed."""
@@ -39,6 +47,12 @@ class _State:
     started: float = 0.0
     first: int | None = None
     """Number of steps done before the first call of `step` in this phase; not 0 in a resumed run."""
+    compiled_before_s: float = 0.0
+    """Seconds that the process had spent compiling when the phase began."""
+    programs_before: int = 0
+    """Programs that the process had compiled when the stage began."""
+    told_compiling: bool = False
+    """Whether a plain line has said that this stage compiles."""
 
 
 class Progress:
@@ -64,10 +78,12 @@ class Progress:
         self._plain = self._enabled and not in_terminal
         self._live: Live | None = None
         self._printed_at = float("-inf")
-        self._state = _State(total=total_steps, started=time.monotonic())
+        self._state = _State(total=total_steps, started=time.monotonic(), compiled_before_s=compile_seconds())
         self._quiet_since = self._state.started
+        self._open = ExitStack()
 
     def __enter__(self) -> Progress:
+        self._open.enter_context(watching_compilations(self._begins_to_compile))
         if self._live_display:
             self._live = Live(
                 get_renderable=self._render,
@@ -81,6 +97,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._open.close()
         if self._live is not None:
             self._state.stage = self._state.detail = ""
             self._live.stop()
@@ -93,13 +110,22 @@ class Progress:
         """
         if self._live is not None and self._state.step:
             self._console.print(self._line())
-        self._state = _State(name, total or self._total_steps, started=time.monotonic(), first=first)
+        self._state = _State(
+            name,
+            total or self._total_steps,
+            started=time.monotonic(),
+            first=first,
+            compiled_before_s=compile_seconds(),
+            programs_before=num_compilations(),
+        )
         self._printed_at = float("-inf")
         self._quiet_since = self._state.started
 
     def stage(self, text: str) -> None:
         """Show the current stage of the step: rollout, reward, update, checkpoint …"""
-        self._state.stage, self._state.detail = text, ""
+        state = self._state
+        state.stage, state.detail = text, ""
+        state.programs_before, state.told_compiling = num_compilations(), False
 
     def detail(self, text: str) -> None:
         """Show the progress within the stage, until the next stage or step; may be called often.
@@ -131,6 +157,13 @@ class Progress:
             self._printed_at = now
             self._print_plain()
 
+    def _begins_to_compile(self) -> None:
+        """Say in a plain line, once in a stage, that the stage compiles: that may take long."""
+        silent_s = time.monotonic() - self._quiet_since
+        if self._plain and not self._state.told_compiling and silent_s >= PLAIN_INTERVAL_S:
+            self._state.told_compiling = True
+            self._print_plain(self._doing())
+
     def _print_plain(self, *more: str) -> None:
         state = self._state
         self._quiet_since = time.monotonic()
@@ -155,7 +188,15 @@ class Progress:
         return _cropped(*cells)
 
     def _doing(self) -> str:
-        return ": ".join(filter(None, (self._state.stage, self._state.detail)))
+        return ": ".join(filter(None, (self._state.stage, self._compiling() or self._state.detail)))
+
+    def _compiling(self) -> str | None:
+        """The program of this stage that is being compiled; how many it will be, nobody knows before."""
+        seconds = compiling_for_s()
+        if seconds is None:
+            return None
+        number = num_compilations() - self._state.programs_before + 1
+        return f"compiling program {number}, {_clock(seconds)}"
 
     def _facts(self) -> list[str]:
         state = self._state
@@ -170,12 +211,16 @@ class Progress:
         return [text for text in facts if text is not None]
 
     def _left(self, elapsed: float) -> str | None:
-        """Remaining time at the mean pace of this phase; None before its first step and after its last."""
+        """Remaining time at the mean pace of this phase; None before its first step and after its last.
+
+        Seconds spent compiling are left out: the programs of the first steps serve all others.
+        """
         state = self._state
         done = state.step - (state.first or 0)
         if state.first is None or done < 1 or state.step >= state.total:
             return None
-        return f"{_clock(elapsed / done * (state.total - state.step))} left"
+        computed = elapsed - (compile_seconds() - state.compiled_before_s)
+        return f"{_clock(max(computed, 0.0) / done * (state.total - state.step))} left"
 
 
 def _cropped(*cells: Text) -> Text:

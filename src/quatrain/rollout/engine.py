@@ -59,7 +59,9 @@ class RolloutEngine:
     `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
     run's. `cache_bytes` bounds the key/value cache of a device; None takes a part of the memory there is.
     `attention` is the implementation that prompts are computed with (`models.kernels`). `on_progress` is told
-    after each decode call how far `generate` or `wait` has come, in the thread that called it.
+    after each decode call how far `generate` or `wait` has come, in the thread that called it. The prompt
+    cache always has room for prompts of `usual_prompt` tokens: programs are compiled for its size, which
+    then changes for longer prompts alone.
 
     On `mesh`, by default one device, each data shard is a replica of the sampler. Of several processes each
     calls the same verbs with the same arguments, one after the other, and gets the same result: between which
@@ -82,6 +84,7 @@ class RolloutEngine:
         mesh: Mesh | None = None,
         cache_bytes: int | None = None,
         on_progress: OnProgress | None = None,
+        usual_prompt: int = 1,
     ):
         self.arch = arch
         self.tokenizer = tokenizer
@@ -93,6 +96,7 @@ class RolloutEngine:
         self._max_concurrency = config.max_concurrency
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
+        self._usual_prompt = usual_prompt
         self._params: Any = None
         self._version = -1
         self._sync_s = 0.0
@@ -217,6 +221,7 @@ class RolloutEngine:
             self._attention,
             self.mesh,
             self._cache_bytes,
+            self._usual_prompt,
         )
         return Session(sampler, sampling, self._max_concurrency)
 

@@ -11,7 +11,6 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 
-from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.rollout.decode import Packed
 from quatrain.rollout.interface import Completion
@@ -69,7 +68,7 @@ def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Pa
     count = 1 << (max(map(len, packs)) - 1).bit_length()
     num_common = [_common_prefix(pack) if share else 0 for pack in packs]
     most = max(map(_num_tokens, packs, num_common))
-    tokens = round_up(most, FEWEST_COLUMNS)
+    tokens = prompt_columns(most)
     each = [
         _packed_row(pack, n, num_rows, count, tokens, common)
         for pack, common in zip(packs, num_common, strict=True)
@@ -123,7 +122,8 @@ def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:
 def prompt_columns(tokens: int) -> int:
     """The least 2 or 3 times a power of two, from FEWEST_COLUMNS, that holds `tokens` of prompts.
 
-    A coarse ladder, as every rung is a compilation. Sizes follow from what was submitted alone, not from
+    A coarse ladder, for the columns of the prompt cache and for packed rows of prompts, as every rung is a
+    compilation. Sizes follow from what was submitted alone, not from
     earlier calls, so that a resumed run adds up numbers in the same order.
     """
     power = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())

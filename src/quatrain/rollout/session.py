@@ -50,7 +50,10 @@ from quatrain.types import Prompt
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a session samples from beside the weights; `cache_bytes` bounds its cache on a device."""
+    """What a session samples from beside the weights.
+
+    `cache_bytes` bounds its cache on a device, which has room for prompts of `usual_prompt` tokens at least.
+    """
 
     arch: Architecture
     tokenizer: Any
@@ -60,6 +63,7 @@ class Sampler:
     attention: str
     mesh: Mesh
     cache_bytes: int
+    usual_prompt: int = 1
 
     @property
     def num_replicas(self) -> int:
@@ -123,7 +127,7 @@ class Session:
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
-        self._prompt_columns = FEWEST_COLUMNS
+        self._prompt_columns = prompt_columns(sampler.usual_prompt)
         self._most_slots = 0
 
     @property

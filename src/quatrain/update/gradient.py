@@ -186,19 +186,20 @@ def plain_gradient(loss: Callable[..., Any], params: Any, batch: MicroBatch) -> 
     return *jax.grad(loss, has_aux=True)(params), []
 
 
-def _accumulate(
+@partial(jax.jit, static_argnames=("policy", "objective", "gradient"))
+def _added(
     params: Any,
     total: Total,
     batch: MicroBatch,
-    held: Arrays | None = None,
     *,
     policy: PolicySpec,
     objective: Objective,
-    gradient: GradientFunction = plain_gradient,
+    gradient: GradientFunction,
 ) -> tuple[Total, Arrays]:
     """The sum of `total` and the gradient and metrics of `batch`, and the arrays that `gradient` returns.
 
-    Those arrays take the memory of `held`, which are the same arrays of an earlier micro-batch.
+    Compiled as a part of `_accumulate` alone. JAX remembers the trace of a jitted function: `ResidualMemory`
+    asks for the shapes of the arrays first, and tracing the layers a second time would take seconds.
     """
 
     def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
@@ -221,6 +222,20 @@ def _accumulate(
     return shard_mapped(own, policy.mesh, in_specs, (totals, per_device_spec(policy.mesh)))(
         params, total, batch
     )
+
+
+def _accumulate(
+    params: Any,
+    total: Total,
+    batch: MicroBatch,
+    held: Arrays | None = None,
+    *,
+    policy: PolicySpec,
+    objective: Objective,
+    gradient: GradientFunction = plain_gradient,
+) -> tuple[Total, Arrays]:
+    """`_added`; its arrays take the memory of `held`, the same arrays of an earlier micro-batch."""
+    return _added(params, total, batch, policy=policy, objective=objective, gradient=gradient)
 
 
 def _copies(specs: Any) -> Any:

@@ -1,0 +1,223 @@
+"""Compiled programs kept on disk, so that a second run of the same shapes does not compile them again.
+
+The command line opens the cache around each command that computes; JAX writes and reads the files. A folder
+holds the programs of one kind of machine alone: XLA compiles for the instructions of the CPU it runs on, and
+a program with an instruction that another CPU lacks would end that other process.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from quatrain.backend import CPU, this_backend
+from quatrain.config.places import local_path
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 4 * 2**30
+"""Where a cache has grown larger than this, the programs unused for longest are deleted at the next start."""
+CPU_INFO = Path("/proc/cpuinfo")
+_DECIDING = (  # on x86, then on ARM; other fields differ between cores or from moment to moment
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+)
+_SUFFIX = "-cache"
+_FAILURE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)", re.S)
+
+
+@contextmanager
+def compilation_cache(setting: str | None) -> Iterator[Path | None]:
+    """Keeps the programs compiled within the block, and reads those kept before.
+
+    `setting` is `run.compilation_cache`: `auto`, a folder, or None, which keeps and reads nothing. The block
+    is given the folder in use, or None. Nothing that goes wrong with the cache ends the block: it is told
+    once, and the program is compiled. Of several processes only process 0 writes.
+    """
+    if setting == "auto" and not _is_for_us():
+        yield None
+        return
+    folder, writable = _open(setting) if setting is not None else (None, False)
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": folder and str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0 if writable else float("inf"),
+        # XLA's own caches beside it would end a compilation whose disk is full.
+        "jax_persistent_cache_enable_xla_caches": "none",
+    }
+    if setting != "auto" and folder is not None:
+        settings["jax_enable_compilation_cache"] = True
+    with _configured(settings), _failures_told_once(folder):
+        yield folder
+
+
+def _is_for_us() -> bool:
+    """Whether `auto` means a folder of ours: JAX has no folder by its own variables, and it is safe."""
+    enabled, folder = _current("jax_enable_compilation_cache"), _current("jax_compilation_cache_dir")
+    if not enabled or folder:
+        return False
+    return this_backend() != CPU or sys.platform == "linux"
+
+
+def _open(setting: str) -> tuple[Path | None, bool]:
+    """The folder for programs of this machine, None where it cannot be used; whether it can be written."""
+    root = default_root(os.environ) if setting == "auto" else local_path(setting)
+    folder = root / machine_key()
+    if jax.process_index() != 0:
+        return folder, False
+    problem = _problem(folder)
+    if problem is None:
+        _prune(root)
+        return folder, True
+    readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not _open_to_all(folder)
+    logger.warning(
+        "programs compiled now are not kept for the next run, as %s cannot be written: %s; set "
+        "run.compilation_cache to another folder, or to null",
+        folder,
+        problem,
+    )
+    return folder if readable else None, False
+
+
+def _problem(folder: Path) -> str | None:
+    """Why nothing can be written to `folder`, which is made where it is not there; None where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _open_to_all(folder):
+            return "every user may write there, and so decide what this process runs"
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"something")
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _open_to_all(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
+
+
+def default_root(environ: Mapping[str, str]) -> Path:
+    """The folder that `auto` stands for: `quatrain/compiled` in the user's folder for caches."""
+    given = environ.get("XDG_CACHE_HOME", "")
+    caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return caches / "quatrain" / "compiled"
+
+
+def machine_key() -> str:
+    """The name of the folder for all that may run each other's programs.
+
+    Made of the versions of JAX, the platform and its devices, the variables that XLA reads, and, where the
+    programs run on a CPU, of that CPU's model and instructions.
+    """
+    device = jax.local_devices()[0]
+    decides = {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": f"{device.platform} {device.client.platform_version}",
+        "device": device.device_kind,
+        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "cpu": cpu_identity() if device.platform == "cpu" else "",
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return f"{device.platform}-jax{jax.__version__}-{digest[:16]}"
+
+
+def cpu_identity() -> str:
+    """The model and the instructions of this machine's CPU; its name where they cannot be read."""
+    try:
+        first = CPU_INFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} of {platform.node()}"
+    pairs = (line.partition(":") for line in first.splitlines())
+    fields = {name.strip(): " ".join(sorted(value.split())) for name, _, value in pairs}
+    return platform.machine() + json.dumps([(name, fields.get(name)) for name in _DECIDING])
+
+
+def _prune(root: Path) -> None:
+    """Deletes programs of any machine under `root`, those unused for longest first, down to MOST_BYTES."""
+    entries = []
+    for path in root.glob(f"*-jax*/*{_SUFFIX}"):
+        with suppress(OSError):  # another process deletes too
+            found = path.lstat()
+            entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+    size = sum(size for _, size, _ in entries)
+    for _, bytes_, path in sorted(entries):
+        if size <= MOST_BYTES:
+            return
+        _delete(path)
+        size -= bytes_
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+@contextmanager
+def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
+    """JAX with `settings`, and as it was after the block."""
+    before = {name: _current(name) for name in settings}
+    try:
+        _update(settings)
+        yield
+    finally:
+        _update(before)
+
+
+def _current(name: str) -> Any:
+    return getattr(jax.config, name)
+
+
+def _update(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()  # which has looked at its settings once, at the first program compiled
+
+
+@contextmanager
+def _failures_told_once(folder: Path | None) -> Iterator[None]:
+    """Of the programs that JAX warns it could not read, or write, the first is told.
+
+    Files that could not be read are deleted, as JAX would compile the program in every run and leave them.
+    """
+    show, told = warnings.showwarning, set()
+
+    def tell(message: Any, *args: Any, **kwargs: Any) -> None:
+        failure = _FAILURE.match(str(message))
+        if failure is None or folder is None:
+            show(message, *args, **kwargs)
+            return
+        activity, program, reason = failure.groups()
+        if activity == "reading" and jax.process_index() == 0:
+            for path in folder.glob(f"{glob.escape(program)}-*{_SUFFIX}"):
+                _delete(path)
+        if activity not in told:
+            told.add(activity)
+            logger.warning(
+                "%s a compiled program failed in %s (%s); the program is compiled instead, and further "
+                "failures of the kind are not reported",
+                activity,
+                folder,
+                reason,
+            )
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", _FAILURE.pattern)
+        warnings.showwarning = tell
+        yield
