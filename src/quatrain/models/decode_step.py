@@ -2,11 +2,12 @@
 
 Data flow: `rollout/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
 that writes and reads the KV cache. The cache has two parts: the prompt cache, with one row per prompt, shared
-by all its completions, and the completion cache `own`, with one row per sequence. The columns of `own` are a
-ring buffer: in a decode step, all sequences write the same column.
+by all its completions, and the completion cache `generated`, with one row per sequence. The columns of
+`generated` are a ring buffer: in a decode step, all sequences write the same column.
 
 Shapes: T tokens, R rows (prompts) of S columns in the prompt cache, at most M sequences per prompt, B
-sequences, O columns in `own`, D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M x G.
+sequences, C columns in `generated`, D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M
+x G.
 """
 
 from __future__ import annotations
@@ -78,45 +79,47 @@ def decode(
     tokens: jax.Array,
     positions: jax.Array,
     prompts: CachePart,
-    own: CachePart,
-    own_lengths: jax.Array,
+    generated: CachePart,
+    generated_lengths: jax.Array,
     column: jax.Array,
     sharing: Sharing,
     *,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
-    """Hidden states [B, D] of one token per sequence, and `own` with the token's keys and values at `column`.
+    """(hidden states [B, D] of one token per sequence, `generated` with its keys and values at `column`).
 
-    `positions` [B] are the positions of the tokens in their sequences. `own_lengths` [B] counts the columns
-    of `own` that hold tokens of the sequence, including this token. These columns end at `column`; the ring
-    wraps around, so that column O - 1 is before column 0.
+    `positions` [B] are the positions of the tokens in their sequences. `generated_lengths` [B] counts the
+    columns of `generated` that hold tokens of the sequence, including this token. These columns end at
+    `column`; the ring wraps around, so that column C - 1 is before column 0.
     """
-    S, O = prompts.columns, own.columns
-    back_O = (column - jnp.arange(O, dtype=jnp.int32)) % O
+    S, C = prompts.columns, generated.columns
+    back_C = (column - jnp.arange(C, dtype=jnp.int32)) % C
     columns_S = jnp.arange(S, dtype=jnp.int32)
     back_RMS = positions[sharing.members][:, :, None] - columns_S
     real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
-    mine_BO = back_O < own_lengths[:, None]
+    valid_BC = back_C < generated_lengths[:, None]
     windows, masks = layer_windows(arch), {}
     for window in dict.fromkeys(windows):
-        near = (True, True) if window is None else (back_RMS < window, back_O < window)
-        masks[window] = real_RMS & near[0], (mine_BO & near[1])[:, None]
+        near = (True, True) if window is None else (back_RMS < window, back_C < window)
+        masks[window] = real_RMS & near[0], (valid_BC & near[1])[:, None]
     keys, values = [], []
 
     def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
         _, B, N, H = q_BTNH.shape
         K = k_BTKH.shape[2]
-        keys.append(write(own.keys[i], k_BTKH[0, :, :, :, None], column, 3))
-        values.append(write(own.values[i], v_BTKH[0, :, :, None], column, 2))
+        keys.append(write(generated.keys[i], k_BTKH[0, :, :, :, None], column, 3))
+        values.append(write(generated.values[i], v_BTKH[0, :, :, None], column, 2))
         q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
-        prompt_mask, own_mask = masks[windows[i]]
+        prompt_mask, generated_mask = masks[windows[i]]
         cap = arch.attention_softcap
         shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], prompt_mask, cap)
         y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
-        y_own, total_own = (x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], own_mask, cap))
-        share = jax.nn.sigmoid(total_prompt - total_own)[..., None]
-        return (y_prompt * share + y_own * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
+        y_generated, total_generated = (
+            x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], generated_mask, cap)
+        )
+        share = jax.nn.sigmoid(total_prompt - total_generated)[..., None]
+        return (y_prompt * share + y_generated * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
 
     hidden = run_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype, backend=backend)
     return hidden[0], CachePart(tuple(keys), tuple(values))

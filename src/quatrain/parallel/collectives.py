@@ -1,8 +1,8 @@
 """Collective operations (psum, all-gather) between the devices of a mesh, for use inside `shard_map`.
 
 Called by the model, the gradient and the sampler. On an axis of one device, and outside `shard_map`, where
-every axis counts as one device, each of these functions returns its argument: one model code serves one
-device and many.
+every axis counts as one device, the collectives return their argument: one model code serves one device and
+many.
 
 The backward passes assume that the total loss is the sum of the losses of the data shards, and that the
 devices of a `tp` axis compute the same loss redundantly.

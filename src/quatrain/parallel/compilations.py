@@ -1,8 +1,8 @@
 """`jax.jit` with the compiler options of a backend; how many programs were compiled, and how long it took.
 
-Used by the rollout and the update, which log the number of compilations in each step (after the first steps, a
-compilation means that an array shape changed which should not), and by the progress display. JAX reports the
-begin and the end of three activities to listeners: tracing a function, lowering it, and compiling it or
+Used by the rollout and the update, which log the number of compilations in each step (after the first steps,
+a compilation means that an array shape changed which should not), and by the progress display. JAX reports
+the begin and the end of three activities to listeners: tracing a function, lowering it, and compiling it or
 reading it from the compilation cache. All three count as time spent compiling.
 """
 

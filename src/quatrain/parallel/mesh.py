@@ -104,7 +104,7 @@ def _resharding_program(place: NamedSharding) -> Callable[[jax.Array], jax.Array
 
 
 def _to_other_devices(array: jax.Array, place: NamedSharding) -> jax.Array:
-    """`array` on other devices: replicated on its devices, then copied to the new ones of the same process."""
+    """`array` on other devices: replicated on its devices, then copied to the new devices per process."""
     assert isinstance(array.sharding, NamedSharding)
     together = _resharding_program(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
     here = together.addressable_data(0)

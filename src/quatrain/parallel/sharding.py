@@ -14,7 +14,7 @@ from quatrain.config.mesh import MeshShape
 TENSOR_PARALLEL = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes that are sharded over `tp`, if their size is divisible by it."""
 FULLY_SHARDED = "embed"
-"""The logical axis preferred for `fsdp`; if `fsdp` does not divide it, the largest dimension that it divides."""
+"""The logical axis to shard over `fsdp`; if not divisible, the largest divisible dimension is sharded."""
 
 
 def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -> PartitionSpec:

@@ -1,1 +1,1 @@
-"""Line 1: prompts to completions."""
+"""The rollout stage: prompts to completions."""

@@ -1,11 +1,12 @@
-"""The compiled half of the rollout: prompts into the cache, then several tokens of every slot in one call.
+"""The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
 
-Called by `session.py` alone. Shapes: B slots, R rows of the prompt cache, each of S columns, O columns of a
-slot's own, M slots that share a prompt at most; a prefill has N prompts of n samples in T packed tokens.
+Called by `session.py`. Shapes: B slots, R rows of S columns in the prompt cache, C columns per slot in the
+cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens, and n
+samples per prompt.
 
-These are the sizes of one replica of the sampler. On a mesh each data shard is one, and arrays hold those of
-all replicas one behind the other; places of slots and rows are counted within a replica. What comes out for
-the host is of all replicas, and on every device.
+These are the sizes on one replica of the sampler; each data shard of the mesh is one replica. Arrays hold the
+entries of all replicas, concatenated along the first dimension; indices of slots and rows count from 0 on
+each replica. Results for the host hold the entries of all replicas and are replicated on every device.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from quatrain.rollout.interface import Sampling
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
 TOKENS_PER_CALL = 8
-"""Tokens each slot decodes before the host looks; a slot that ends waits half as many on average."""
+"""Decode steps per call; a slot whose sequence ends waits for the rest of the call, half of it on average."""
 
 
 class Packed(NamedTuple):
-    """N prompts in one row of T tokens, and the samples that start from them.
+    """N prompts packed into one row of T tokens, and the samples that start from them.
 
-    A common prefix of all prompts may stand in the row once, first; the rest of prompt i then begins at
+    A common prefix of all prompts may stand in the row once, first; the rest of prompt i begins at
     `starts[i]`.
     """
 
@@ -50,17 +51,18 @@ class Packed(NamedTuple):
     branch_ids: jax.Array  # [T] int32
     num_common: jax.Array  # [1] int32, tokens of the common prefix; 0 where there is none
     starts: jax.Array  # [N] int32
-    lengths: jax.Array  # [N] int32, of prompts with the common prefix, at least 1
-    rows: jax.Array  # [N] int32, of the prompt cache; out of range for padding
+    lengths: jax.Array  # [N] int32, prompt tokens including the common prefix, at least 1
+    rows: jax.Array  # [N] int32, row of the prompt cache; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiled functions are made for; static.
+    """The static argument of the compiled functions: model, sampling, dtype, attention and mesh.
 
-    `sampling` is that of one token (`Sampling.of_one_token`); a completion ends with the first of `stop_ids`.
+    `sampling` holds only what one token depends on (`Sampling.of_one_token`). A completion ends with the
+    first token that is in `stop_ids`.
     """
 
     arch: Architecture
@@ -84,7 +86,11 @@ class Program:
         sequence_ids: jax.Array,
         positions: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens and log-probabilities [B] from logits [B, V], as completion tokens number `positions`."""
+        """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
+
+        `positions` [B] are the indices of the tokens in their completions, from which their randomness
+        derives.
+        """
         each = jax.vmap(token_uniforms, (None, 0, 0, 0))
         uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
         sampling = self.sampling
@@ -99,7 +105,7 @@ class Program:
         return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
 
     def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Whether completions of `lengths` tokens, the last of them `tokens`, are complete."""
+        """[B] bool: whether completions of `lengths` tokens whose last tokens are `tokens` are finished."""
         stopped = jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
         return stopped | (lengths >= self.sampling.max_new_tokens)
 
@@ -107,21 +113,21 @@ class Program:
 def _prefill(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, *, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    """`prompts` with the new ones in their rows, and the first token of each sample, with log-probability.
+    """(prompt cache with the new prompts in their rows, first tokens [N, n], their log-probabilities [N, n]).
 
-    A prompt is computed once; its n samples fan out from its last logits. Both are [N, n].
+    Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
     in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
     out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
-    own = partial(_own_prefill, program=program)
-    return shard_mapped(own, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
+    per_shard = partial(_prefill_shard, program=program)
+    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
 
 
 prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
 """`prefill_program(backend)` is the jitted `_prefill`."""
 
 
-def _own_prefill(
+def _prefill_shard(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
     hidden_TD, new = decode_step.prefill(
@@ -160,7 +166,7 @@ def _own_prefill(
 
 
 class Slots(NamedTuple):
-    """The sequences in the slots, [B] each; anything in range where `live` is False."""
+    """The sequences in the slots, [B] each; values are valid but arbitrary where `live` is False."""
 
     tokens: jax.Array  # int32, the last one sampled
     lengths: jax.Array  # int32, completion tokens so far, at least 1
@@ -171,7 +177,10 @@ class Slots(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Tokens and log-probabilities [B, TOKENS_PER_CALL], the first `counts` [B] of each; steps done."""
+    """The result of a decode call: tokens and log-probabilities [B, TOKENS_PER_CALL].
+
+    Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps.
+    """
 
     tokens: jax.Array
     logprobs: jax.Array
@@ -180,12 +189,12 @@ class Decoded(NamedTuple):
 
 
 _Carry = tuple[CachePart, jax.Array, jax.Array, jax.Array, Decoded]
-"""Own cache, last tokens, which slots go on, whether one of any replica does, and what is decoded."""
+"""Cache of generated tokens, last tokens, live slots, whether any replica has a live slot, sampled tokens."""
 
 
 def _decode(
     params: dict,
-    own: CachePart,
+    generated: CachePart,
     prompts: CachePart,
     slots: Slots,
     sharing: Sharing,
@@ -194,24 +203,25 @@ def _decode(
     *,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
-    """Up to TOKENS_PER_CALL tokens of every live slot; ends early when all are done, on every replica.
+    """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
 
-    The first of them is written at `column` of the ring `own`, which must hold what a slot has and gets.
+    Ends early once no slot of any replica is live. The first decode step writes `column` of the ring buffer
+    `generated`, which must have enough columns for the tokens that a slot has and will get.
     """
     in_specs = (program.params, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
     run = shard_mapped(
-        partial(_own_decode, program=program), program.mesh, in_specs, (CACHE_SPEC, EVERYWHERE)
+        partial(_decode_shard, program=program), program.mesh, in_specs, (CACHE_SPEC, EVERYWHERE)
     )
-    return run(params, own, prompts, slots, sharing, column, seed)
+    return run(params, generated, prompts, slots, sharing, column, seed)
 
 
-decode_program = jit_for_backend(_decode, static_argnames=("program",), donate_argnames=("own",))
+decode_program = jit_for_backend(_decode, static_argnames=("program",), donate_argnames=("generated",))
 """`decode_program(backend)` is the jitted `_decode`."""
 
 
-def _own_decode(
+def _decode_shard(
     params: dict,
-    own: CachePart,
+    generated: CachePart,
     prompts: CachePart,
     slots: Slots,
     sharing: Sharing,
@@ -229,18 +239,18 @@ def _own_decode(
         return (decoded.num_steps < TOKENS_PER_CALL) & any_live
 
     def advance(carry: _Carry) -> _Carry:
-        own, tokens, live, _, decoded = carry
+        generated, tokens, live, _, decoded = carry
         now = decoded.num_steps
         lengths = slots.lengths + now
-        hidden, own = decode_step.decode(
+        hidden, generated = decode_step.decode(
             params,
             arch,
             tokens,
             slots.prompt_lengths + lengths - 1,
             prompts,
-            own,
+            generated,
             lengths,
-            (column + now) % own.columns,
+            (column + now) % generated.columns,
             sharing,
             dtype=program.dtype,
             backend=program.backend,
@@ -259,16 +269,16 @@ def _own_decode(
             now + 1,
         )
         live = live & ~program.ends(tokens, lengths + 1)
-        return own, tokens, live, any_shard(live.any()), decoded
+        return generated, tokens, live, any_shard(live.any()), decoded
 
-    begin = (own, slots.tokens, slots.live, any_shard(slots.live.any()), empty)
-    own, _, _, _, decoded = jax.lax.while_loop(unfinished, advance, begin)
+    begin = (generated, slots.tokens, slots.live, any_shard(slots.live.any()), empty)
+    generated, _, _, _, decoded = jax.lax.while_loop(unfinished, advance, begin)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
-    return own, Decoded(tokens, logprobs, counts, decoded.num_steps)
+    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps)
 
 
 def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:
-    """A cache of other rows and columns; arrays one by one, which share one small program."""
+    """`part` with these `rows` (indices per replica) and `columns`; one small program serves all arrays."""
     keys, values = (
         tuple(_pick(x, rows, columns, axis, mesh) for x in xs)
         for xs, axis in ((part.keys, 3), (part.values, 2))
@@ -278,7 +288,9 @@ def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh
 
 @partial(jax.jit, static_argnames=("axis", "mesh"))
 def _pick(x: jax.Array, rows: np.ndarray, columns: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
-    def own(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    def pick_shard(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
         return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
 
-    return shard_mapped(own, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(x, rows, columns)
+    return shard_mapped(pick_shard, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(
+        x, rows, columns
+    )

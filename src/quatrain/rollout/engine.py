@@ -1,8 +1,8 @@
-"""Line 1 of the stanza: prompts in, completions with the sampler's own log-probabilities out.
+"""The rollout engine: prompts in, completions with the sampler's log-probabilities out.
 
-Data flow: `Prompt` list -> `RolloutEngine.generate` -> `RolloutBatch`; or `submit`, then `wait` as often as
-groups are wanted. Each prompt is prefilled once, whatever the group size; the randomness of a token depends
-on (seed, training step, sequence id, position) alone.
+Data flow: list of `Prompt` -> `RolloutEngine.generate` -> `RolloutBatch`; or `submit`, followed by one or
+more calls of `wait`. Each prompt is prefilled once, whatever the group size. The randomness of a token
+depends only on (seed, training step, sequence id, position).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
 
 CACHE_SHARE = 0.5
-"""Part of an accelerator's free memory that the cache may take; of a host's memory, half as much."""
+"""Fraction of an accelerator's free memory that the KV cache may use; on a CPU, half of it, of all memory."""
 
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """How far a call of `generate` or `wait` has come."""
+    """Progress of a call of `generate` or `wait`; `total` is the number of completions that it waits for."""
 
     completions: int
     total: int
@@ -54,21 +54,22 @@ OnProgress = Callable[[RolloutProgress], None]
 
 
 class RolloutEngine:
-    """Samples completions from the weights it was last handed.
+    """Samples completions from the weights that `sync_weights` last set.
 
-    `stop_ids` are the token ids that end a completion; they stay in it and are trained. `seed` is the
-    run's. `cache_bytes` bounds the key/value cache of a device; None takes a part of the memory there is.
-    `attention` is the implementation that prompts are computed with (`models.kernels`). `on_progress` is told
-    after each decode call how far `generate` or `wait` has come, in the thread that called it. The prompt
-    cache always has room for prompts of `usual_prompt` tokens: programs are compiled for its size, which
-    then changes for longer prompts alone.
+    `stop_ids` are the token ids that end a completion; they are part of the completion and are trained on.
+    `seed` is the seed of the run. `cache_bytes` limits the KV cache per device; None: a fraction of the
+    memory (`CACHE_SHARE`). `attention` is the implementation of attention in the prefill
+    (`models.attention`). `on_progress` is called after each decode call of `generate` or `wait`, in the
+    thread that called these. The prompt cache always has room for prompts of `usual_prompt` tokens: programs
+    are compiled for that size, which changes only for longer prompts.
 
-    On `mesh`, by default one device, each data shard is a replica of the sampler. Of several processes each
-    calls the same verbs with the same arguments, one after the other, and gets the same result: between which
-    decode calls a verb from another thread takes effect would differ.
+    On `mesh`, by default one device, each data shard is a replica of the sampler. With several processes,
+    each process must call the same methods with the same arguments in the same order, and gets the same
+    results. Methods must then be called from one thread only: a call from a second thread would take effect
+    between different decode calls in different processes.
 
-    The other verbs may be called from another thread while `wait` runs; they take effect between two decode
-    calls. `wait` and `generate` go on only after `resume` where `pause` came before.
+    In a single process, the other methods may be called from a second thread while `wait` runs; they take
+    effect between two decode calls. After `pause`, `wait` and `generate` block until `resume`.
     """
 
     def __init__(
@@ -108,23 +109,23 @@ class RolloutEngine:
         self._paused = self._closed = False
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from the next decode call on; every token they produce carries `version`.
+        """Sample from `params` from the next decode call on; their tokens are recorded with `version`.
 
-        They come to this engine's mesh as `place` says.
+        `params` are copied to this engine's mesh by `place`.
         """
         began = time.perf_counter()
         with self._interruption():
             if self._session is None or not self._session.num_groups:
-                self._params = None  # no room for two, where nothing is in flight
+                self._params = None  # with nothing in flight, free the old weights before placing the new
         placed = self.place(params)
         with self._interruption():
             self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
 
     def place(self, params: Any) -> Any:
-        """`params` on this engine's mesh, from device to device, matrices in its dtype.
+        """`params` on this engine's mesh, with matrices in its dtype, copied from device to device.
 
-        Arrays that lie there already in that dtype are not copied.
+        Arrays that already have that sharding and dtype are not copied.
         """
         return jax.block_until_ready(
             jax.tree.map(
@@ -141,20 +142,20 @@ class RolloutEngine:
         step: int = 0,
         sampling: Sampling | None = None,
     ) -> RolloutBatch:
-        """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
+        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
 
-        `step` is the training step that the randomness is derived from. An empty list gives an empty
-        batch. What was submitted and not waited for is left alone. Raises AssertionError before
-        `sync_weights`, and ValueError where the cache does not fit.
+        `step` is the training step that the randomness is derived from. An empty list of prompts returns an
+        empty batch. Groups that were submitted but not waited for are not affected. Raises AssertionError if
+        `sync_weights` was not called before, and ValueError if the KV cache does not fit.
         """
         session = self._new_session(sampling or self.sampling)
         session.submit(prompts, step)
         return self._collect(session, len(prompts))
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
-        """Queue the prompts; `wait` decodes them.
+        """Queue `prompts`; `wait` decodes them.
 
-        Raises ValueError for another `sampling` than that of groups still in flight, and where the cache does
+        Raises ValueError if `sampling` differs from that of groups still in flight, and if the KV cache does
         not fit.
         """
         spec = sampling or self.sampling
@@ -163,43 +164,46 @@ class RolloutEngine:
             session = self._session = self._new_session(spec)
         if session.sampling != spec:
             raise ValueError(
-                f"groups in flight share one sampling: {session.num_groups} are sampled with "
-                f"{session.sampling}, got {spec}; wait for them first"
+                f"all groups in flight must share one sampling: {session.num_groups} groups are sampled with "
+                f"{session.sampling}, got {spec}; wait for these groups first"
             )
         with self._interruption():
             session.submit(prompts, step)
 
     def wait(self, count: int) -> RolloutBatch:
-        """Decode until `count` submitted groups are finished; those, in the order of submission.
+        """Decode until `count` submitted groups are finished; their batch, in the order of submission.
 
-        Waits while paused. Raises ValueError where fewer are in flight, and RuntimeError once closed.
+        Blocks while paused. Raises ValueError if fewer groups are in flight, and RuntimeError if the engine
+        is closed meanwhile.
         """
         there = self._session.num_groups if self._session else 0
         if count > there:
-            raise ValueError(f"wait is for submitted groups: {there} are in flight, got {count}; submit more")
+            raise ValueError(
+                f"wait can return submitted groups only: {there} are in flight, got {count}; submit more"
+            )
         if self._session is None:
             return self.generate([])
         return self._collect(self._session, count)
 
     def pause(self) -> None:
-        """Let the decode call that runs finish, and start no other before `resume`."""
+        """Returns when the running decode call has finished; no other starts before `resume`."""
         with self._interruption():
             self._paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         with self._interruption():
             self._paused = False
 
     def close(self) -> None:
-        """Drop what is in flight, the cache and the weights."""
+        """Discard groups in flight, the KV cache and the weights."""
         with self._interruption():
             self._closed, self._paused = True, False
             self._session = self._params = None
 
     @contextmanager
     def _interruption(self) -> Iterator[None]:
-        """Between two decode calls of another thread, which does not begin the next one meanwhile."""
+        """Runs the block between two decode calls of another thread, which waits until the block ends."""
         with self._one_interruption:
             self._running.clear()
             try:
@@ -233,7 +237,7 @@ class RolloutEngine:
             with self._between_calls:
                 if self._closed:
                     raise RuntimeError("the rollout engine was closed while groups were in flight")
-                assert self._params is not None, "sync_weights comes before generate and wait"
+                assert self._params is not None, "call sync_weights before generate and wait"
                 session.advance(self._params, self._version)
             if self._on_progress is not None:
                 done = session.tally - before
@@ -257,9 +261,9 @@ class RolloutEngine:
 
 
 def _memory_for_cache(mesh: Mesh) -> int:
-    """Bytes the cache may take on each device of `mesh`, or of the host's memory where it is the device.
+    """Bytes that the KV cache may use on each device of `mesh`; a CPU device uses memory of the host.
 
-    The least of all, as all schedule alike.
+    The minimum over all processes, because all must compute the same schedule.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     own = [CACHE_SHARE / 2 * host / jax.local_device_count()]

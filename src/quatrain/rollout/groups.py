@@ -1,6 +1,7 @@
-"""Groups of samples in flight, and their prompts packed into rows for the prefill.
+"""Groups of samples, and the packing of their prompts into rows for the prefill.
 
-Data flow: `Prompt` -> `Group` -> `Packed`, for `decode.prefill_program`; `session.py` fills completions.
+Data flow: `Prompt` -> `Group` -> `Packed` -> `decode.prefill_program`; `session.py` appends the sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from quatrain.rollout.interface import Completion
 from quatrain.types import Prompt
 
 PREFILL_TOKENS = 2048
-"""Prompts are packed into rows of this many tokens; a longer prompt has a row to itself."""
+"""Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
 FEWEST_COLUMNS = 32
-"""Of the cache: a ring of own tokens starts with this many and doubles."""
+"""Least number of columns of a cache; the cache of generated tokens starts with it and grows by doubling."""
 
 
 @dataclass
 class Group:
-    """A prompt and its samples; `step` is the training step their randomness comes from."""
+    """A prompt and its samples; `step` is the training step that their randomness is derived from."""
 
     prompt: Prompt
     step: int
@@ -32,7 +33,7 @@ class Group:
 
 
 class Admitted(NamedTuple):
-    """A group whose prompt is to be computed, its ticket, and the row on its replica."""
+    """A group whose prompt is to be prefilled, its ticket, and its row of the prompt cache on its replica."""
 
     group: Group
     ticket: int
@@ -43,9 +44,10 @@ Pack = list[Admitted]
 
 
 def split_into_packs(admitted: list[Admitted], *, share: bool) -> list[Pack]:
-    """The groups in order, cut into packs of at most PREFILL_TOKENS prompt tokens where that is possible.
+    """Splits the groups, in order, into packs of at most PREFILL_TOKENS prompt tokens.
 
-    Where prompts may `share` it, what all of them begin with counts once for each pack.
+    A prompt with more tokens is a pack of its own. With `share`, the common prefix of all prompts counts once
+    per pack.
     """
     num_common = _common_prefix(admitted) if share else 0
     packs: list[Pack] = []
@@ -61,9 +63,10 @@ def split_into_packs(admitted: list[Admitted], *, share: bool) -> list[Pack]:
 
 
 def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Packed:
-    """The prompts of each pack one behind the other, in shapes from the ladders that hold the largest.
+    """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
-    Where they may `share` it, what all prompts of a pack begin with stands there once.
+    The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
+    programs are compiled. With `share`, a common prefix of all prompts of a pack is stored once.
     """
     count = 1 << (max(map(len, packs)) - 1).bit_length()
     num_common = [_common_prefix(pack) if share else 0 for pack in packs]
@@ -77,7 +80,7 @@ def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Pa
 
 
 def _common_prefix(pack: Pack) -> int:
-    """Tokens that all prompts of `pack` begin with, where they are enough to be shared."""
+    """Tokens of the common prefix of all prompts of `pack`; 0 if it is too short to be worth sharing."""
     if len(pack) < 2:
         return 0
     prompts = [item.group.prompt.input_ids for item in pack]
@@ -92,7 +95,7 @@ def _num_tokens(pack: Pack, num_common: int) -> int:
 def _packed_row(
     pack: Pack, n: int, num_rows: int, count: int, tokens: int, num_common: int
 ) -> tuple[np.ndarray, ...]:
-    """The fields of `Packed` for one replica, `count` prompts and `tokens` with the padding."""
+    """The fields of `Packed` for one replica, padded to `count` prompts and `tokens` tokens."""
     input_ids, positions, segment_ids, branch_ids = (np.zeros(tokens, np.int32) for _ in range(4))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
     rows = np.full(count, num_rows, np.int32)
@@ -115,16 +118,16 @@ def _packed_row(
 
 
 def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:
-    """Host arrays as arguments of a compiled function; placing them first would compile a program each."""
+    """Host arrays, typed as arguments of a jitted function; putting them on a device would compile more."""
     return cast(list[jax.Array], list(arrays))
 
 
 def prompt_columns(tokens: int) -> int:
-    """The least 2 or 3 times a power of two, from FEWEST_COLUMNS, that holds `tokens` of prompts.
+    """Columns for prompts of `tokens` tokens: the next 2 or 3 times a power of two, at least FEWEST_COLUMNS.
 
-    A coarse ladder, for the columns of the prompt cache and for packed rows of prompts, as every rung is a
-    compilation. Sizes follow from what was submitted alone, not from
-    earlier calls, so that a resumed run adds up numbers in the same order.
+    There are few such sizes, for the columns of the prompt cache and for packed rows of prompts, because each
+    compiles a program. The size depends only on the prompts, not on earlier calls, so that a resumed run sums
+    floating-point numbers in the same order.
     """
     power = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
     smaller = power * 3 // 4
@@ -132,4 +135,5 @@ def prompt_columns(tokens: int) -> int:
 
 
 def sequence_id(prompt: Prompt, n: int, sample: int) -> int:
+    """The id, from which the randomness of sample number `sample` of `prompt` is derived."""
     return (prompt.group_id * n + sample) % 2**32

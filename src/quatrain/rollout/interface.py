@@ -1,6 +1,6 @@
-"""What other packages know of a rollout engine: its verbs, its sampling, and its finished completions.
+"""The interface of a rollout engine: its methods, its sampling parameters, and finished completions.
 
-Data flow: an engine (`engine.py`, or another that implements `Rollouts`) finishes `Completion`s ->
+Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) produces `Completion`s ->
 `rollout_batch` -> `RolloutBatch`, for the reward stage.
 """
 
@@ -19,10 +19,10 @@ from quatrain.types import Prompt, RolloutBatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn; hashable, for compiled functions.
+    """Sampling parameters; hashable, so that they can be static arguments of compiled functions.
 
-    `n` samples per prompt, at most `max_new_tokens` each; temperature 0 is greedy; `top_k` 0 keeps all
-    tokens; a completion that contains one of the strings `stop` ends there.
+    Each prompt gets `n` samples of at most `max_new_tokens` tokens. Temperature 0 is greedy decoding, and
+    `top_k` 0 keeps all tokens. A completion ends after the token that completes one of the strings `stop`.
     """
 
     n: int
@@ -37,13 +37,13 @@ class Sampling:
         for name in ("n", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}: a completion "
-                    "has a token at least, and a group a sample"
+                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}; "
+                    f"set rollout.{name} to at least 1"
                 )
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
-        """The sampling of training."""
+        """The sampling parameters of training, from the section `rollout` of the configuration."""
         return cls(
             n=config.n,
             max_new_tokens=config.max_new_tokens,
@@ -55,52 +55,52 @@ class Sampling:
         )
 
     def of_one_token(self) -> Sampling:
-        """The same without what the distribution of a token does not depend on: `n` and `stop`."""
+        """This sampling with n = 1 and no `stop`: they do not affect the distribution of a token."""
         return replace(self, n=1, stop=())
 
 
 class Rollouts(Protocol):
-    """A rollout engine as training and evaluation use it: tokens in, tokens and log-probabilities out."""
+    """The rollout engine that training and evaluation use: prompts -> completions with log-probabilities."""
 
     sampling: Sampling
-    """The sampling of training, used where a verb is given no other."""
+    """The sampling parameters of training: the default of `generate` and `submit`."""
 
     def place(self, params: Any) -> Any:
-        """`params` laid out and cast for sampling; `sync_weights` takes them without another copy."""
+        """`params` in the engine's dtype on its devices; `sync_weights` takes the result without a copy."""
         ...
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from now on; every token that they produce carries `version`."""
+        """Sample from `params` from now on; tokens sampled from them are recorded with `version`."""
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
     ) -> RolloutBatch:
-        """`sampling.n` completions of each prompt, the samples of a prompt side by side, prompts in order.
+        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
 
         `step` is the training step that the randomness is derived from.
         """
         ...
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
-        """Queue the prompts for `wait`."""
+        """Queue `prompts`; `wait` returns their completions."""
         ...
 
     def wait(self, count: int) -> RolloutBatch:
-        """The completions of `count` submitted prompts, once all of these are finished."""
+        """A batch with all samples of `count` submitted prompts, returned once these are finished."""
         ...
 
     def close(self) -> None:
-        """Give up what is in flight, and the memory."""
+        """Discard queued and running samples, and free the memory."""
         ...
 
 
 @dataclass
 class Completion:
-    """Everything after a prompt: tokens, each with its log-probability and the version of the weights.
+    """The tokens after a prompt, each with its log-probability and the version of the sampling weights.
 
     A token that the policy did not sample (an environment or a template wrote it) has version -1 and
-    log-probability 0: it is no part of the completion mask, and is not trained on.
+    log-probability 0. It is not in the completion mask and is not trained on.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Completion:
     finish_reason: str = "length"
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Append `tokens` that weights of one `version` sampled."""
+        """Append `tokens` that were sampled from weights of one `version`."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
@@ -119,16 +119,16 @@ class Completion:
         self.extend(tokens, [0.0] * len(tokens), -1)
 
     def cut(self, length: int) -> None:
-        """Drop what follows `length` tokens."""
+        """Drop all tokens after the first `length`."""
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
 
 def rollout_batch(
     samples: Sequence[tuple[Prompt, Completion]], tokenizer: Any, metrics: Metrics
 ) -> RolloutBatch:
-    """The batch of finished `samples`, in their order, with `metrics` and those of the lengths.
+    """The batch of finished `samples`, in the given order, with `metrics` and metrics of the lengths added.
 
-    `tokenizer` decodes completions to the text that rewards read, without special tokens.
+    `tokenizer` decodes completions, without special tokens, to the text that reward functions get.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))

@@ -1,13 +1,14 @@
-"""Which sample runs in which slot, and which prompt is kept in which row of the prompt cache.
+"""The scheduler: assigns samples to slots and prompts to rows of the prompt cache.
 
-Plain Python, driven by `session.py`: groups wait in a queue; `admit` gives a row to as many as the free slots
-can take, `fill` puts their samples into slots, `finish` frees a slot, and `take` hands out finished groups. A
-group holds its row until its last sample is done, so it may have more samples than there are slots.
+Plain Python, called by `session.py`. Submitted groups wait in a queue. `admit` assigns rows of the prompt
+cache to as many groups as the free slots can take, `fill` assigns their samples to slots, `finish` frees a
+slot, and `take` returns finished groups. A group keeps its row until its last sample is finished, so it may
+have more samples than there are slots.
 
-Each replica of the sampler has slots and rows of its own, equally many, and a sample stays on the replica
-that it was given to. While more sequences wait than there are slots, groups stay whole, but for those larger
-than the slots of a replica; when the rest has room at once, groups are split where that makes the replicas
-even.
+All replicas of the sampler have the same number of slots and of rows, and a sample stays on the replica that
+it was assigned to. While more sequences wait than there are free slots, a group is assigned to one replica,
+unless it has more samples than a replica has slots. Once all remaining sequences fit into the slots, groups
+are split if that balances the replicas.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from quatrain.ops.ladder import round_up
 
 _T = TypeVar("_T")
 FEWEST_SLOTS = 4
-"""A decode step of one slot costs about what one of four does: a narrower batch is not worth compiling."""
+"""A decode step of one slot takes about as long as of four, so smaller batches are not worth compiling."""
 
 
 @dataclass
 class _Part:
-    """The samples of a group that one replica has: those that wait for a slot, and all that are not done."""
+    """The samples of a group on one replica: those waiting for a slot, and the number of unfinished ones."""
 
     row: int
     waiting: deque[int]
@@ -35,7 +36,7 @@ class _Part:
 
 @dataclass
 class _Group:
-    """`waiting` samples have no replica yet; `parts` are by replica."""
+    """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica."""
 
     ticket: int
     waiting: deque[int]
@@ -45,7 +46,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Occupant:
-    """Sample number `sample` of the group `ticket`, whose prompt is in `row` of the prompt cache."""
+    """The sample in a slot: number `sample` of group `ticket`; `row` of the prompt cache holds its prompt."""
 
     ticket: int
     sample: int
@@ -54,10 +55,11 @@ class Occupant:
 
 @dataclass
 class Scheduler:
-    """At most `max_slots` sequences at once on each of `num_replicas`; sizes change by `resize` alone.
+    """Runs at most `max_slots` sequences at once on each of `num_replicas` replicas.
 
-    Tickets count from 0 in the order of submission. `slots[i]` is who runs in slot i, `rows[i]` the ticket of
-    the prompt in row i; those of replica 0 come first, then those of replica 1, and so on.
+    Tickets number the groups from 0 in the order of submission. `slots[i]` is the sample that runs in slot i,
+    and `rows[i]` is the ticket of the group whose prompt is in row i; the entries of replica 0 come first,
+    then those of replica 1, and so on. Only `resize` changes the numbers of slots and rows.
     """
 
     max_slots: int
@@ -72,7 +74,7 @@ class Scheduler:
         self._next_ticket = 0
 
     def submit(self, num_samples: int) -> int:
-        """Queue a group of `num_samples` >= 1; its ticket."""
+        """Queues a group of `num_samples` >= 1 samples and returns its ticket."""
         assert num_samples > 0
         group = _Group(self._next_ticket, deque(range(num_samples)), num_samples)
         self._next_ticket += 1
@@ -81,14 +83,14 @@ class Scheduler:
         return group.ticket
 
     def admit(self) -> list[tuple[int, int]]:
-        """Groups from the head of the queue that get a row now: enough to fill the slots; (ticket, row).
+        """Assigns rows to groups from the head of the queue, enough to fill the free slots: [(ticket, row)].
 
-        A group that is split gets a row on each replica it goes to.
+        A group that is split over replicas gets a row on each of them.
         """
         admitted = []
-        for group, replica, count in list(self._shares(self.num_slots)):
+        for group, replica, count in list(self._assignments(self.num_slots)):
             if replica not in group.parts:
-                rows = self._of(self.rows, replica)
+                rows = self._on_replica(self.rows, replica)
                 if None not in rows:
                     break
                 row = replica * self.num_rows + rows.index(None)
@@ -98,22 +100,22 @@ class Scheduler:
             part = group.parts[replica]
             part.waiting.extend(group.waiting.popleft() for _ in range(count))
             part.unfinished += count
-            self._unqueue_where_placed(group)
+            self._unqueue_if_assigned(group)
         return admitted
 
     def finish_waiting(self, ticket: int, sample: int) -> None:
-        """A sample ended before it needed a slot: its first token, which the prompt gives, was its last."""
+        """Finishes a sample without a slot, because its first token, from the prefill, was also its last."""
         group = self._open[ticket]
         for replica, part in group.parts.items():
             if sample in part.waiting:
                 part.waiting.remove(sample)
-                return self._one_less(group, replica)
+                return self._count_finished(group, replica)
         group.waiting.remove(sample)
-        self._unqueue_where_placed(group)
-        self._one_less(group, None)
+        self._unqueue_if_assigned(group)
+        self._count_finished(group, None)
 
     def fill(self) -> list[tuple[int, Occupant]]:
-        """Waiting samples of admitted groups into free slots, oldest first: (slot, who)."""
+        """Assigns waiting samples of admitted groups to free slots, oldest group first: [(slot, sample)]."""
         filled = []
         waiting = [self._waiting_on(replica) for replica in range(self.num_replicas)]
         for slot, occupant in enumerate(self.slots):
@@ -126,14 +128,14 @@ class Scheduler:
         return filled
 
     def finish(self, slot: int) -> None:
-        """The sequence in `slot` is complete."""
+        """Frees `slot`, whose sample is finished."""
         occupant = self.slots[slot]
         assert occupant is not None
         self.slots[slot] = None
-        self._one_less(self._open[occupant.ticket], slot // self.num_slots)
+        self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` finished groups, those submitted first first."""
+        """Removes and returns the tickets of up to `count` finished groups, in the order of submission."""
         taken = sorted(self._finished)[:count]
         for ticket in taken:
             del self._finished[ticket]
@@ -141,17 +143,17 @@ class Scheduler:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a replica."""
+        """The number of slots per replica."""
         return len(self.slots) // self.num_replicas
 
     @property
     def num_rows(self) -> int:
-        """Rows of a replica."""
+        """The number of rows per replica."""
         return len(self.rows) // self.num_replicas
 
     @property
     def num_finished(self) -> int:
-        """Finished groups that nobody has taken."""
+        """Finished groups that were not taken yet."""
         return len(self._finished)
 
     @property
@@ -161,18 +163,19 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Groups queued or with samples to go."""
+        """Groups with unfinished samples, queued ones included."""
         return len(self._open)
 
     @property
     def demand(self) -> int:
-        """Sequences that run or could run now."""
+        """Unfinished samples: those in slots, and all that wait."""
         return sum(self._loads()) + sum(len(group.waiting) for group in self._queue)
 
     def wanted_slots(self) -> int:
-        """The number of slots of a replica that suits the demand: few for the last stragglers.
+        """The number of slots per replica for the current demand; few if only a few sequences remain.
 
-        Changes only where that is worth a copy of the cache: up when more could run, down by powers of two.
+        Each change copies the cache: the number grows when more sequences could run, and shrinks by powers of
+        two.
         """
         in_use = self._in_use(self.slots)
         demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
@@ -181,25 +184,25 @@ class Scheduler:
         return min(max(FEWEST_SLOTS, _power_of_two(demand)), self.num_slots)
 
     def wanted_rows(self, num_slots: int) -> int:
-        """Rows that let `num_slots` slots of each replica be filled: those there are or twice as many.
+        """Rows per replica that are enough to fill `num_slots` slots: a power of two, never fewer than now.
 
-        At most one a slot; more than there are slots only where the rows of more groups are in use.
+        At most one row per slot, unless more rows are in use.
         """
         in_use = self._in_use(self.rows)
         needed = list(in_use)
-        for group, replica, _ in self._shares(num_slots):
+        for group, replica, _ in self._assignments(num_slots):
             needed[replica] += replica not in group.parts
         rows = max(_power_of_two(max(*needed, 1)), self.num_rows)
         return min(rows, max(num_slots, *in_use))
 
     def resize(self, num_slots: int, num_rows: int) -> tuple[list[int], list[int]]:
-        """Go to other sizes, what is in use first.
+        """Changes the numbers of slots and rows per replica; entries in use move to the front.
 
-        For each new slot and row, the old one it comes from, counted on its replica (0: none).
+        Returns, for each new slot and each new row, the old index on its replica; 0 for unused entries.
         """
         rows_before = self.num_rows
-        from_slots, self.slots = self._moved(self.slots, num_slots)
-        from_rows, self.rows = self._moved(self.rows, num_rows)
+        from_slots, self.slots = self._compacted(self.slots, num_slots)
+        from_rows, self.rows = self._compacted(self.rows, num_rows)
         moved = {}
         for row, (ticket, old) in enumerate(zip(self.rows, from_rows, strict=True)):
             if ticket is not None:
@@ -209,20 +212,20 @@ class Scheduler:
         self.slots = [who and Occupant(who.ticket, who.sample, moved[who.row]) for who in self.slots]
         return from_slots, from_rows
 
-    def _moved(self, items: list[_T | None], size: int) -> tuple[list[int], list[_T | None]]:
-        """The items of each replica that are not None, then None, `size` in all; and where each was."""
+    def _compacted(self, items: list[_T | None], size: int) -> tuple[list[int], list[_T | None]]:
+        """(old index of each new item, new items): per replica, the items in use, then None up to `size`."""
         origins: list[int] = []
         result: list[_T | None] = []
         for replica in range(self.num_replicas):
-            here = self._of(items, replica)
+            here = self._on_replica(items, replica)
             used = [i for i, item in enumerate(here) if item is not None]
             assert len(used) <= size
             origins += used + [0] * (size - len(used))
             result += [here[i] for i in used] + [None] * (size - len(used))
         return origins, result
 
-    def _shares(self, num_slots: int) -> Iterator[tuple[_Group, int, int]]:
-        """Where queued samples go if each replica has `num_slots` slots: (group, replica, how many)."""
+    def _assignments(self, num_slots: int) -> Iterator[tuple[_Group, int, int]]:
+        """The assignment of queued samples to replicas with `num_slots` slots: (group, replica, count)."""
         loads, fair = self._loads(), self._fair_share()
         all_fit = fair <= num_slots
         most = fair if all_fit else num_slots
@@ -239,7 +242,7 @@ class Scheduler:
                 left -= count
 
     def _loads(self) -> list[int]:
-        """Sequences of each replica that run, or wait there for a slot."""
+        """Samples of each replica that run or wait for a slot there."""
         loads = self._in_use(self.slots)
         for group in self._open.values():
             for replica, part in group.parts.items():
@@ -247,40 +250,41 @@ class Scheduler:
         return loads
 
     def _fair_share(self) -> int:
-        """Sequences of a replica if all had equally many."""
+        """Samples per replica if all replicas had equally many, rounded up."""
         return -(-self.demand // self.num_replicas)
 
-    def _of(self, items: list[_T], replica: int) -> list[_T]:
-        """The slots or rows of one replica."""
+    def _on_replica(self, items: list[_T], replica: int) -> list[_T]:
+        """The entries of `items` (slots or rows) of one replica."""
         size = len(items) // self.num_replicas
         return items[replica * size : (replica + 1) * size]
 
     def _in_use(self, items: list[Any]) -> list[int]:
-        """How many slots or rows of each replica are taken."""
-        each = [self._of(items, replica) for replica in range(self.num_replicas)]
+        """The number of slots or rows in use on each replica."""
+        each = [self._on_replica(items, replica) for replica in range(self.num_replicas)]
         return [len(here) - here.count(None) for here in each]
 
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
-        """The ticket and part of each sample that waits on `replica`, oldest first."""
+        """(ticket, part) for each sample that waits for a slot on `replica`, oldest group first."""
         for ticket in sorted(self._open):
             part = self._open[ticket].parts.get(replica)
             for _ in range(len(part.waiting) if part else 0):
                 assert part is not None
                 yield ticket, part
 
-    def _unqueue_where_placed(self, group: _Group) -> None:
+    def _unqueue_if_assigned(self, group: _Group) -> None:
+        """Removes `group` from the queue once all its samples are assigned to replicas."""
         if not group.waiting:
             self._queue.remove(group)
             self._release(group)
 
     def _release(self, group: _Group) -> None:
-        """Free the rows of replicas that are done with `group`, once none of its samples waits for one."""
+        """Once all samples of `group` are assigned, frees its rows on replicas without unfinished samples."""
         done = [] if group.waiting else [r for r, part in group.parts.items() if not part.unfinished]
         for replica in done:
             self.rows[group.parts.pop(replica).row] = None
 
-    def _one_less(self, group: _Group, replica: int | None) -> None:
-        """A sample of `group` is done, on `replica` where it was on one."""
+    def _count_finished(self, group: _Group, replica: int | None) -> None:
+        """Counts a finished sample of `group`; `replica` is None if it was not assigned to one."""
         if replica is not None:
             part = group.parts[replica]
             part.unfinished -= 1

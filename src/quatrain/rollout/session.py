@@ -1,7 +1,7 @@
-"""Groups in flight: the scheduler's decisions carried out on the device, round by round.
+"""Continuous batching: applies the scheduler's decisions to the caches on the device, round by round.
 
-Called by `engine.py`. A round gives free slots to waiting samples, computing their prompts where no sample of
-the group has run yet, and decodes TOKENS_PER_CALL tokens of every slot. Weights may change between rounds.
+Called by `engine.py`. A round assigns waiting samples to free slots, prefills prompts that are not in the
+prompt cache yet, and runs up to TOKENS_PER_CALL decode steps of all slots. Weights may change between rounds.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from quatrain.types import Prompt
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a session samples from beside the weights.
+    """What a session needs besides weights and `Sampling`.
 
-    `cache_bytes` bounds its cache on a device, which has room for prompts of `usual_prompt` tokens at least.
+    `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
     """
 
     arch: Architecture
@@ -67,18 +67,18 @@ class Sampler:
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model that decode side by side."""
+        """Replicas of the sampler, one per data shard; each decodes its own slots."""
         return mesh_shape(self.mesh).num_data_shards
 
     def program(self, sampling: Sampling) -> Program:
-        """What the compiled functions are made for."""
+        """The static argument of the compiled functions."""
         token = sampling.of_one_token()
         return Program(self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What the work so far came to; seconds, tokens and slot-steps (one slot, one decode step)."""
+    """Totals of a session so far: seconds, completions, tokens, slot-steps (decode steps of one slot)."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -87,12 +87,12 @@ class Tally:
     decoded_tokens: int = 0
     slot_steps: int = 0
     useful_slot_steps: int = 0
-    """Those that gave a token of a completion."""
+    """Slot-steps that produced a token of a completion."""
     widest_slot_steps: int = 0
-    """What they would have been on the widest batch."""
+    """Slot-steps if the number of slots had always been its maximum."""
 
     def plus(self, **more: float) -> Tally:
-        """This and more."""
+        """These totals with `more` added to the named fields."""
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
     def __sub__(self, earlier: Tally) -> Tally:
@@ -101,21 +101,22 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Cache:
-    """Both parts of the cache; `column` of the ring `own` is written next.
+    """The KV cache: `prompts` and `generated`, a ring buffer whose next decode step writes `column`.
 
-    `shape`: slots, rows, columns of a prompt, columns of a slot; of one replica.
+    `shape` is (slots, rows of prompts, columns of a prompt, columns of a slot) of one replica.
     """
 
     prompts: CachePart
-    own: CachePart
+    generated: CachePart
     column: int
     shape: tuple[int, int, int, int]
 
 
 class Session:
-    """The groups that share one `Sampling`, at most `max_concurrency` of their sequences at once (None: all).
+    """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
-    Raises ValueError where the cache of that many does not fit, on `submit`.
+    With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
+    `max_concurrency` sequences does not fit.
     """
 
     def __init__(self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None):
@@ -132,12 +133,12 @@ class Session:
 
     @property
     def num_groups(self) -> int:
-        """Groups with samples to go, and those finished that nobody has taken."""
+        """Unfinished groups, and finished groups that were not taken yet."""
         return self._scheduler.num_unfinished + self._scheduler.num_finished
 
     @property
     def num_finished(self) -> int:
-        """Groups ready to be taken."""
+        """Finished groups that were not taken yet."""
         return self._scheduler.num_finished
 
     @property
@@ -146,22 +147,22 @@ class Session:
         return self._scheduler.num_live
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Queue a group for each prompt."""
+        """Queue a group for each prompt. Raises ValueError if the cache does not fit."""
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
         columns = max(self._prompt_columns, prompt_columns(longest))
         demand = self._scheduler.demand + len(prompts) * self.sampling.n
-        self._scheduler.max_slots = self._most_at_once(columns, demand)
+        self._scheduler.max_slots = self._max_concurrent(columns, demand)
         self._prompt_columns = columns
         for prompt in prompts:
             ticket = self._scheduler.submit(self.sampling.n)
             self._groups[ticket] = Group(prompt, step, [Completion() for _ in range(self.sampling.n)])
 
     def take(self, count: int) -> list[Group]:
-        """Up to `count` finished groups, those submitted first first."""
+        """Removes and returns up to `count` finished groups, in the order of submission."""
         return [self._groups.pop(ticket) for ticket in self._scheduler.take(count)]
 
     def advance(self, params: Any, version: int) -> None:
-        """One round with these weights."""
+        """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
         self._resize()
         began = time.perf_counter()
         while admitted := self._scheduler.admit():
@@ -177,13 +178,14 @@ class Session:
             self._cache = None
             self._scheduler.resize(0, 0)
 
-    def _most_at_once(self, prompt_columns: int, demand: int) -> int:
-        """Sequences that a replica decodes at once.
+    def _max_concurrent(self, prompt_columns: int, demand: int) -> int:
+        """The maximum number of sequences that one replica decodes at once.
 
-        Raises ValueError where that many of `demand` need too much memory.
+        `demand` is the number of sequences of all replicas. Raises ValueError if the cache of that many
+        sequences, at most `max_concurrency`, does not fit into the memory for it.
         """
         sampler, replicas = self._sampler, self._sampler.num_replicas
-        columns = prompt_columns + _own_columns(self.sampling.max_new_tokens, self.sampling)
+        columns = prompt_columns + _generated_columns(self.sampling.max_new_tokens, self.sampling)
         each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
         fitting = sampler.cache_bytes // each
         most = self._limit // replicas if self._limit else max(fitting, 1)
@@ -191,9 +193,10 @@ class Session:
         if together > fitting:
             each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
             raise ValueError(
-                f"the cache of the sequences that decode at once has to fit: {together}{each_of} of up to "
-                f"{columns} tokens need {together * each / 2**20:.1f} MiB of "
-                f"{sampler.cache_bytes / 2**20:.1f} MiB, which is enough for {fitting}; "
+                "the KV cache of all sequences that decode at once must fit into the memory for it: "
+                f"{together} sequences{each_of} of up to {columns} tokens need "
+                f"{together * each / 2**20:.1f} MiB of {sampler.cache_bytes / 2**20:.1f} MiB, "
+                f"which is enough for {fitting}; "
                 + (
                     f"set rollout.max_concurrency to {fitting * replicas} or fewer"
                     if fitting
@@ -203,7 +206,7 @@ class Session:
         return min(most, max(fitting, 1))
 
     def _resize(self) -> None:
-        """Bring the number of slots, rows and columns to what the coming round wants."""
+        """Changes the numbers of slots, rows and columns to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
@@ -213,7 +216,7 @@ class Session:
             slots,
             rows,
             self._prompt_columns,
-            _own_columns(used + TOKENS_PER_CALL, self.sampling),
+            _generated_columns(used + TOKENS_PER_CALL, self.sampling),
         )
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
@@ -226,26 +229,26 @@ class Session:
             self._cache = self._rearranged(self._cache, shape, *moved, used)
 
     def _empty(self, shape: tuple[int, int, int, int]) -> _Cache:
-        slots, rows, prompt_columns, own_columns = shape
+        slots, rows, prompt_columns, generated_columns = shape
         empty = partial(empty_cache, self._sampler.arch, dtype=self._sampler.dtype, mesh=self._sampler.mesh)
-        return _Cache(empty(rows, prompt_columns), empty(slots, own_columns), 0, shape)
+        return _Cache(empty(rows, prompt_columns), empty(slots, generated_columns), 0, shape)
 
     def _rearranged(
         self, cache: _Cache, shape: tuple[int, int, int, int], slots: list[int], rows: list[int], used: int
     ) -> _Cache:
-        """`cache` in another shape: these slots and rows, the last `used` columns of the ring in order."""
-        old, (_, _, prompt_columns, own_columns) = cache.shape, shape
-        prompts, own, column = cache.prompts, cache.own, cache.column
+        """`cache` in another `shape`: its given `slots` and `rows`, and the ring's last `used` columns."""
+        old, (_, _, prompt_columns, generated_columns) = cache.shape, shape
+        prompts, generated, column = cache.prompts, cache.generated, cache.column
         mesh, replicas = self._sampler.mesh, self._sampler.num_replicas
         if old[1:3] != shape[1:3] or rows != list(range(old[1])) * replicas:
             prompts = rearrange(prompts, np.array(rows), np.arange(prompt_columns), mesh)
-        if (old[0], old[3]) != (shape[0], own_columns) or slots != list(range(old[0])) * replicas:
-            columns = (column - used + np.arange(own_columns)) % old[3]
-            own, column = rearrange(own, np.array(slots), columns, mesh), used % own_columns
-        return _Cache(prompts, own, column, shape)
+        if (old[0], old[3]) != (shape[0], generated_columns) or slots != list(range(old[0])) * replicas:
+            columns = (column - used + np.arange(generated_columns)) % old[3]
+            generated, column = rearrange(generated, np.array(slots), columns, mesh), used % generated_columns
+        return _Cache(prompts, generated, column, shape)
 
     def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
-        """What to prefill together, a pack for each replica: empty ones where others have more."""
+        """For each prefill call, one pack per replica, empty if a replica has fewer packs than others."""
         replicas = range(self._sampler.num_replicas)
         rows = self._scheduler.num_rows
         given: list[list[Admitted]] = [[] for _ in replicas]
@@ -272,7 +275,7 @@ class Session:
     def _begin(
         self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
     ) -> None:
-        """The first token of each sample; where several replicas computed it, that of the first is it."""
+        """Appends the first token of each sample, from the first replica that computed the prompt."""
         for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
             completion.extend([token], [logprob], version)
         for sample in self._ended(group.completions):
@@ -282,9 +285,9 @@ class Session:
     def _decode(self, params: Any, version: int) -> None:
         assert self._cache is not None
         cache = self._cache
-        own, decoded = decode_program(self._program.backend)(
+        generated, decoded = decode_program(self._program.backend)(
             params,
-            cache.own,
+            cache.generated,
             cache.prompts,
             self._slots(),
             self._sharing(),
@@ -294,7 +297,7 @@ class Session:
         )
         decoded = jax.device_get(decoded)
         steps = int(decoded.num_steps)
-        self._cache = replace(cache, own=own, column=(cache.column + steps) % cache.shape[3])
+        self._cache = replace(cache, generated=generated, column=(cache.column + steps) % cache.shape[3])
         live = self._live_slots()
         completions = [self._completion(slot) for slot in live]
         before = sum(len(completion.tokens) for completion in completions)
@@ -314,7 +317,7 @@ class Session:
         )
 
     def _ended(self, completions: list[Completion]) -> list[int]:
-        """Which are complete, cut after their stop string where they have one; counts them."""
+        """Indices of finished `completions`, which are counted, and truncated after a stop string."""
         if self.sampling.stop:
             self._cut_at_stop_strings(completions)
         ended = []
@@ -327,7 +330,7 @@ class Session:
         return ended
 
     def _cut_at_stop_strings(self, completions: list[Completion]) -> None:
-        """Cut each completion after the token that completes a stop string."""
+        """Truncates each completion after the token that completes a stop string."""
 
         def matches(text: str) -> bool:
             return any(stop in text for stop in self.sampling.stop)
@@ -344,47 +347,50 @@ class Session:
             completion.finish_reason = "stop"
 
     def _live_slots(self) -> list[int]:
-        return [slot for slot, who in enumerate(self._scheduler.slots) if who is not None]
+        return [slot for slot, occupant in enumerate(self._scheduler.slots) if occupant is not None]
 
     def _completion(self, slot: int) -> Completion:
-        who = self._scheduler.slots[slot]
-        assert who is not None
-        return self._groups[who.ticket].completions[who.sample]
+        occupant = self._scheduler.slots[slot]
+        assert occupant is not None
+        return self._groups[occupant.ticket].completions[occupant.sample]
 
     def _slots(self) -> Slots:
-        """What the device needs to know of the sequence in each slot."""
+        """The last token, lengths, sequence id and step of the sequence in each slot, as arrays."""
         count = len(self._scheduler.slots)
         tokens, steps = np.zeros(count, np.int32), np.zeros(count, np.uint32)
         lengths, prompt_lengths = (np.ones(count, np.int32) for _ in range(2))
         sequence_ids, live = np.zeros(count, np.uint32), np.zeros(count, bool)
-        for slot, who in enumerate(self._scheduler.slots):
-            if who is None:
+        for slot, occupant in enumerate(self._scheduler.slots):
+            if occupant is None:
                 continue
-            group = self._groups[who.ticket]
-            completion = group.completions[who.sample]
+            group = self._groups[occupant.ticket]
+            completion = group.completions[occupant.sample]
             tokens[slot], lengths[slot] = completion.tokens[-1], len(completion.tokens)
             prompt_lengths[slot] = len(group.prompt.input_ids)
-            sequence_ids[slot] = sequence_id(group.prompt, self.sampling.n, who.sample)
+            sequence_ids[slot] = sequence_id(group.prompt, self.sampling.n, occupant.sample)
             steps[slot], live[slot] = group.step, True
         return Slots(*as_jit_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
 
     def _sharing(self) -> Sharing:
-        """Which slots attend to which row of the prompt cache, counted on their replica."""
+        """Which slots attend to which row of the prompt cache, as indices on their replica."""
         scheduler = self._scheduler
         most = min(self.sampling.n, scheduler.num_slots)
         members: list[list[int]] = [[] for _ in scheduler.rows]
         place = np.zeros(len(scheduler.slots), np.int32)
-        for slot, who in enumerate(scheduler.slots):
-            if who is not None:
-                place[slot] = who.row % scheduler.num_rows * most + len(members[who.row])
-                members[who.row].append(slot % scheduler.num_slots)
+        for slot, occupant in enumerate(scheduler.slots):
+            if occupant is not None:
+                place[slot] = occupant.row % scheduler.num_rows * most + len(members[occupant.row])
+                members[occupant.row].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
 
 
-def _own_columns(needed: int, sampling: Sampling) -> int:
-    """Columns of a slot's ring for `needed` tokens: doubling, as many as the longest completion at most."""
+def _generated_columns(needed: int, sampling: Sampling) -> int:
+    """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
+
+    At most as many as the longest completion has.
+    """
     columns = FEWEST_COLUMNS
     while columns < needed:
         columns *= 2

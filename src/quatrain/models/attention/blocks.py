@@ -39,7 +39,7 @@ class BlockPattern:
     counts: jax.Array  # [groups, A] int32
     rank: jax.Array  # [M] int32, index of block m in the sorted order
     positions: jax.Array  # [M, S] int32
-    segment_ids: jax.Array  # [M, S] int32, different for different rows
+    segment_ids: jax.Array  # [M, S] int32, distinct across rows; 0 is padding
     branch_ids: jax.Array  # [M, S] int32
 
     @property
