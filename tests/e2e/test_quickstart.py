@@ -40,7 +40,7 @@ def quickstart(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def learning(quickstart):
-    return quickstart("learning", "run.steps=24")
+    return quickstart("learning", "run.steps=12")
 
 
 def test_the_quickstart_learns(learning):
