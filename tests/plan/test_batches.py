@@ -241,8 +241,8 @@ def test_more_shards_than_sequences():
     assert found.warnings == (
         "there are more data shards (8) than sequences of an optimizer step (6): 2 of 8 shards compute "
         "only padding; raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
-        "there are more rollout replicas (8) than sequences of a training step (6): 2 of 8 replicas are idle; "
-        "raise data.batch_size or rollout.n, or use fewer devices",
+        "there are more rollout replicas (8) than sequences of a training step (6): 2 of 8 replicas are "
+        "idle; raise data.batch_size or rollout.n, or use fewer devices",
     )
 
 
