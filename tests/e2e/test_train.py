@@ -257,10 +257,10 @@ def test_a_taken_name_is_refused(finished):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed=5", r"its own seed: .* has 0, got 5; set seed back"),
-        ("rollout.n=2", r"its own rollout\.n: .* has 4, got 2"),
-        ("data.batch_size=2", r"its own data\.batch_size: .* has 4, got 2"),
-        ("data.train=builtin:other", r"its own data\.train: "),
+        ("seed=5", r"seed of a resumed run must not change: .* has 0, got 5; set seed back"),
+        ("rollout.n=2", r"rollout\.n of a resumed run .*: .* has 4, got 2"),
+        ("data.batch_size=2", r"data\.batch_size of a resumed run .*: .* has 4, got 2"),
+        ("data.train=builtin:other", r"data\.train of a resumed run "),
     ],
 )
 def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message):

@@ -43,7 +43,7 @@ def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
     assert load_architecture("builtin:tiny", vocab_size=20, eos_token_ids=(4,)) == arch
     with pytest.raises(ValueError, match="pass vocab_size"):
         load_architecture("builtin:tiny")
-    with pytest.raises(ValueError, match="no-such-model is not there"):
+    with pytest.raises(ValueError, match="no-such-model does not exist"):
         load_architecture("no-such-model")
 
 
