@@ -101,7 +101,7 @@ def test_part_of_a_state_can_be_read(checkpointer):
 
 
 def test_no_checkpoint_and_no_such_step_are_errors(checkpointer, tmp_path):
-    with pytest.raises(ValueError, match="has none that is complete"):
+    with pytest.raises(ValueError, match="must have a complete checkpoint"):
         checkpointer.restore(abstract(some_state()))
     assert not (tmp_path / "checkpoints").exists()
     checkpointer.save(4, some_state(), {})
@@ -126,7 +126,7 @@ def test_a_different_tree_names_its_first_leaf(checkpointer, change, message):
 
 def test_steps_come_in_order_and_only_arrays_are_saved(checkpointer):
     checkpointer.save(2, some_state(), {})
-    with pytest.raises(ValueError, match=r"step 2 came, .* has step 2"):
+    with pytest.raises(ValueError, match=r"got step 2, but .* has step 2"):
         checkpointer.save(2, some_state(), {})
     with pytest.raises(ValueError, match=r"'n\.0' is int; put Python values into `host`"):
         checkpointer.save(3, {"n": [1]}, {})

@@ -78,7 +78,7 @@ def test_batches_compare_by_identity():
         ({"prompts": ("2+2?",)}, "prompts: expected 2 items, one per sequence; got 1"),
         ({"completions": ("a", "b", "c")}, "completions: expected 2 items, one per sequence; got 3"),
         ({"columns": {"answer": ("4",)}}, r"columns\['answer'\]: expected 2 items, one per sequence; got 1"),
-        ({"prompts": ("2+2?", "1+3?")}, "one prompt to a group; got two different prompts in group 40"),
+        ({"prompts": ("2+2?", "1+3?")}, "one prompt per group; got two different prompts in group 40"),
         (
             with_value("attention_mask", (0, 1), False),
             "attention_mask: expected right padding only; got a gap",
@@ -194,7 +194,7 @@ def test_a_nan_is_never_lost(reduction):
 
 
 def test_metrics_of_different_reductions_do_not_combine():
-    with pytest.raises(ValueError, match="reductions 'mean' and 'max' do not combine"):
+    with pytest.raises(ValueError, match="same reduction can be combined; got 'mean' and 'max'"):
         Metric(1.0).combine(Metric(1.0, reduction="max"))
 
 

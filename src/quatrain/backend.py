@@ -1,4 +1,4 @@
-"""What the library chooses by the kind of device: one frozen `Backend`, decided once per process.
+"""Settings that depend on the kind of device: one frozen `Backend`, selected once per process.
 
 Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `update.gradient.PolicySpec` and
 of `rollout.decode.Program`, which pass its values to the model, the output head and the compiler.
@@ -15,33 +15,33 @@ import jax
 from quatrain.ops.logprobs import Tile
 
 LARGEST_TILE_BYTES = 2**29
-"""Float32 logits of one tile on an accelerator, which needs large products to be busy and has the memory."""
+"""Bytes of float32 logits in one tile on an accelerator, whose utilisation needs large products."""
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How `models/attention/blocks.py` cuts rows into blocks, and how many of them it works on at once."""
+    """Block sizes of `models/attention/blocks.py`, and how many blocks it computes at once."""
 
     block: int
     """Tokens in a block."""
     queries: int | None
-    """Query blocks worked on at once; None is all of them."""
+    """Query blocks computed at once; None: all."""
     keys: int
-    """Key blocks that each of those query blocks reads at once."""
+    """Key blocks that each of these query blocks attends to at once."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Settings that depend on the kind of device. Static in compiled functions.
+    """Settings that depend on the kind of device; a static argument of compiled functions.
 
-    The defaults are those of accelerators, and correct on every device: another value changes speed, memory
-    and the last digits of results.
+    The defaults are those for accelerators, and correct on every device: other values change speed, memory
+    use and rounding.
     """
 
     kind: str = "accelerator"
-    """The name JAX has for the kind of device: cpu, gpu or tpu."""
+    """JAX's name of the kind of device: cpu, gpu or tpu."""
     attention_blocks: BlockSizes = BlockSizes(block=64, queries=None, keys=1)
-    """Block sizes of attention; accelerators are busiest with all query blocks at once."""
+    """Block sizes of attention; accelerators are fastest with all query blocks at once."""
     fixed_tile: Tile | None = None
     """The tile of logits for every vocabulary; None lets `tile` derive it from the size of the vocabulary."""
     few_rows: int = 0
@@ -65,7 +65,7 @@ class Backend:
 
 
 ACCELERATOR = Backend()
-"""A GPU or TPU that is not named: what `quatrain plan` assumes."""
+"""The settings for any GPU or TPU; `quatrain plan` assumes them."""
 
 CPU = Backend(
     kind="cpu",

@@ -1,7 +1,7 @@
-"""`quatrain bench`: seconds per stage of a configuration's training step, against what this machine can do.
+"""`quatrain bench`: times the stages of a training step and compares them with the machine's peak rates.
 
-Runs real training steps into a temporary folder, drops the first (it compiles) and reports medians; then
-measures the machine itself, in the same process.
+Runs training steps in a temporary run folder, ignores the first step (it compiles) and reports medians; then
+measures matrix products and memory copies in the same process.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MATRIX, COPIED_BYTES, REPEATS = 2048, 2**28, 5
 
 
 def bench(resolved: Resolved, steps: int) -> dict[str, float]:
-    """Medians over `steps` training steps, after one that is dropped, and what the machine could do.
+    """Medians over `steps` training steps, after one that is ignored, and the machine's peak rates.
 
-    `MEASURES`; then for each stage that multiplies matrices its seconds, the operations the model needs for
-    it (those of recomputed layers, padding and masked keys left out), operations per second, and these as a
-    fraction of `machine/matmul_gflop_per_s`. No warm start, no evaluation, no checkpoint but the last;
-    nothing is left on disk.
+    The result has the metrics `MEASURES`. For each stage that multiplies matrices it also has seconds, the
+    floating-point operations that the model needs (without recomputed layers, padding and masked keys), the
+    operations per second, and these as a fraction of `machine/matmul_gflop_per_s`. There is no warm start, no
+    evaluation, and no checkpoint except the last; all files are deleted at the end.
     """
     with tempfile.TemporaryDirectory(prefix="quatrain-bench-") as folder:
         config = _bare(resolved.config, folder, steps)
@@ -70,7 +70,7 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
 
 
 def _bare(config: Config, folder: str, steps: int) -> Config:
-    """`config` for `steps` + 1 steps into `folder`, and nothing around them."""
+    """`config` for `steps` + 1 training steps into `folder`, without warm start, evaluation and services."""
     changes: dict[str, dict[str, Any]] = {
         "run": {"dir": folder, "name": "bench", "steps": steps + 1},
         "sft": {"steps": 0},
@@ -86,14 +86,14 @@ def _bare(config: Config, folder: str, steps: int) -> Config:
 def _stages(
     config: Config, arch: Architecture, medians: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """(seconds, floating-point operations) of the stages that multiply matrices, as far as they ran."""
+    """(seconds, floating-point operations) of each stage that multiplies matrices and was run."""
     prompts = config.data.batch_size
     prompt, completion = medians["length/prompt/mean"], medians["length/completion/mean"]
     sampled = prompts * config.rollout.n * completion
     computed = medians.get("batch/tokens", 0) * (1 - medians.get("batch/shared_fraction", 0))
     whole = forward_flops(arch, tokens=computed, keys=(prompt + completion) / 2, scored=sampled)
     prefilled = medians["rollout/prefill_tokens"]
-    left_out = prompts * prompt - prefilled  # the first tokens of all prompts but one, which see least
+    left_out = prompts * prompt - prefilled  # tokens of a common prefix, computed for one prompt only
     first = left_out / max(prompts - 1, 1)
     prompt_keys = (prompts * prompt**2 - left_out * first) / 2
     sweep_s = medians["time/update_logprobs_s"]
@@ -107,7 +107,7 @@ def _stages(
             forward_flops(arch, tokens=sampled, keys=prompt + completion / 2, scored=sampled),
         ),
     }
-    if medians["update/optimizer_steps"] >= 1:  # else no sample had a signal, and nothing was computed
+    if medians["update/optimizer_steps"] >= 1:  # else all advantages were 0, and no gradient was computed
         stages["gradient"] = (medians["time/update_s"] - sweep_s, 3 * whole)
     return {name: parts for name, parts in stages.items() if min(parts) > 0}
 
@@ -119,13 +119,13 @@ def _share(stage: str, seconds: float, flops: float, limit: float) -> list[tuple
 
 
 def matmul_gflop_per_s(dtype: str) -> float:
-    """Best rate of a large product of square matrices, here and now."""
+    """Measured peak rate of a product of large square matrices on this machine."""
     matrix = jnp.ones((MATRIX, MATRIX), dtype)
     return 2 * MATRIX**3 / _fastest(jax.jit(jnp.matmul), matrix, matrix) / 1e9
 
 
 def copy_gb_per_s() -> float:
-    """Best rate of copying a large array, bytes read and bytes written counted."""
+    """Measured peak rate of copying a large array; bytes read and bytes written are both counted."""
     array = jnp.ones(COPIED_BYTES // 4, jnp.float32)
     return 2 * COPIED_BYTES / _fastest(jax.jit(lambda x: x + 1), array) / 1e9
 

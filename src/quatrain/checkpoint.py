@@ -1,6 +1,6 @@
-"""Checkpoints of everything a run needs to go on, written in the background and all or nothing.
+"""Asynchronous, atomic checkpoints of the state that is needed to resume a run.
 
-`train` saves the state after an update and restores it on resume; `export` and `evaluate` read it.
+The training loop saves the state after an update and restores it on resume; `export` reads it too.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ Abstract = Array | jax.ShapeDtypeStruct
 
 
 class Checkpointer:
-    """The checkpoints in a folder, one subfolder per step, the newest `keep` of them.
+    """The checkpoints in a folder, one subfolder per step; the newest `keep` of them are kept.
 
-    A checkpoint holds `arrays`, any pytree of arrays, and `host`, a JSON object. It appears under its
-    step's name only when it is complete, so an interrupted save leaves nothing that could be restored.
+    A checkpoint contains `arrays`, any pytree of arrays, and `host`, a JSON object. Its subfolder gets its
+    final name only when it is complete, so an interrupted save is never restored.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1):
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
-        logging.getLogger("absl").setLevel(logging.WARNING)  # where orbax reports each of its inner steps
+        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs internal details at a lower level
 
     def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
-        """Start saving `step`; returns when the arrays are copied, while the files are still being written.
+        """Start saving `step`; returns when the arrays are copied, and writes the files in the background.
 
-        The buffers of `arrays` may be donated or deleted as soon as this returns. A save still running is
-        waited for first, and its failure raised here. Raises ValueError for a leaf that is not an
-        array, a `host` that is not JSON, and a step not after the latest.
+        The buffers of `arrays` may be donated or deleted as soon as this returns. If the previous save is
+        still running, this waits for it, and raises its error if it failed. Raises ValueError for a leaf
+        that is not an array, a `host` that is not JSON-serialisable, and a step not after the latest.
         """
         self.wait()
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"checkpoints are saved in the order of steps: step {step} came, {self.directory} has step "
-                f"{latest}; resume from that one, or remove the later checkpoints"
+                f"checkpoints must be saved in the order of steps: got step {step}, but {self.directory} has "
+                f"step {latest}; resume from that step, or remove the later checkpoints"
             )
         json.dumps(host, allow_nan=False)
         items = ocp.args.Composite(
@@ -56,12 +56,12 @@ class Checkpointer:
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, arrays, host) of checkpoint `step`, by default the latest.
+        """(step, arrays, host) of checkpoint `step` (default: the latest).
 
-        `arrays`: the tree to restore into, of arrays or `jax.ShapeDtypeStruct`; each leaf comes back as a
-        `jax.Array` with its sharding, or on the first device where it names none. With `partial`, saved
-        leaves that `arrays` lacks are not read (`{"params": ...}` of a whole state). Raises ValueError
-        where there is no such checkpoint, or its leaves differ from `arrays` in name, shape or dtype.
+        `arrays` is a tree of arrays or `jax.ShapeDtypeStruct` with the saved structure; each leaf is
+        restored as a `jax.Array` with its sharding, or on the first device if it has none. With `partial`,
+        `arrays` may be a part of the saved tree (such as `{"params": ...}`), and other leaves are not read.
+        Raises ValueError if there is no such checkpoint, or if leaves differ in name, shape or dtype.
         """
         self.wait()
         step = self._existing(step)
@@ -82,9 +82,9 @@ class Checkpointer:
         return step, jax.tree.unflatten(jax.tree.structure(arrays), leaves), restored["host"]
 
     def read_host(self, step: int | None = None) -> dict[str, Any]:
-        """The `host` of checkpoint `step`, by default the latest, without its arrays.
+        """The `host` object of checkpoint `step` (default: the latest), without reading its arrays.
 
-        Raises ValueError where there is no such checkpoint.
+        Raises ValueError if there is no such checkpoint.
         """
         self.wait()
         items = ocp.args.Composite(host=ocp.args.JsonRestore())
@@ -92,7 +92,7 @@ class Checkpointer:
             return dict(reader.restore(self._existing(step), args=items)["host"])
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, lowest first; a save still running is not among them."""
+        """Steps of the complete checkpoints in increasing order, without a save that is still running."""
         return sorted(ocp.utils.checkpoint_steps(self.directory)) if self.directory.is_dir() else []
 
     def latest_step(self) -> int | None:
@@ -100,18 +100,18 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Return when the last save is on disk; raises what went wrong with it."""
+        """Wait until the last save is on disk; raises its error if it failed."""
         if self._manager is not None:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the last save, then let go of the threads."""
+        """Wait for the last save, then end the background threads."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
 
     def _writer(self) -> ocp.CheckpointManager:
-        """Opened by the first save, which also deletes what interrupted saves left behind."""
+        """The manager for writing, created by the first save, which deletes files of interrupted saves."""
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep,
@@ -126,7 +126,7 @@ class Checkpointer:
         steps = self.steps()
         if not steps:
             raise ValueError(
-                f"a checkpoint is needed: {self.directory} has none that is complete; "
+                f"{self.directory} must have a complete checkpoint, but has none; "
                 "train first, or give another run"
             )
         if step is not None and step not in steps:
@@ -140,7 +140,7 @@ class Checkpointer:
             expected, found = (_describe(tree.get(name)) for tree in (wanted, saved))
             if expected != found:
                 raise ValueError(
-                    "a checkpoint is restored into a state of the same leaves: "
+                    "the arrays of a checkpoint must have the names, shapes and dtypes of this run's: "
                     f"at {name!r} this run has {expected}, step {step} in {self.directory} has {found}; "
                     "use the model and optimizer of the saved run"
                 )
@@ -153,7 +153,7 @@ def _reader(directory: Path) -> ocp.CheckpointManager:
 
 
 def _named_leaves(tree: Any) -> dict[str, Abstract]:
-    """The leaves by path (`opt_state.1.mu.embed`): any container comes back from its leaves' names."""
+    """The leaves by path (`opt_state.1.mu.embed`), which makes the files independent of container types."""
     paths = tree_flatten_with_path(tree)[0]
     leaves = {keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     assert len(leaves) == len(paths), "two leaves share one name"
@@ -164,7 +164,7 @@ def _named_leaves(tree: Any) -> dict[str, Abstract]:
             or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ):
             raise ValueError(
-                "a checkpoint's arrays are arrays of numbers, not empty: "
+                "a checkpoint's arrays must be non-empty arrays of numbers: "
                 f"{name!r} is {getattr(leaf, 'aval', None) or type(leaf).__name__}; "
                 "put Python values into `host` and keys through `jax.random.key_data`"
             )

@@ -1,7 +1,7 @@
 """The command line: `quatrain train | eval | sft | launch | plan | config | export | bench`.
 
-Data flow: arguments and `.env` -> `config.load` -> the command's own function. What needs JAX is imported
-inside the commands, so help and configuration answer at once.
+Data flow: arguments and `.env` -> `config.load` -> the command's function. Modules that need JAX are imported
+inside the commands, so that `--help` and `config` are fast.
 """
 
 from __future__ import annotations
@@ -330,10 +330,10 @@ def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:
 def _together(
     resolved: Resolved, coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Iterator[Resolved]:
-    """Joins the processes that run one command, and leaves with them; gives the configuration all have.
+    """Connects the processes that run one command, disconnects them at the end; yields their configuration.
 
-    A process that runs the command alone joins and leaves nobody. Within the block, compiled programs are
-    kept as `run.compilation_cache` says.
+    A run of one process connects to nothing. Within the block, compiled programs are kept as
+    `run.compilation_cache` says.
     """
     from quatrain.cluster import processes as hosts
 
@@ -358,9 +358,9 @@ def _together(
 
 
 def _one_configuration(resolved: Resolved) -> Resolved:
-    """`resolved` as all processes have it; raises ValueError where what they were given differs.
+    """The configuration of all processes; raises ValueError if they were given different ones.
 
-    What every process derives, process 0 decides: a name made of the time is another in each.
+    Derived values are taken from process 0: a name derived from the time differs between processes.
     """
     from quatrain.cluster.processes import assert_same, gather_objects
     from quatrain.config.derive import value_at
@@ -389,9 +389,10 @@ def _by_key(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
-    """The configuration kept in the folder of `run` (its path, its name, or `auto`), and the run to resume.
+    """(configuration file in the folder of `run`, value of `resume`); `run` is a path, a name, or `auto`.
 
-    No configuration where `auto` finds no run. A run without a checkpoint stays `auto`: it is started again.
+    The file is None if `auto` finds no run. For a run without a checkpoint the value stays `auto`, which
+    starts the run again.
     """
     from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
@@ -429,14 +430,17 @@ def _complain(kind: str, message: str) -> None:
 
 
 def main() -> None:
-    """Runs the command line; a user's error is one line on stderr (`QUATRAIN_DEBUG=1`: a traceback)."""
+    """Runs the command line; prints an error of the user as one line on stderr.
+
+    With `QUATRAIN_DEBUG=1` it prints a traceback instead.
+    """
     try:
         app()
     except KeyboardInterrupt:
         _complain("error", "interrupted")
         _end(INTERRUPTED, "interrupted")
     except Exception as error:
-        # Errors with a name of the project's own are meant to be read, as are ValueError and OSError.
+        # Messages of ValueError, OSError and quatrain's exception classes are written for users.
         own = type(error).__module__.startswith("quatrain.")
         asked = isinstance(error, ValueError | OSError)
         message = str(error) or type(error).__name__
@@ -453,13 +457,13 @@ def main() -> None:
 
 
 def _with_others() -> ModuleType | None:
-    """The module of the processes that run this command together; None in one that is alone."""
+    """The module `cluster.processes` in a run of several processes; None in a run of one process."""
     hosts = sys.modules.get("quatrain.cluster.processes")
     return hosts if hosts is not None and hosts.joined() else None
 
 
 def _end(status: int, message: str) -> NoReturn:
-    """Exits with `status`; processes that run the command together with this one hear why, and end too."""
+    """Exits with `status`; the other processes of the run receive `message` and end too."""
     hosts = _with_others()
     if hosts is not None:
         from quatrain.config.environment import redact

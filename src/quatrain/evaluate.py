@@ -1,6 +1,6 @@
 """Evaluation: greedy accuracy, strict and lenient, and mean@n / pass@n of sampled completions.
 
-Runs before, during and after training with the rollout's own engine, and by itself as `quatrain eval`.
+Used before, during and after training, with the engine of the rollout, and by the command `quatrain eval`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quatrain.rollout.interface import Rollouts
 from quatrain.types import Prompt, RolloutBatch
 
 ANSWER_COLUMN = "answer"
-"""Accuracy needs this column; without it only rewards are reported."""
+"""Data column with the gold answer; without it, evaluation reports no accuracy."""
 
 
 def evaluate(
@@ -36,13 +36,14 @@ def evaluate(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Metric]:
-    """Metrics `eval/…` of the weights `engine` holds, over `prompts`.
+    """Metrics `eval/…` of the current weights of `engine`, over `prompts`.
 
-    Greedy: `accuracy_strict` (correct and in the required format), `accuracy_lenient` (correct), `reward`,
-    `completion_length`, `truncated_fraction`. With `config.n` > 0 also, sampled at `config.temperature`:
-    `mean_at_n` (share of correct completions) and `pass_at_n` (share of prompts with at least one), both
-    lenient. Accuracies need the data column `answer`. `on_progress` is told the prompts done and
-    how many there are, each counted once for the greedy and once for the sampled completions.
+    Of greedy completions: `accuracy_strict` (correct and in the required format), `accuracy_lenient`
+    (correct), `reward`, `completion_length`, `truncated_fraction`. If `config.n` > 0, also of completions
+    sampled at `config.temperature`: `mean_at_n` (fraction of correct completions) and `pass_at_n` (share of
+    prompts with at least one correct completion), both without regard to format. Accuracies need the data
+    column `answer`. `on_progress` is called with the number of prompts done and the total; each prompt counts
+    once for greedy and once for sampled completions.
     """
     greedy = replace(engine.sampling, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     kinds = [(greedy, _greedy_metrics)]
@@ -62,7 +63,7 @@ def evaluate(
 
 
 def left_out(source: PromptSource) -> dict[str, Metric]:
-    """Evaluation prompts longer than `data.max_prompt_length`: those skipped, those truncated."""
+    """Metrics: numbers of skipped and truncated evaluation prompts, longer than `data.max_prompt_length`."""
     return {
         "eval/skipped_prompts": Metric(source.skipped, reduction="sum"),
         "eval/truncated_prompts": Metric(source.truncated, reduction="sum"),
@@ -70,12 +71,12 @@ def left_out(source: PromptSource) -> dict[str, Metric]:
 
 
 def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Each metric's number by name; means over nothing, and what is not finite, are left out."""
+    """The reduced value of each metric by name, without means over zero items and non-finite values."""
     return {name: value for name, value in reduce_metrics(metrics).items() if math.isfinite(value)}
 
 
 def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
-    """[B] 1 where the answer is right, 0 where not, NaN where the row has none; None without answers."""
+    """[B] 1 for a correct answer, 0 for a wrong one, NaN without gold answer; None without the column."""
     answers = rollouts.columns.get(ANSWER_COLUMN)
     if answers is None:
         return None
@@ -103,7 +104,7 @@ def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, M
 
 
 def _mean(values: np.ndarray) -> Metric:
-    """Mean of the values that are not NaN."""
+    """The mean of `values` without NaN entries, as a metric."""
     given = values[~np.isnan(values)]
     return Metric(float(given.sum()), len(given))
 
@@ -122,9 +123,10 @@ def _sampled_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, 
 
 
 def evaluate_run(resolved: Resolved) -> dict[str, float]:
-    """`quatrain eval`: the metrics of `model.path` on `data.eval`, all its prompts unless capped.
+    """`quatrain eval`: the metrics of the model `model.path` on `data.eval`.
 
-    Shows its progress on stderr. Raises ValueError without `data.eval`.
+    Uses all prompts, or the first `eval.final_num_prompts`. Shows progress on stderr. Raises ValueError if
+    `data.eval` is null.
     """
     config = resolved.config
     if config.data.eval is None:

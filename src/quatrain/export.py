@@ -1,6 +1,6 @@
-"""A policy as a Hugging Face folder: weights, configuration and tokenizer that transformers loads.
+"""Exports a policy as a Hugging Face folder: weights, configuration and tokenizer for transformers.
 
-Written at the end of a run (`final/`) and by `quatrain export` from any of its checkpoints.
+Used at the end of a run (for the folder `final/`) and by `quatrain export`, for any checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANY_DEVICES = (
     *(f"placement.{role}=null" for role in ("train", "rollout", "reference")),
     *(f"offload.{what}=false" for what in ("reference", "optimizer")),
 )
-"""A run is exported on other devices than it was trained on."""
+"""Overrides of a run's configuration that allow exporting on other devices than those used for training."""
 
 
 def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: Any) -> None:
@@ -34,10 +34,10 @@ def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: A
 
 
 def export(run: Path, output: Path, *, step: int | None = None) -> int:
-    """`quatrain export`: checkpoint `step` (default: the latest) of the run at `run`, written to `output`.
+    """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
 
-    Returns the step. Raises ValueError where `run` has no configuration or no such checkpoint, or where
-    `output` exists and is not an empty folder.
+    Returns the step. Raises ValueError if `run` has no configuration or no such checkpoint, or if `output`
+    exists and is not an empty folder.
     """
     config_file = run / "config.yaml"
     if not config_file.is_file():

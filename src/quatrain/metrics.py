@@ -1,4 +1,4 @@
-"""A logged number as it comes from a stage: a value, a count, and how two of them combine.
+"""The type of a logged metric: a value, a count, and a rule for combining two metrics.
 
 Data flow: every stage -> the `metrics` of its batch -> `report`, which reduces each to one number.
 """
@@ -16,10 +16,10 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One logged number as (value, count) and how such pairs combine.
+    """A metric as (value, count), and the reduction that combines such pairs.
 
-    `mean`: value is a sum over `count` items, reduced to value / count once, at the end. `sum`, `max`
-    and `min` reduce `value` and ignore `count`. A mean over zero items is NaN, which sinks omit.
+    `mean`: `value` is a sum over `count` items; it is divided by `count` once, by `result`. `sum`, `max` and
+    `min` combine `value` and ignore `count`. A mean over zero items is NaN and is not logged.
     """
 
     value: float
@@ -27,12 +27,13 @@ class Metric:
     reduction: Reduction = "mean"
 
     def combine(self, other: Metric) -> Metric:
-        """This metric and `other`, of the same reduction, as one; raises ValueError otherwise."""
+        """This metric combined with `other`; raises ValueError if their reductions differ."""
         if self.reduction != other.reduction:
             raise ValueError(
-                f"metrics with reductions {self.reduction!r} and {other.reduction!r} do not combine"
+                "only metrics with the same reduction can be combined; got "
+                f"{self.reduction!r} and {other.reduction!r}"
             )
-        # numpy's, which keep a NaN; Python's max and min may drop it.
+        # numpy's functions propagate NaN; Python's max and min may not.
         merge = {"max": np.max, "min": np.min}.get(self.reduction, np.sum)
         value = float(merge((self.value, other.value)))
         return Metric(value, self.count + other.count, self.reduction)
@@ -50,8 +51,8 @@ Metrics = Mapping[str, Metric]
 def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[str]) -> dict[str, Metric]:
     """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`.
 
-    Nothing where no entry is finite. `std` is the population standard deviation; it is no sum over items,
-    so combining two gives their mean, not the deviation of the union.
+    Empty if no entry is finite. `std` is the population standard deviation; combining two of them gives their
+    mean, not the standard deviation of the union.
     """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]

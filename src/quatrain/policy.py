@@ -1,6 +1,6 @@
-"""The policy from its configuration: tokenizer, architecture, parameters, and the engine to sample from it.
+"""Loads the policy given by the configuration (tokenizer, architecture, parameters) and builds its engine.
 
-Stands under training, evaluation, warm start and export, which all begin here.
+Used by training, evaluation, warm start and export.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quatrain.weights.load import load_model
 
 @dataclass(frozen=True)
 class Meshes:
-    """The devices of each role. Those that share their devices have them in one order."""
+    """The device mesh of each role. Roles with the same devices have them in the same order."""
 
     train: Mesh
     rollout: Mesh
@@ -35,9 +35,9 @@ class Meshes:
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """Tokenizer, architecture and freshly loaded parameters; `stop_ids` end a completion.
+    """Tokenizer, architecture and loaded parameters of a model; the tokens `stop_ids` end a completion.
 
-    The parameters lie on the mesh of training.
+    The parameters are sharded on the training mesh.
     """
 
     tokenizer: Any
@@ -48,12 +48,12 @@ class LoadedPolicy:
 
 
 def load_policy(config: Config) -> LoadedPolicy:
-    """Load what `model.path` and `model.tokenizer` name; a builtin model is drawn from the run's seed.
+    """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
 
-    Parameters lie on the devices of all processes, as `mesh` arranges them. Raises ValueError where a mesh
-    does not multiply to the devices or cannot share the model, what is offloaded has no memory to go to, the
-    tokenizer has more tokens than the model's vocabulary, the longest sequence more than the model has
-    positions, and where `model.attention` names a kernel that cannot run the model.
+    Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
+    match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
+    offloading, the tokenizer has more tokens than the model's vocabulary, the longest sequence has more
+    tokens than the model has positions, or the kernel `model.attention` cannot run the model.
     """
     meshes = role_meshes(config)
     if config.offload.reference or config.offload.optimizer:
@@ -70,14 +70,16 @@ def load_policy(config: Config) -> LoadedPolicy:
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
-            f"a tokenizer fits its model's vocabulary: {config.model.tokenizer} has {len(tokenizer)} tokens, "
-            f"{config.model.path} {model.arch.vocab_size}; set model.tokenizer to the one it was trained with"
+            "a tokenizer must not have more tokens than its model's vocabulary: "
+            f"{config.model.tokenizer} has {len(tokenizer)} tokens, {config.model.path} "
+            f"{model.arch.vocab_size}; set model.tokenizer to the one the model was trained with"
         )
     longest = config.data.max_prompt_length + config.rollout.max_new_tokens
     if longest > model.arch.max_position:
         raise ValueError(
-            f"a sequence fits the positions its model knows: data.max_prompt_length + rollout.max_new_tokens "
-            f"is {longest} tokens, {config.model.path} knows {model.arch.max_position}; lower one of the two"
+            "a sequence must not be longer than its model's maximum number of positions: "
+            f"data.max_prompt_length + rollout.max_new_tokens is {longest} tokens, {config.model.path} has "
+            f"{model.arch.max_position} positions; lower one of the two"
         )
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
@@ -86,9 +88,9 @@ def load_policy(config: Config) -> LoadedPolicy:
 
 
 def role_meshes(config: Config) -> Meshes:
-    """The devices of all processes, arranged for each role.
+    """The mesh of each role, over the devices of all processes.
 
-    Raises ValueError where they do not come out even (`config.roles`).
+    Raises ValueError if a mesh does not match its devices (`config.roles`).
     """
     roles = resolve_roles(config, jax.device_count(), num_processes())
     train = role_mesh(roles.train)
@@ -104,10 +106,10 @@ def role_meshes(config: Config) -> Meshes:
 def build_engine(
     config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
 ) -> RolloutEngine:
-    """The rollout engine of `loaded`, without weights until `sync_weights`.
+    """The rollout engine for `loaded`; it has no weights until its `sync_weights` is called.
 
-    `on_progress` is told how far it is, after each of its decode calls. `usual_prompt` are the tokens of a
-    prompt that its cache always has room for.
+    `on_progress` is called with the progress of the rollout after each decode call. The prompt cache always
+    has room for prompts of `usual_prompt` tokens.
     """
     return RolloutEngine(
         loaded.arch,
@@ -124,15 +126,15 @@ def build_engine(
 
 
 def _attention(config: Config, arch: Architecture, *, packed: bool = True, prompts: bool = False) -> str:
-    """The attention of `model.attention` on this platform; raises ValueError for one that cannot be had."""
+    """The attention kernel for `model.attention` on this platform; raises ValueError if it is unavailable."""
     name, platform, dtype = config.model.attention, this_backend().kind, config.model.dtype
     if prompts and name == "cudnn":
-        name = "auto"  # the engine packs prompts, which cuDNN cannot keep apart
+        name = "auto"  # the engine packs prompts, and cuDNN's kernel cannot mask one prompt from another
     return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:
-    """How micro-batches become log-probabilities, at `temperature`."""
+    """The settings for computing log-probabilities of micro-batches at `temperature`."""
     return PolicySpec(
         loaded.arch,
         temperature=temperature,

@@ -1,7 +1,6 @@
-"""What surrounds the training loop: folder and resume, evaluation, checkpoints, report, export.
+"""A run around the training loop: folder, resuming, evaluation, checkpoints, logging and export.
 
-Stands under `train.py`: a `Run` is made of the configuration before anything is computed, and lives from the
-first line of the log to the last.
+Used by `train.py`. A `Run` is created from the configuration before any computation and exists until the end.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_c
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to: metrics of the evaluations before and after, and where its files are."""
+    """Result of a run: its folder, its steps, and the metrics of the evaluations before and after."""
 
     run: Path
     steps: int
@@ -60,15 +59,15 @@ class Summary:
 
 @contextmanager
 def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
-    """What the run is made of, in its folder, then its report around everything that is computed.
+    """Creates the run's folder, the `Run` and its report; closes them at the end.
 
-    Bad input is found before the report starts, and leaves neither a folder nor a change in that of a
-    resumed run.
+    For invalid input it raises an error before logging starts, deletes a new folder and does not change the
+    folder of a resumed run.
     """
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
     folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
-    if folder.resumed:  # under the name it has, whatever a configuration given anew would call it
+    if folder.resumed:  # a resumed run keeps its name, even if the given configuration sets another
         run_section = config.run.model_copy(update={"name": folder.name})
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
     try:
@@ -94,7 +93,7 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
 
 
 class Run:
-    """One run: its folder, policy, data and stages; `progress` is set while something is computed."""
+    """One run: its folder, policy, data and stages; `progress` is set while the run is in progress."""
 
     report: Report
     progress: Progress
@@ -127,7 +126,7 @@ class Run:
 
     @property
     def step_size(self) -> str:
-        """Prompts and samples of a training step, in words."""
+        """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
     def next_prompts(self, train_step: int) -> list[Prompt]:
@@ -144,7 +143,7 @@ class Run:
         )
 
     def announce(self, plan: str) -> None:
-        """Report what the run is going to do, with its batch plan and the prompts left out."""
+        """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
         self.report.event(f"run {self.folder.name}: {plan}")
         batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
         for line in render(batches).splitlines():
@@ -162,7 +161,7 @@ class Run:
                 )
 
     def begin(self) -> tuple[TrainState, Stages]:
-        """The state training starts from (warm start or checkpoint) and the stages around it."""
+        """The initial training state (after the warm start, or from a checkpoint) and the stages."""
         config = self.config
         if self.folder.restarted:
             self.folder.start_over()
@@ -180,7 +179,7 @@ class Run:
         return state, stages
 
     def warm_start(self, *, log_every_step: bool = False) -> Any:
-        """The parameters after the supervised steps, or as they were loaded where there are none."""
+        """The parameters after the supervised steps, or the loaded parameters if there is no warm start."""
         if self.demonstrations is None:
             return self.loaded.params
         steps = self.config.sft.steps
@@ -197,9 +196,9 @@ class Run:
             return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
 
     def _reference(self, params: Any) -> Any:
-        """A frozen copy of the policy training started from, kept beside the checkpoints for resuming.
+        """The reference policy: a frozen copy of the policy at the start of training, on its role's devices.
 
-        On the devices of its role, in their memory or their host's.
+        It is saved in the run's folder for resuming, and offloaded to host memory if `offload.reference`.
         """
         mesh = self.loaded.meshes.reference
         like = abstract_params(self.loaded.arch, self.config.model.param_dtype, mesh)
@@ -211,7 +210,7 @@ class Run:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Shows that `stage` of a training step runs; counts its seconds, and those that it compiles."""
+        """Shows `stage` in the progress display, and measures its seconds and those spent compiling in it."""
         self.progress.stage(stage)
         before = compile_seconds()
         with self.timer.stage(stage):
@@ -222,7 +221,7 @@ class Run:
         self.progress.detail(str(decoding))
 
     def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
-        """Log the metrics and samples of a training step, and show them."""
+        """Log the metrics and samples of a training step, and update the progress display."""
         step_s = self.timer.seconds("step")
         rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
         tokens_per_s = float(rollouts.attention_mask.sum()) / step_s
@@ -253,7 +252,7 @@ class Run:
         self.before = self._evaluate(params, 0, count, "evaluation before training")
 
     def evaluate_last(self, params: Any, step: int) -> dict[str, float]:
-        """The numbers of the evaluation after the last step."""
+        """Evaluate `params` after the last step; returns the metrics."""
         return self._evaluate(params, step, self.config.eval.final_num_prompts, "final evaluation")
 
     def evaluate_when_due(self, state: TrainState) -> None:
@@ -288,7 +287,7 @@ class Run:
             self.report.log(state.train_step, self.timer.metrics())
 
     def save(self, state: TrainState) -> None:
-        """Save a checkpoint of `state`, unless there is one of its step or a later one."""
+        """Save a checkpoint of `state`, unless one of the same or a later step exists."""
         latest = decided_by_main(self.checkpoints.latest_step)
         if latest is not None and state.train_step <= latest:
             return
@@ -308,19 +307,20 @@ class Run:
             )
 
     def _check_resumable(self) -> None:
-        """The stream of prompts and the reference policy are those of the run so far."""
+        """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
         saved = self.checkpoints.read_host()["config"]
         for key, value in _kept_on_resume(self.config).items():
             if value != saved[key]:
                 raise ValueError(
-                    f"a run is resumed with its own {key}: {self.folder.path} has {saved[key]}, got {value}; "
-                    f"set {key} back, or start another run"
+                    f"{key} of a resumed run must not change: {self.folder.path} has {saved[key]}, got "
+                    f"{value}; set {key} back, or start another run"
                 )
         if self.config.update.kl_coef and not self.reference.steps():
             raise ValueError(
-                "a run keeps the policy its KL is taken to when it starts with update.kl_coef above 0: "
-                f"{self.folder.path} has none, got update.kl_coef {self.config.update.kl_coef}; "
-                "set update.kl_coef back to 0, or start another run"
+                "a run can be resumed with update.kl_coef above 0 only if it was started so: the reference "
+                "policy is saved at the start; "
+                f"{self.folder.path} has none, got update.kl_coef "
+                f"{self.config.update.kl_coef}; set update.kl_coef back to 0, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
@@ -340,7 +340,7 @@ class Run:
         self.checkpoints.wait()
 
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
-        """Report what the run came to."""
+        """Log the results of the run."""
         event = self.report.event
         for key, name in (("eval/accuracy_strict", "accuracy"), ("eval/reward", "reward")):
             if key in after:
@@ -354,24 +354,24 @@ class Run:
 
 
 def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
-    """What to tell of a step whose sampler and trainer disagree by more than `rollout.logprob_diff_warning`.
+    """The warning for a step if sampler and trainer differ by more than `rollout.logprob_diff_warning`.
 
-    None where they do not, where no token was trained on, and where the key is null.
+    None if they do not, if no token was trained on, and if the key is null.
     """
     limit, mean = config.rollout.logprob_diff_warning, update.get("rollout/logprob_diff_mean")
     if limit is None or mean is None or not mean.result() > limit:
         return None
     return (
-        f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats in the mean, "
-        f"{update['rollout/logprob_diff_max'].result():.3g} at most, and rollout.logprob_diff_warning is "
-        f"{limit:g}: the gradient is not that of the policy that was sampled from. Sample without "
+        f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats on average and "
+        f"{update['rollout/logprob_diff_max'].result():.3g} at most (rollout.logprob_diff_warning is "
+        f"{limit:g}): the trained policy differs from the one that was sampled from. Sample without "
         "rollout.top_p, top_k and min_p, take fewer or smaller optimizer steps on a rollout batch, or set "
-        f"model.dtype to float32 (it is {config.model.dtype}); null switches this warning off"
+        f"model.dtype to float32 (it is {config.model.dtype}); null disables this warning"
     )
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys behind the stream of prompts and random numbers: a checkpoint is a place in that stream."""
+    """The keys that determine the stream of prompts and random numbers; they must not change on resume."""
     return {
         "seed": config.seed,
         "data.train": config.data.train,

@@ -1,4 +1,4 @@
-"""The supervised warm start on demonstrations, before reinforcement learning and as `quatrain sft`."""
+"""Supervised training on demonstrations: the warm start before reinforcement learning, and `quatrain sft`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quatrain.update.sft import SupervisedLearner
 
 
 def warm_start_data(config: Config, tokenizer: Any) -> DemonstrationSource:
-    """The demonstrations of `sft.data`, by default those of `data.train`.
+    """The demonstrations of `sft.data` (default: `data.train`).
 
     Raises ValueError for data without a `completion` column.
     """
@@ -29,10 +29,10 @@ def warm_start(
     *,
     on_step: Callable[[int, dict[str, Metric]], None] = lambda step, metrics: None,
 ) -> Any:
-    """Parameters after `sft.steps` optimizer steps on `demonstrations`.
+    """The parameters after `sft.steps` optimizer steps on `demonstrations`.
 
-    Donates the parameters of `loaded`. Their likelihood is that of temperature 1, whatever the rollout
-    samples at. `on_step` is told each finished step, counted from 1, and its metrics.
+    Donates the parameters of `loaded`. The likelihood is computed at temperature 1, independently of
+    `rollout.temperature`. `on_step` is called after each step with its number, from 1, and its metrics.
     """
     policy = build_policy_spec(config, loaded, temperature=1.0)
     learner = SupervisedLearner(

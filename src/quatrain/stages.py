@@ -1,7 +1,7 @@
 """The four stages of a training step, built from the configuration.
 
-Stands between `policy.py`, which loads the model, and the training loop. `quatrain.build_stages` is for
-those who write the loop themselves.
+Used by `run.py` with a policy loaded by `policy.py`, and by users who write a training loop themselves, as
+`quatrain.build_stages`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quatrain.update.learner import Learner
 
 @dataclass(frozen=True)
 class Stages:
-    """Rollout, reward, advantage and update: one line of a training step each."""
+    """The four stages of a training step: rollout, reward, advantage and update."""
 
     rollout: Rollouts
     reward: RewardScorer
@@ -38,11 +38,11 @@ def build_stages(
     reference: Any = None,
     on_progress: OnProgress | None = None,
 ) -> Stages:
-    """The stages of a run of `steps` training steps, which the learning-rate schedule spans.
+    """The stages of a run of `steps` training steps, the length of the learning-rate schedule.
 
-    `reference`: the frozen parameters that KL is taken to, needed where `update.kl_coef` is not 0.
-    `on_progress` is called by the rollout after each of its decode calls. Raises ValueError for a reward
-    function, estimator or loss that cannot be imported or does not fit.
+    `reference`: frozen parameters of the reference policy, needed if `update.kl_coef` is not 0. The rollout
+    calls `on_progress` after each decode call. Raises ValueError for a reward function, estimator or loss
+    that cannot be imported or has an invalid signature.
     """
     return Stages(
         build_engine(config, loaded, on_progress=on_progress),
@@ -53,12 +53,12 @@ def build_stages(
 
 
 def build_scorer(config: Config) -> RewardScorer:
-    """The reward stage; of several processes the main one alone calls the reward functions."""
+    """The reward stage; in a run of several processes only the main process calls the reward functions."""
     return RewardScorer(config.reward, decide=decided_by_main)
 
 
 def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference: Any = None) -> Learner:
-    """The update stage of a run of `steps` training steps; `reference` as for `build_stages`."""
+    """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
     assert config.update.mini_batch_size is not None, "batch sizes are derived before they come here"
     mini_batches = math.ceil(config.data.batch_size / config.update.mini_batch_size)
     return Learner(

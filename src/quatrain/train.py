@@ -1,7 +1,7 @@
-"""The training loop: rollout, reward, advantages, update, a line each.
+"""The training loop: rollout, reward, advantages, update.
 
-Called by `quatrain train` and `quatrain sft`. What surrounds the loop (folder, resume, evaluation,
-checkpoints, report) is in `run.py`.
+Called by `quatrain train` and `quatrain sft`. Run folder, resuming, evaluation, checkpoints and logging are
+in `run.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def train_step(
     prompts: Sequence[Prompt],
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[TrainState, AdvantagedBatch]:
-    """One training step: the state after it, and the batch it trained on. `timed` wraps each stage."""
+    """One training step; returns the new state and the batch. Each stage runs in a context `timed(name)`."""
     step = state.train_step
     with timed("rollout"):
         stages.rollout.sync_weights(state.params, state.step)
@@ -38,9 +38,9 @@ def train_step(
 
 
 def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
-    """`quatrain train`: a whole run, or the rest of one. `resume`: a run's name, its path, or `auto`.
+    """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
-    Raises ValueError for bad input, before anything is computed, and TooManyBadSteps, after a checkpoint.
+    Raises ValueError for invalid input before any computation, and TooManyBadSteps after saving a checkpoint.
     """
     with open_run(resolved, resume) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
@@ -70,9 +70,9 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
 
 
 def supervise(resolved: Resolved) -> Summary:
-    """`quatrain sft`: the supervised warm start by itself, evaluated before and after, and exported.
+    """`quatrain sft`: only the supervised warm start, with evaluation before and after, and export.
 
-    Raises ValueError for bad input, `sft.steps` of 0 included.
+    Raises ValueError for invalid input, including `sft.steps` 0.
     """
     steps = resolved.config.sft.steps
     if not steps:

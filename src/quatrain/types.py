@@ -1,9 +1,9 @@
-"""The batch types that pass between the four stages; each checks itself when it is made.
+"""The batch types passed between the four stages; each validates its fields when it is created.
 
 Data flow: `Prompt` -> rollout -> `RolloutBatch` -> reward -> `RewardedBatch` -> advantage ->
-`AdvantagedBatch` -> update. The stage order is in the types: a step out of order cannot be written.
-All arrays are host-side numpy and right-padded: B sequences, T positions, F reward functions. A batch takes
-its arrays over: they are made read-only in place. Batches compare by identity.
+`AdvantagedBatch` -> update. Each stage accepts only the type of the stage before it, so stages cannot be
+called in the wrong order. All arrays are right-padded numpy arrays: B sequences, T positions, F reward
+functions. Creating a batch makes its arrays read-only in place. Batches compare by identity.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from quatrain.metrics import Metrics
 
 FINISH_REASONS = ("stop", "length")
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
-"""What a reward function can take beside data columns, which cannot have these names."""
+"""Arguments of reward functions other than data columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt as the rollout takes it: tokens, text, and the data columns its rewards will see.
+    """One prompt, the input of the rollout: tokens, text, and the data columns passed to reward functions.
 
     Raises ValueError for `input_ids` that are not [P] int32 with P >= 1.
     """
 
     group_id: int
-    """Globally unique: its position in the endless shuffled stream of prompts. Same prompt draw, same id."""
+    """Unique id: the position in the endless shuffled stream of prompts. All samples of a prompt share it."""
     input_ids: np.ndarray
     """[P] int32 token ids, at least one."""
     text: PromptText
-    """What was rendered: a string, or the chat messages."""
+    """The prompt before tokenisation: a string or chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,16 +53,16 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """Completions sampled from the policy. Made by the rollout stage.
+    """Completions sampled from the policy: the output of the rollout stage.
 
-    `prompts`, `completions` and each entry of `columns` have one item per sequence. Equal `group_ids` mean
-    the same prompt; rows of a group need not be neighbours, nor groups of one size. Each row starts with at
-    least one prompt token. `completion_mask` covers the tokens the policy produced, the stop token among
-    them; `rollout_logprobs` (nats) are under the distribution sampled from, 0 outside the mask;
-    `policy_version` is the optimizer step whose weights produced the token, -1 outside the mask.
-    `finish_reason` is `stop` or `length` (cut at the longest allowed completion).
+    `prompts`, `completions` and each entry of `columns` have one item per sequence. Rows with equal
+    `group_ids` have the same prompt; they need not be adjacent, and groups may differ in size. A row starts
+    with at least one prompt token. `completion_mask` is True for sampled tokens, the stop token included.
+    `rollout_logprobs` are the log-probabilities (nats) of tokens in the sampled distribution, 0
+    outside the mask. `policy_version` is the optimizer step of the weights that sampled a token, -1 outside
+    the mask. `finish_reason` is `stop` or `length` (cut at the maximum completion length).
 
-    Raises ValueError, naming stage, field, what was expected and what came, where any of this does not hold.
+    Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """
 
     input_ids: np.ndarray  # [B, T] int32
@@ -104,7 +104,7 @@ class RolloutBatch:
         prompt_of_group: dict[int, PromptText] = {}
         for group, prompt in zip(self.group_ids.tolist(), self.prompts, strict=True):
             same = prompt_of_group.setdefault(group, prompt) == prompt
-            check.rule(same, "group_ids", "one prompt to a group", f"two different prompts in group {group}")
+            check.rule(same, "group_ids", "one prompt per group", f"two different prompts in group {group}")
 
     def _check_masks(self, check: _Checker) -> None:
         outside = ~self.completion_mask
@@ -151,23 +151,24 @@ class RolloutBatch:
 
     @property
     def completion_lengths(self) -> np.ndarray:
-        """[B] int64: completion tokens of each sequence."""
+        """[B] int64: number of completion tokens of each sequence."""
         return self.completion_mask.sum(axis=1)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[B] int64: real tokens of each sequence."""
+        """[B] int64: number of tokens of each sequence, without padding."""
         return self.attention_mask.sum(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class RewardedBatch:
-    """A rollout batch with its rewards. Made by the reward stage.
+    """A rollout batch with its rewards: the output of the reward stage.
 
-    `rewards` is the weighted sum over the functions that did not abstain; NaN where all abstained, and only
-    there. `rewards_per_function` holds the raw values, NaN where a function abstained (returned None).
+    `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
+    `rewards_per_function` has the raw values, NaN if a function abstained (returned None).
 
-    Raises ValueError for arrays that do not fit, infinite rewards, NaN in the one and not in the other.
+    Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, and if `rewards` is NaN for
+    other sequences than those on which all functions abstained.
     """
 
     rollouts: RolloutBatch
@@ -193,7 +194,7 @@ class RewardedBatch:
 
 @dataclass(frozen=True, eq=False)
 class AdvantagedBatch:
-    """A rewarded batch with per-token advantages, 0 outside the completion mask. Made by the advantage stage.
+    """A rewarded batch with per-token advantages, 0 outside the completion mask: output of the third stage.
 
     Raises ValueError for advantages that are not [B, T] float32, finite, and 0 outside the mask.
     """
@@ -215,12 +216,12 @@ class AdvantagedBatch:
 
     @property
     def rollouts(self) -> RolloutBatch:
-        """The rollout batch underneath."""
+        """The rollout batch that the rewards belong to."""
         return self.rewarded.rollouts
 
 
 class _Checker:
-    """Raises a ValueError that names the stage, the field, what was expected and what came."""
+    """Raises ValueErrors that name stage, field, expected value and actual value."""
 
     def __init__(self, stage: str):
         self.stage = stage

@@ -1,7 +1,7 @@
-"""Functions that the configuration names: built in, or a user's own as `path/file.py:function`.
+"""Finds functions named in the configuration: built-in ones, and users' as `path/file.py:function`.
 
-Stands under the stages: rewards, advantage estimators and policy losses are found here, and their arguments
-are checked here against the function's signature, before anything is computed.
+The stages use it for reward functions, advantage estimators and policy losses. Their arguments are validated
+against the function's signature before any computation.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
     """The function `spec`: a key of `builtin`, `package.module:function` or `path/file.py:function`.
 
-    `what` is what it is called in errors, for example "reward function". Raises ValueError where there is no
-    such name, the module or file cannot be imported or lacks the attribute, and where that is not callable.
+    `what` is the kind of function, for error messages, such as "reward function". Raises ValueError if the
+    name is unknown, the module or file cannot be imported or lacks the attribute, or it is not callable.
     """
     where, colon, attribute = spec.rpartition(":")
     if not colon:
         if spec in builtin:
             return builtin[spec]
         raise ValueError(
-            f"{what} {spec!r} is unknown; built in are {', '.join(builtin)}; your own is "
+            f"{what} {spec!r} is unknown; built in are {', '.join(builtin)}; give a function of your own as "
             f"`package.module:function` or `path/file.py:function`"
         )
     name = f"{what} {spec!r}"
@@ -64,7 +64,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    sys.modules[module_name] = module  # needed by dataclasses and pickle
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -82,20 +82,20 @@ def own_arguments(
     given: Mapping[str, Any],
     key: str,
 ) -> dict[str, Any]:
-    """The keyword arguments of `function` beside its `inputs`, checked against its signature.
+    """The keyword arguments of `function` other than `inputs`, validated against its signature.
 
-    An argument without a default comes from `given`, the value of the configuration's `key` (for example
-    `update.loss_args`), or, where its name is one of `shared`, from the key of that name in the same section.
+    They come from `given`, the value of the configuration's `key` (such as `update.loss_args`). A parameter
+    without default whose name is in `shared` comes from the key of that name in the same section.
 
     Args:
-        name: what the function is called in errors.
-        inputs: parameters that the stage fills for every batch.
-        shared: keys of the section, and their values, that a function asks for by naming them.
-        given: the values that the user gave.
+        name: name of the function in error messages.
+        inputs: parameters that the stage passes for every batch.
+        shared: keys of the section, with their values, that are passed to a function with such a parameter.
+        given: the arguments set by the user.
 
     Raises:
-        ValueError: for an argument that the function does not take, one that it needs and that is not given,
-            one that is also a key of the section, and a value of another type than the annotation.
+        ValueError: for an unknown argument, a missing required one, one that must be set by a key of the
+            section instead, and a value whose type does not match the annotation.
     """
     parameters = {
         parameter.name: parameter
@@ -108,7 +108,7 @@ def own_arguments(
         if parameter.default is parameter.empty and argument in shared:
             if argument in given:
                 raise ValueError(
-                    f"{key} has {argument}, which {name} takes from {section}.{argument}; set that instead"
+                    f"{key} has {argument}, but {name} takes it from {section}.{argument}; set that instead"
                 )
             arguments[argument] = shared[argument]
     own = {argument: p for argument, p in parameters.items() if argument not in arguments}
@@ -123,7 +123,7 @@ def own_arguments(
 
 
 def tokens_parameter(function: Callable[..., Any], name: str) -> tuple[str]:
-    """The name of the first parameter, which takes the tokens; raises ValueError where there is none."""
+    """The name of the first parameter, which receives the tokens; raises ValueError if there is none."""
     parameters = list(inspect.signature(function).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
@@ -135,15 +135,15 @@ def tokens_parameter(function: Callable[..., Any], name: str) -> tuple[str]:
 
 
 def _listed(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """The parameters with their types and defaults, as in a signature."""
+    """The parameters with types and defaults, in the notation of a signature."""
     return ", ".join(str(p).replace("'", "") for p in parameters.values()) or "no arguments"
 
 
 def _typed(function: Callable[..., Any], name: str, key: str, argument: str, value: Any) -> Any:
-    """`value`, or ValueError where it does not fit the parameter's annotation."""
+    """Returns `value`; raises ValueError if its type does not match the parameter's annotation."""
     try:
         annotation = get_type_hints(function).get(argument, Any)
-    except Exception:  # an annotation that cannot be resolved says nothing about the value
+    except Exception:  # the value cannot be checked against an annotation that cannot be resolved
         return value
     try:
         return TypeAdapter(annotation).validate_python(value, strict=True)

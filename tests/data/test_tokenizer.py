@@ -314,7 +314,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="no folder and no hub id"):
         load_tokenizer("./not/here")
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="there is no GGUF file"):
         load_tokenizer(str(tmp_path / "a.gguf"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be loaded"):
@@ -435,5 +435,5 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path))
     save_tokenizer(load_tokenizer("builtin:tiny"), tmp_path / "saved")
     assert load_tokenizer("~/saved").encode("3+4") == load_tokenizer("builtin:tiny").encode("3+4")
-    with pytest.raises(ValueError, match=f"expected at {tmp_path}/a.gguf"):
+    with pytest.raises(ValueError, match=f"there is no GGUF file {tmp_path}/a.gguf"):
         load_tokenizer("~/a.gguf")

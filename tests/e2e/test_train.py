@@ -110,7 +110,9 @@ def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkey
     run = train(_resolved(tmp_path, "shifted", "run.steps=2", "eval.every_steps=0", "sft.steps=0")).run
     log = (run / "run.log").read_text()
     for step in (1, 2):
-        said = f"step {step}: log-probabilities of sampler and trainer differ by 0.25 nats in the mean, 0.25 "
+        said = (
+            f"step {step}: log-probabilities of sampler and trainer differ by 0.25 nats on average and 0.25 "
+        )
         assert log.count(said) == 1
     assert "rollout.logprob_diff_warning is 0.05" in log
     assert "set model.dtype to float32" in log
@@ -138,7 +140,7 @@ def test_when_a_difference_is_warned_about(tmp_path, limit, sum_, count, warns):
     warning = logprob_diff_warning(config, metrics)
     assert (warning is not None) == warns
     if warns:
-        assert "differ by 0.06 nats in the mean, 2 at most" in warning
+        assert "differ by 0.06 nats on average and 2 at most" in warning
     assert logprob_diff_warning(config, {}) is None  # no token was trained on
 
 
@@ -255,10 +257,10 @@ def test_a_taken_name_is_refused(finished):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed=5", r"its own seed: .* has 0, got 5; set seed back"),
-        ("rollout.n=2", r"its own rollout\.n: .* has 4, got 2"),
-        ("data.batch_size=2", r"its own data\.batch_size: .* has 4, got 2"),
-        ("data.train=builtin:other", r"its own data\.train: "),
+        ("seed=5", r"seed of a resumed run must not change: .* has 0, got 5; set seed back"),
+        ("rollout.n=2", r"rollout\.n of a resumed run .*: .* has 4, got 2"),
+        ("data.batch_size=2", r"data\.batch_size of a resumed run .*: .* has 4, got 2"),
+        ("data.train=builtin:other", r"data\.train of a resumed run "),
     ],
 )
 def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message):
@@ -283,7 +285,7 @@ def test_bad_input_leaves_the_name_free(tmp_path):
 def test_kl_cannot_begin_on_resume(finished, tmp_path):
     shutil.copytree(finished[0].run, tmp_path / "whole", ignore=shutil.ignore_patterns("reference"))
     with pytest.raises(
-        ValueError, match=r"starts with update\.kl_coef above 0: .*set update\.kl_coef back to 0"
+        ValueError, match=r"resumed with update\.kl_coef above 0 only .*set update\.kl_coef back to 0"
     ):
         train(_resolved(tmp_path, "x", *finished[1]), resume="whole")
 

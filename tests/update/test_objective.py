@@ -91,7 +91,7 @@ def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(obj
         ("scaled", {}, r"takes from update.loss_args scale: float = 2.0, sign: int; sign is missing"),
         ("scaled", {"loss_args": {"sign": 1, "skale": 2}}, r"scale: float = 2.0, sign: int; got skale"),
         ("scaled", {"loss_args": {"sign": 0.5}}, r"takes sign as int; update.loss_args.sign is 0.5"),
-        ("clipped", {"loss_args": {"clip_high": 0.3}}, "takes from update.clip_high; set that instead"),
+        ("clipped", {"loss_args": {"clip_high": 0.3}}, "takes it from update.clip_high; set that instead"),
         ("bare", {"clip_low": 0.3}, r"update.clip_low is 0.3, which .*bare' does not take"),
         ("wants_reference", {}, r"'ref_logprobs'.*update.kl_coef above 0"),
         ("wants_values", {}, r"got 'values'; they have logprobs, entropy, mask, advantages"),

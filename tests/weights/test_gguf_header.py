@@ -71,7 +71,7 @@ def test_what_is_not_gguf_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no GGUF file"):
         read_header(path)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"starts with the bytes b'GGUF'"):
+    with pytest.raises(ValueError, match=r"must start with the bytes b'GGUF'"):
         read_header(path)
     path.write_bytes(b"PK\x03\x04 a zip file, in fact")
     with pytest.raises(ValueError, match=r"starts with b'PK"):
