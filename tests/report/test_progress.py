@@ -198,8 +198,8 @@ def test_a_plain_line_says_once_of_a_stage_that_it_compiles(clock, compiler):
         clock[0] += 1
         progress._begins_to_compile()
     assert out.getvalue().splitlines() == [
-        "train 0/3 | 0:05 elapsed | rollout: compiling program 1, 0:00",
-        "train 0/3 | 0:20 elapsed | update: compiling program 1, 0:00",
+        "train 0/3 | 0:05 elapsed | rollout: compiling",
+        "train 0/3 | 0:20 elapsed | update: compiling",
         "train 1/3 | 0:30 elapsed | 1:00 left",
     ]
 

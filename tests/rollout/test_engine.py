@@ -34,6 +34,7 @@ def make_engine(small_arch, small_params, tokenizer):
         params=small_params,
         cache_bytes=None,
         on_progress=None,
+        usual_prompt=1,
         **config,
     ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 16, "temperature": 0.9, **config})
@@ -45,6 +46,7 @@ def make_engine(small_arch, small_params, tokenizer):
             seed=seed,
             cache_bytes=cache_bytes,
             on_progress=on_progress,
+            usual_prompt=usual_prompt,
         )
         engine.sync_weights(params, 5)
         return engine
@@ -288,6 +290,22 @@ def test_no_prompts_give_an_empty_batch(make_engine):
     engine = make_engine()
     assert len(engine.generate([])) == 0
     assert len(engine.wait(0)) == 0
+
+
+def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
+    """Prompts of 20 and of 90 tokens are decoded by one program where 90 are usual, by two where 1 is."""
+
+    def compiled(usual_prompt):
+        engine = make_engine(usual_prompt=usual_prompt, n=2, temperature=0.875 + usual_prompt / 1000)
+        short, long = (
+            engine.generate(_prompts([[7] * length, [9] * length])).metrics["rollout/compilations"].result()
+            for length in (20, 90)
+        )
+        assert short > 0
+        return long
+
+    assert compiled(90) == 1  # the prefill, of more tokens
+    assert compiled(1) > 1
 
 
 def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):

@@ -50,6 +50,11 @@ def test_what_they_begin_with_stands_once_in_each_row():
     assert packed.lengths.reshape(2, -1)[:, :3].tolist() == [[3, 5, 4], [3, 3, 1]]
 
 
+def test_rows_of_prompts_have_two_widths_for_each_power_of_two():
+    widths = {pack_prompts([_pack([1] * n)], 1, 1, share=True).input_ids.size for n in range(1, 513)}
+    assert sorted(widths) == [32, 48, 64, 96, 128, 192, 256, 384, 512]
+
+
 def test_prompts_are_not_shared_where_they_must_not_be():
     packed = pack_prompts([_pack([1, 2, 3], [1, 2, 4])], 1, 2, share=False)
     assert packed.input_ids[:6].tolist() == [1, 2, 3, 1, 2, 4]

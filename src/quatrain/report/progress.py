@@ -162,7 +162,7 @@ class Progress:
         silent_s = time.monotonic() - self._quiet_since
         if self._plain and not self._state.told_compiling and silent_s >= PLAIN_INTERVAL_S:
             self._state.told_compiling = True
-            self._print_plain(self._doing())
+            self._print_plain(": ".join(filter(None, (self._state.stage, "compiling"))))
 
     def _print_plain(self, *more: str) -> None:
         state = self._state
