@@ -121,10 +121,10 @@ def test_objects_come_in_the_order_of_processes_whatever_that_of_devices(monkeyp
 
 def test_different_values_are_named_with_their_processes(monkeypatch):
     Two(monkeypatch, b'[0, {"seed": 1, "run.name": "a", "extra": null}]')
-    with pytest.raises(ValueError, match="all processes must have the same configuration") as error:
+    with pytest.raises(ValueError, match="all processes need the same configuration") as error:
         assert_same("configuration", {"seed": 2, "run.name": "a", "stop": ["#" * 200]})
     assert str(error.value) == (
-        "all processes must have the same configuration: extra is null in process 0, missing in process 1; "
+        "all processes need the same configuration: extra is null in process 0, missing in process 1; "
         "seed is 1 in process 0, 2 in process 1; "
         f'stop is missing in process 0, ["{"#" * 77}… in process 1; start all with the same'
     )

@@ -84,7 +84,7 @@ def test_objects_are_gathered_in_process_order(together):
 def test_differing_values_are_named_in_every_process(together):
     for process in together:
         assert met(process)["differing"] == (
-            'all processes must have the same data set: prompts.jsonl is "hash0" in process 0, "hash1" in process '
+            'all processes need the same data set: prompts.jsonl is "hash0" in process 0, "hash1" in process '
             "1; start all with the same"
         )
 
@@ -140,7 +140,7 @@ def test_processes_with_different_configurations_end_before_anything_starts(tmp_
     assert {process.status for process in both} <= {2, 3}
     for process in both:
         assert (
-            "all processes must have the same configuration: seed is 1 in process 0, 2 in process 1; start all "
+            "all processes need the same configuration: seed is 1 in process 0, 2 in process 1; start all "
             "with the same"
         ) in process.err
         assert "Traceback" not in process.err
@@ -160,7 +160,7 @@ def test_processes_that_read_different_data_end_before_anything_is_trained(tmp_p
     both = ended(run_together(command, command, folders=folders))
     assert {process.status for process in both} <= {2, 3}
     for process in both:
-        assert 'all processes must have the same data set: sums.jsonl is "2 rows, sha256 ' in process.err
+        assert 'all processes need the same data set: sums.jsonl is "2 rows, sha256 ' in process.err
         assert "Traceback" not in process.err
     assert list((tmp_path / "runs").iterdir()) == []
 
