@@ -71,7 +71,7 @@ ProcessIdOption = Annotated[
 
 
 def _examples(*lines: str) -> str:
-    # Each line a paragraph of its own: the help formatter joins the lines of one paragraph.
+    # Each line is a separate paragraph, because the help formatter joins the lines of a paragraph.
     return "\n\n".join(["[bold]Examples[/]", *(f"[cyan]quatrain {line}[/]" for line in lines)])
 
 

@@ -62,7 +62,7 @@ def evaluate(
     return metrics
 
 
-def left_out(source: PromptSource) -> dict[str, Metric]:
+def skipped_prompt_metrics(source: PromptSource) -> dict[str, Metric]:
     """Metrics: numbers of skipped and truncated evaluation prompts, longer than `data.max_prompt_length`."""
     return {
         "eval/skipped_prompts": Metric(source.skipped, reduction="sum"),
@@ -149,4 +149,4 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
         metrics = evaluate(
             engine, scorer, prompts, config.eval, on_progress=lambda done, total: progress.step(done)
         )
-    return dict(sorted(finite_numbers(metrics | left_out(source)).items()))
+    return dict(sorted(finite_numbers(metrics | skipped_prompt_metrics(source)).items()))

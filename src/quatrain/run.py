@@ -24,7 +24,7 @@ from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.evaluate import evaluate, finite_numbers, left_out
+from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
@@ -274,7 +274,7 @@ class Run:
                 self.config.eval,
                 on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
             )
-        self.report.log(step, {**metrics, **left_out(self.heldout), **self.timer.metrics()})
+        self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
         numbers = finite_numbers(metrics)
         self.accuracy = numbers.get("eval/accuracy_strict")
         return numbers

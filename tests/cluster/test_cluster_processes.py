@@ -90,7 +90,10 @@ def test_a_process_that_does_not_arrive_is_named(port):
 
 
 def test_a_port_in_use_is_named(port):
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match=f"port {port}, and cannot"):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(OSError, match=f"port {port} for the other processes, and cannot"),
+    ):
         initialize(f"127.0.0.1:{port}", 2, 0, start_timeout_s=1)
 
 

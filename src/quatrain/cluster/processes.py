@@ -170,7 +170,7 @@ def assert_same(what: str, values: Mapping[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"all processes must have the same {what}: {'; '.join(different)}; start all with the same"
+            f"all processes need the same {what}: {'; '.join(different)}; start all with the same"
         )
 
 

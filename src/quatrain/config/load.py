@@ -58,7 +58,7 @@ def load_config(
     """The configuration of a YAML file (None: the embedded quickstart), `--set` overrides and environment.
 
     `environ` is the process's environment unless given, `now` the present unless given (it names the run).
-    Raises ConfigError with one message per bad key: the rule, the value that came and its layer.
+    Raises ConfigError with one message per bad key: the rule, the value received and its layer.
     """
     environ = os.environ if environ is None else environ
     file = None if path is None else Path(path)

@@ -28,7 +28,7 @@ _FORMS = (
 
 
 def read_rows(spec: str) -> list[Row]:
-    """All rows of the data set `spec`, in file order, each with the same columns (None where a row has none).
+    """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
     `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
     whose values have the types pyarrow infers), a file pattern (`data/part-*.jsonl`, read in the order of

@@ -191,8 +191,8 @@ def _update_rows(
         f"B: mini_batch_prompts x G = {_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
     )
     stage = _Stage.of(config, "update", "B", sequences, shards)
-    yield stage.share("sequences_per_shard")
-    yield stage.held("micro_batch_sequences")
+    yield stage.per_shard("sequences_per_shard")
+    yield stage.per_micro_batch("micro_batch_sequences")
     yield stage.budget("max_tokens_per_device")
     yield stage.passes("micro_batches_per_optimizer_step")
 
@@ -201,7 +201,7 @@ def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
     total = config.data.batch_size * config.rollout.n
     stage = _Stage.of(config, "logprob", "P x G", _Span(total, total), layout.shards)
     yield _sweeps(config.update, config.update.epochs * count)
-    yield stage.held("logprob_micro_batch_sequences")
+    yield stage.per_micro_batch("logprob_micro_batch_sequences")
     yield stage.budget("logprob_max_tokens_per_device")
     yield stage.passes("logprob_forward_passes")
 
@@ -253,7 +253,7 @@ class _Stage:
         shared = config.update.shares_prompts(config.model.attention)
         return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
-    def share(self, key: str) -> Row:
+    def per_shard(self, key: str) -> Row:
         """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
         if self.tokens is None or self.shards == 1:
             value = _Span(self.sequences.low // self.shards, _ceil(self.sequences.high, self.shards)).value
@@ -263,10 +263,10 @@ class _Stage:
         remark = f"{average} on average: shards are balanced by cost, not by number"
         return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
 
-    def held(self, key: str) -> Row:
+    def per_micro_batch(self, key: str) -> Row:
         """Sequences per shard in one micro-batch."""
         if self.tokens is None:
-            return self._held_in_fixed_mode(key)
+            return self._per_micro_batch_in_fixed_mode(key)
         if self._num_passes.high * self.shards == 1:
             whole = self.sequences
             return Row(key, whole.value, "sequences", f"{self.total} = {_either(*map(str, self._ends))}")
@@ -277,7 +277,7 @@ class _Stage:
         symbols = f"0 to min({self.total}, {symbol})"
         return Row(key, _Span(0, most).value, "sequences", f"{symbols} = {numbers}; {remark}")
 
-    def _held_in_fixed_mode(self, key: str) -> Row:
+    def _per_micro_batch_in_fixed_mode(self, key: str) -> Row:
         assert self.rows is not None
         name, largest = f"{self.section}.micro_batch_size", _ceil(self.sequences.high, self.shards)
         if largest >= self.rows:
@@ -365,7 +365,7 @@ def _either(low: str, high: str) -> str:
 
 
 def _shares(total: _Span, parts: int, written: str | None = None) -> str:
-    """`total` over `parts`, which are written as `written`, with what happens to a remainder."""
+    """The formula `total` / `parts` in numbers, with floor and ceil if it does not divide evenly."""
     text = written or str(parts)
     if total.low == total.high and total.low % parts == 0:
         return f"{total.low} / {text}"
@@ -374,14 +374,14 @@ def _shares(total: _Span, parts: int, written: str | None = None) -> str:
 
 def render(batch_plan: BatchPlan) -> str:
     """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
-    cells = [(row.key, _written(row.value), row.unit, row.why) for row in batch_plan.rows]
+    cells = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
     name, value, unit = (max(len(row[k]) for row in cells) for k in range(3))
-    room = WIDTH - name - value - unit - 3 * len(GAP)
+    width = WIDTH - name - value - unit - 3 * len(GAP)
     lines = []
     for row in cells:
-        first, *more = _wrapped(row[3], room)
+        first, *more = _wrapped(row[3], width)
         lines.append(GAP.join((row[0].ljust(name), row[1].rjust(value), row[2].ljust(unit), first)))
-        lines += [" " * (WIDTH - room) + line for line in more]
+        lines += [" " * (WIDTH - width) + line for line in more]
     for warning in batch_plan.warnings:
         lines += textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
     return "\n".join(lines)
@@ -394,7 +394,7 @@ def _wrapped(formula: str, width: int) -> list[str]:
     return [line.replace(UNBROKEN, " ") for line in textwrap.wrap(formula, width, break_on_hyphens=False)]
 
 
-def _written(value: int | dict[str, int] | None) -> str:
+def _format_value(value: int | dict[str, int] | None) -> str:
     if value is None:
         return "-"
     return f"{value['min']} to {value['max']}" if isinstance(value, dict) else str(value)

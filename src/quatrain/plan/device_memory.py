@@ -56,7 +56,7 @@ class Placement:
     warnings: tuple[str, ...] = ()
 
     @property
-    def hosts(self) -> tuple[tuple[str, ...], ...]:
+    def role_groups(self) -> tuple[tuple[str, ...], ...]:
         """The roles, grouped by their devices: roles with the same devices are in one tuple."""
         named = {TRAIN: self.roles.train, ROLLOUT: self.roles.rollout, REFERENCE: self.roles.reference}
         together: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -70,10 +70,10 @@ class Placement:
 
     def totals(self) -> dict[str, tuple[str, tuple[str, ...], int]]:
         """(phase, roles, total bytes on one of their devices) by key; totals of 0 bytes are left out."""
-        one = len(self.hosts) == 1
+        one = len(self.role_groups) == 1
         found = {}
         for phase in PHASES:
-            for roles in self.hosts:
+            for roles in self.role_groups:
                 size = sum(part.num_bytes for part in self.parts_of(phase, roles))
                 if size:
                     where = "" if one else f"_on_{'_'.join(roles)}"
@@ -132,7 +132,7 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {written(result.roles.train.mesh)}"
+    yield f"parameters on mesh {format_mesh(result.roles.train.mesh)}"
     head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
     rows = [
         (
@@ -170,7 +170,7 @@ def _warning_lines(result: Placement) -> Iterator[str]:
         yield from textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
 
 
-def written(mesh: MeshShape) -> str:
+def format_mesh(mesh: MeshShape) -> str:
     """`mesh` in the configuration's notation `dp,fsdp,tp`."""
     return ",".join(map(str, mesh))
 

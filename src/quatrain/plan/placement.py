@@ -33,8 +33,8 @@ from quatrain.plan.device_memory import (
     ParameterKind,
     Part,
     Placement,
+    format_mesh,
     in_units,
-    written,
 )
 from quatrain.rollout.engine import CACHE_SHARE
 from quatrain.rollout.groups import prompt_columns
@@ -55,13 +55,13 @@ def placement(
     """
     roles = resolve_roles(config, devices, processes)
     plan = _Plan(config, _architecture(config), roles)
-    parts = (*plan.held(), *plan.working())
+    parts = (*plan.persistent_parts(), *plan.update_parts())
     result = Placement(roles, tuple(plan.kinds()), parts, device_memory)
     fitting = None
     if device_memory is not None:
-        (beside,) = (together for together in result.hosts if ROLLOUT in together)
-        held = sum(part.num_bytes for part in result.parts_of(ROLLOUT, beside))
-        fitting = plan.fitting(device_memory - held)
+        (rollout_roles,) = (together for together in result.role_groups if ROLLOUT in together)
+        held = sum(part.num_bytes for part in result.parts_of(ROLLOUT, rollout_roles))
+        fitting = plan.sequences_that_fit(device_memory - held)
     result = replace(result, parts=(*parts, plan.cache(plan.concurrency(fitting))))
     warnings = () if fitting is None else tuple(plan.warnings(result, fitting))
     return replace(result, warnings=warnings)
@@ -104,11 +104,13 @@ class _Plan:
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
-    def held(self) -> Iterator[Part]:
+    def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
         model, update = self.config.model, self.config.update
         weights = self._weights(self.mesh, model.param_dtype)
-        yield Part("weights", weights, f"model.param_dtype {model.param_dtype} on mesh {written(self.mesh)}")
+        yield Part(
+            "weights", weights, f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}"
+        )
         yield self._rollout_weights()
         host = self.config.offload.optimizer
         why = f"{self.config.optimizer.name}, in float32{OFFLOADED if host else ''}"
@@ -116,7 +118,7 @@ class _Plan:
         if update.kl_coef > 0:
             yield self._reference()
 
-    def working(self) -> Iterator[Part]:
+    def update_parts(self) -> Iterator[Part]:
         """The parts that exist only during the update."""
         sums = self._weights(self.mesh, "float32")
         each = "accumulated over micro-batches, in float32"
@@ -149,7 +151,7 @@ class _Plan:
             return limit // replicas
         return round_up(self._share(), minimum=1) if fitting is None else max(fitting, 1)
 
-    def fitting(self, free: int) -> int:
+    def sequences_that_fit(self, free: int) -> int:
         """Number of sequences with different prompts whose KV cache fits into CACHE_SHARE of `free` bytes."""
         return int(CACHE_SHARE * max(free, 0)) // (sum(self._columns()) * self._column_bytes())
 
@@ -177,7 +179,7 @@ class _Plan:
     def _reference(self) -> Part:
         """The reference policy: a copy of the parameters on the devices of its role."""
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
-        why = f"update.kl_coef is {self.config.update.kl_coef:g}; on mesh {written(mesh)}"
+        why = f"update.kl_coef is {self.config.update.kl_coef:g}; on mesh {format_mesh(mesh)}"
         size = self._weights(mesh, model.param_dtype)
         phases = () if host else PHASES
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
@@ -200,7 +202,7 @@ class _Plan:
 
         places = partition(self.arch, self.rollout_mesh)
         copied = jax.tree.map(own, param_specs(self.arch), places, is_leaf=is_spec)
-        why = f"model.dtype {model.dtype} on rollout.mesh {written(self.rollout_mesh)}"
+        why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
         return Part(key, sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
 
     def _optimizer_state(self) -> int:
@@ -246,8 +248,10 @@ class _Plan:
         totals = result.totals()
         for phase, roles, total in totals.values():
             if total > memory:
-                left = ", ".join(_left_out(result.parts_of(phase, roles), memory))
-                where = "each device" if len(result.hosts) == 1 else f"each device of {' and '.join(roles)}"
+                left = ", ".join(_not_fitting(result.parts_of(phase, roles), memory))
+                where = (
+                    "each device" if len(result.role_groups) == 1 else f"each device of {' and '.join(roles)}"
+                )
                 yield (
                     f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
                     f"{in_units(memory)}: {left} do not fit; {self._remedy(phase)}"
@@ -276,7 +280,7 @@ class _Plan:
         return f"raise fsdp or tp of mesh, or lower update.{size}{remat}"
 
 
-def _left_out(parts: list[Part], memory: int) -> Iterator[str]:
+def _not_fitting(parts: list[Part], memory: int) -> Iterator[str]:
     """The keys of the parts that do not fit into `memory` bytes if memory is assigned in order."""
     for part in parts:
         memory -= part.num_bytes

@@ -154,7 +154,9 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{directory / name} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{directory / name} must hold a JSON object; it holds a {type(value).__name__}")
+        raise ValueError(
+            f"{directory / name} must contain a JSON object; it contains a {type(value).__name__}"
+        )
     return value
 
 
