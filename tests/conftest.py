@@ -37,9 +37,10 @@ compile it with `DEFAULT_FUSION` of `compiling.py`.
 def pytest_configure(config: pytest.Config) -> None:
     """Sets XLA's flags before it reads them, which it does when JAX asks for its devices.
 
-    Flags that are set already come last and win. Tests on an accelerator (`-m gpu`) keep XLA's own choices.
+    Flags that are set already come last and win. The long proofs (`-m slow`) and the tests on an accelerator
+    (`-m gpu`) run the programs that users get.
     """
-    if config.option.markexpr != "gpu":
+    if "not slow" in config.option.markexpr:
         given = os.environ.get("XLA_FLAGS", "").split()
         cheap = [flag for flag in CHEAP_COMPILATION if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*cheap, *given])

@@ -35,7 +35,7 @@ MODES = ("rows", "tokens")
 
 def _start(target: Path, layouts: tuple[str, ...], devices: int, **environment: str) -> subprocess.Popen:
     environment |= {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
     return subprocess.Popen([sys.executable, WORKER, target, *layouts], env=os.environ | environment)

@@ -33,7 +33,7 @@ def run_together(*commands, folders=None):
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     }
     running = [
         subprocess.Popen(
