@@ -213,9 +213,11 @@ class Run:
         """Shows `stage` in the progress display, and measures its seconds and those spent compiling in it."""
         self.progress.stage(stage)
         before = compile_seconds()
-        with self.timer.stage(stage):
-            yield
-        self.timer.add("compile", compile_seconds() - before)
+        try:
+            with self.timer.stage(stage):
+                yield
+        finally:
+            self.timer.add("compile", compile_seconds() - before)
 
     def _show_decoding(self, decoding: RolloutProgress) -> None:
         self.progress.detail(str(decoding))

@@ -78,14 +78,14 @@ def _is_for_us() -> bool:
 def _open(setting: str) -> tuple[Path | None, bool]:
     """The folder for programs of this machine, None where it cannot be used; whether it can be written."""
     root = default_root(os.environ) if setting == "auto" else local_path(setting)
-    folder = root / machine_key()
+    folder = Path(root, machine_key())
     if jax.process_index() != 0:
         return folder, False
     problem = _problem(folder)
     if problem is None:
         _prune(root)
         return folder, True
-    readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not _open_to_all(folder)
+    readable = os.access(folder, os.R_OK | os.X_OK) and folder.is_dir() and not _open_to_all(folder)
     logger.warning(
         "programs compiled now are not kept for the next run, as %s cannot be written: %s; set "
         "run.compilation_cache to another folder, or to null",
@@ -115,8 +115,8 @@ def _open_to_all(folder: Path) -> bool:
 def default_root(environ: Mapping[str, str]) -> Path:
     """The folder that `auto` stands for: `quatrain/compiled` in the user's folder for caches."""
     given = environ.get("XDG_CACHE_HOME", "")
-    caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return caches / "quatrain" / "compiled"
+    caches = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    return Path(caches, "quatrain", "compiled")
 
 
 def machine_key() -> str:
@@ -152,9 +152,9 @@ def cpu_identity() -> str:
 def _prune(root: Path) -> None:
     """Deletes programs of any machine under `root`, those unused for longest first, down to MOST_BYTES."""
     entries = []
-    for path in root.glob(f"*-jax*/*{_SUFFIX}"):
+    for path in glob.iglob(f"{glob.escape(str(root))}/*-jax*/*{_SUFFIX}"):
         with suppress(OSError):  # another process deletes too
-            found = path.lstat()
+            found = os.lstat(path)
             entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
     size = sum(size for _, size, _ in entries)
     for _, bytes_, path in sorted(entries):
@@ -164,9 +164,9 @@ def _prune(root: Path) -> None:
         size -= bytes_
 
 
-def _delete(path: Path) -> None:
+def _delete(path: str | Path) -> None:
     with suppress(OSError):
-        path.unlink()
+        os.unlink(path)
 
 
 @contextmanager
