@@ -42,6 +42,7 @@ from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_learner, build_scorer
 from quatrain.types import AdvantagedBatch, Prompt
 from quatrain.update.learner import TrainState
+from quatrain.update.objective import PolicyObjective
 
 logger = logging.getLogger(__name__)
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
@@ -117,6 +118,7 @@ class Run:
             usual_prompt=self.prompts.usual_longest(config.data.batch_size),
         )
         self.advantage = AdvantageEstimator(config.advantage)
+        PolicyObjective.of(config.update, on_policy=True).check()
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)

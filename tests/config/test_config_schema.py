@@ -4,6 +4,7 @@ from pydantic import ValidationError
 from quatrain.config.layers import sections, valid_keys
 from quatrain.config.schema import (
     ADVANTAGE_SCALES,
+    POLICY_LOSSES,
     AdvantageConfig,
     Config,
     DataConfig,
@@ -16,7 +17,7 @@ from quatrain.config.schema import (
     RunConfig,
     UpdateConfig,
 )
-from quatrain.ops import advantages
+from quatrain.ops import advantages, losses
 
 SIZES = ("mini_batch_size", "micro_batch_size", "max_tokens_per_device")
 
@@ -125,6 +126,7 @@ def test_two_micro_batch_modes_in_one_section_are_refused(section):
 
 def test_the_scales_are_those_the_estimators_know():
     assert ADVANTAGE_SCALES == advantages.ADVANTAGE_SCALES
+    assert set(POLICY_LOSSES) == set(losses.POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(
@@ -158,3 +160,11 @@ def test_weight_decay_without_effect_is_refused():
         Config(optimizer=OptimizerConfig(name="sgd", weight_decay=0.1))
     assert Config(optimizer=OptimizerConfig(name="sgd")).optimizer.weight_decay == 0
     assert Config(optimizer=OptimizerConfig(name="lion", weight_decay=0.1)).optimizer.weight_decay == 0.1
+
+
+def test_an_argument_of_a_function_is_a_scalar():
+    for value in (1, 0.5, True, "text", None):
+        assert UpdateConfig(loss_args={"x": value}).loss_args == {"x": value}
+    with pytest.raises(ValidationError, match="must be a number, text, true, false or null") as error:
+        AdvantageConfig(args={"x": [1, 2]})
+    assert error.value.error_count() == 1

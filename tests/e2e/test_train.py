@@ -279,6 +279,8 @@ def test_bad_input_leaves_the_name_free(tmp_path):
     data.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     with pytest.raises(ValueError, match="the supervised warm start needs the column `completion`"):
         train(_resolved(tmp_path, "bad", f"data.train={data}"))
+    with pytest.raises(ValueError, match=r"takes it from update\.clip_low; set that instead"):
+        train(_resolved(tmp_path, "bad", "update.loss_args={clip_low: 0.1}"))
     assert not (tmp_path / "bad").exists()
 
 

@@ -89,7 +89,16 @@ def _names_function(builtin: Iterable[str]) -> AfterValidator:
 
 EstimatorName = Annotated[str, _names_function(ADVANTAGE_SCALES)]
 LossName = Annotated[str, _names_function(POLICY_LOSSES)]
-Argument = float | int | bool | str | None
+
+
+def _is_argument(value: object) -> object:
+    """`value` if it is a scalar; raises one error where the union below would raise one per type."""
+    if value is not None and not isinstance(value, float | int | bool | str):
+        raise PydanticCustomError("argument", "must be a number, text, true, false or null")
+    return value
+
+
+Argument = Annotated[float | int | bool | str | None, BeforeValidator(_is_argument)]
 """A value that can be given in the configuration as an argument of a function."""
 
 
