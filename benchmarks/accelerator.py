@@ -110,7 +110,7 @@ class Scale:
     sequences: int = 64
     """Of an optimizer step; completions are log-normal around `median` tokens, `longest` at most."""
     median: int = 400
-    """Such that packed micro-batches have one width: every other would be compiled too."""
+    """Tokens."""
     longest: int = 1024
     max_tokens: int = 16384
     steps: int = 3
@@ -418,9 +418,9 @@ def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> 
     tokens = keys = 0.0
     for cut in cuts:
         again = cut.num_common * (cut.num_common + 1) / 2
-        tokens += float(sum(cut.work(line)[0] for line in cut.lines))
-        keys += again * sum(map(bool, cut.lines))
-        for segment in (segment for line in cut.lines for segment in line):
+        tokens += float(sum(cut.work(buffer)[0] for buffer in cut.buffers))
+        keys += again * sum(map(bool, cut.buffers))
+        for segment in (segment for buffer in cut.buffers for segment in buffer):
             shared, own = segment.num_shared, table.lengths[segment.rows] - segment.num_shared
             keys += shared * (shared + 1) / 2 - again
             keys += float((own * shared + own * (own + 1) / 2).sum())

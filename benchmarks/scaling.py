@@ -235,7 +235,7 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled: meshes, layers, and the sizes of a micro-batch line and of a decode call.
+    """What is compiled: meshes, layers, and the sizes of a micro-batch buffer and of a decode call.
 
     `tokens` on each data shard; `slots` and their `prompts` on each replica of the sampler.
     """
@@ -371,7 +371,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def scored_places(case: Case) -> int:
-    """Tokens the head has places for: those of the line, in tiles of equal size."""
+    """Tokens the head has places for: those of the buffer, in tiles of equal size."""
     from quatrain.ops.logprobs import even_parts
 
     tile = _backend(case).tile(case.arch.vocab_size)

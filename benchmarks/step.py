@@ -132,7 +132,9 @@ class Steps:
                 f"the data has a row for each prompt: {wanted} wanted, {config.data.train} has "
                 f"{len(self.prompts)}; lower --steps"
             )
-        self.engine: RolloutEngine = build_engine(config, loaded)
+        self.engine: RolloutEngine = build_engine(
+            config, loaded, usual_prompt=source.usual_longest(config.data.batch_size)
+        )
         self.scorer = RewardScorer(config.reward)
         self.advantage = AdvantageEstimator(config.advantage)
         self.learner = Learner(

@@ -42,7 +42,6 @@ from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_learner, build_scorer
 from quatrain.types import AdvantagedBatch, Prompt
 from quatrain.update.learner import TrainState
-from quatrain.update.objective import PolicyObjective
 
 logger = logging.getLogger(__name__)
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
@@ -118,11 +117,11 @@ class Run:
             usual_prompt=self.prompts.usual_longest(config.data.batch_size),
         )
         self.advantage = AdvantageEstimator(config.advantage)
-        PolicyObjective.of(config.update, on_policy=True).check()
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
+        self.learner = build_learner(config, self.loaded, steps=self.steps)
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
 
@@ -170,9 +169,9 @@ class Run:
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
-        reference = self._reference(params) if config.update.kl_coef else None
-        learner = build_learner(config, self.loaded, steps=self.steps, reference=reference)
-        stages = Stages(self.engine, self.scorer, self.advantage, learner)
+        if config.update.kl_coef:
+            self.learner.reference = self._reference(params)
+        stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
         state = stages.update.init(params)
         if self.folder.resumed:
             state = self._restore(state)
@@ -369,8 +368,8 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
         f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats on average and "
         f"{update['rollout/logprob_diff_max'].result():.3g} at most (rollout.logprob_diff_warning is "
         f"{limit:g}): the trained policy differs from the one that was sampled from. Sample without "
-        "rollout.top_p, top_k and min_p, take fewer or smaller optimizer steps on a rollout batch, or set "
-        f"model.dtype to float32 (it is {config.model.dtype}); null disables this warning"
+        f"rollout.top_p, top_k and min_p, or set model.dtype to float32 (it is {config.model.dtype}); null "
+        "disables this warning"
     )
 
 

@@ -30,7 +30,7 @@ ALL_ROWS = Cutting(rows=1000)
 
 
 COMMON_PREFIX = 40
-"""Tokens: more than the least that stand in each line once."""
+"""Tokens: more than the least that stand in each buffer once."""
 
 
 def _table(arch, params, batch, seed: int, num_common: int = 0) -> TokenTable:
@@ -196,7 +196,7 @@ def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
 def test_a_common_prefix_computed_once_changes_nothing(
     small_arch, small_params, make_batch, cuttings, window
 ):
-    """Wherever lines end, and where layers do not see far enough back for all of it."""
+    """Wherever buffers end, and where layers do not see far enough back for all of it."""
     kinds = ("full_attention", "full_attention" if window is None else "sliding_attention")
     arch = replace(small_arch, layer_types=kinds, sliding_window=window)
     objective = PolicyObjective.of(UpdateConfig(kl_coef=0.1), on_policy=False)
@@ -208,7 +208,7 @@ def test_a_common_prefix_computed_once_changes_nothing(
         cutting = Cutting(max_tokens=budget, num_shards=shards, share_prompts=True)
         cuts = cutting.cut(table)
         assert {cut.num_common for cut in cuts} == {COMMON_PREFIX}
-        assert max(cut.work(line)[0] for cut in cuts for line in cut.lines) <= budget
+        assert max(cut.work(buffer)[0] for cut in cuts for buffer in cut.buffers) <= budget
         _assert_same(_gradient(arch, small_params, table, cutting, objective), expected)
 
 

@@ -48,8 +48,8 @@ def test_packed_sequences_stand_one_after_another():
 
 
 def _rows(cut) -> list[list[int]]:
-    """The sequences of each line."""
-    return [[int(row) for segment in line for row in segment.rows] for line in cut.lines]
+    """The sequences of each buffer."""
+    return [[int(row) for segment in buffer for row in segment.rows] for buffer in cut.buffers]
 
 
 def test_shards_take_turns_line_by_line():
@@ -90,7 +90,10 @@ def test_a_group_has_its_prompt_once():
 def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
     cuts = Cutting(max_tokens=5, share_prompts=True).cut(_group())
     held = sorted(
-        (segment.rows.tolist(), segment.num_tokens) for cut in cuts for line in cut.lines for segment in line
+        (segment.rows.tolist(), segment.num_tokens)
+        for cut in cuts
+        for buffer in cut.buffers
+        for segment in buffer
     )
     assert held == [([0, 1], 5), ([2], 4), ([3], 3)]
     metrics = describe_cuts(_group(), cuts, DEFAULT_COST)
@@ -119,7 +122,9 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_prefixes):
 def test_each_line_has_the_common_prefix_and_the_cap_counts_it(short_prefixes):
     cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
     (cut,) = cutting.cut(_group())
-    held = {tuple(np.concatenate([s.rows for s in line]).tolist()): cut.work(line) for line in cut.lines}
+    held = {
+        tuple(np.concatenate([s.rows for s in buffer]).tolist()): cut.work(buffer) for buffer in cut.buffers
+    }
     assert held == {(0, 1): (5, 5**2), (2, 3): (5, 2**2 + (3**2 - 2**2) + (4**2 - 2**2))}
     assert cut.width == 5
     metrics = describe_cuts(_group(), [cut], DEFAULT_COST)
@@ -142,7 +147,7 @@ def test_widths_are_those_of_the_packer_with_a_common_prefix_too():
         assert sorted(np.concatenate([cut.sequences for cut in cuts])) == list(range(10))
         ladder = packing.width_ladder(max_tokens)
         for cut in cuts:
-            filled = max(cut.work(line)[0] for line in cut.lines)
+            filled = max(cut.work(buffer)[0] for buffer in cut.buffers)
             assert cut.width in ladder
             assert filled <= cut.width <= max_tokens
     assert [cut.width for cut in cuts] == [1152]  # for 1,050 tokens; nine sixteenths of 2,000
@@ -174,8 +179,8 @@ def test_only_tokens_that_are_equal_are_shared():
     table = _group()
 
     def segments():
-        ((line,),) = (cut.lines for cut in Cutting(max_tokens=100, share_prompts=True).cut(table))
-        return {tuple(segment.rows.tolist()): (segment.num_shared, segment.num_tokens) for segment in line}
+        ((buffer,),) = (cut.buffers for cut in Cutting(max_tokens=100, share_prompts=True).cut(table))
+        return {tuple(segment.rows.tolist()): (segment.num_shared, segment.num_tokens) for segment in buffer}
 
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
     assert segments() == {(3,): (2, 3), (0, 1, 2): (1, 1 + 4 + 2 + 3)}

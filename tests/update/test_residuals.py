@@ -26,7 +26,7 @@ def _surprise(tokens):
 
 
 def _micro_batches(arch, rows: int, length: int):
-    """Micro-batches of `rows` lines, of which there are three times as many."""
+    """Micro-batches of `rows` sequences, of which there are three times as many."""
     ids = np.random.default_rng(0).integers(1, arch.vocab_size, (3 * rows, length), dtype=np.int32)
     completion = np.broadcast_to(np.arange(length) >= length // 2, ids.shape)
     table = TokenTable(ids, np.ones(ids.shape, bool), completion, {}).weighted("token_mean", length)

@@ -1,6 +1,6 @@
-"""Cuts a mini-batch into micro-batches: which sequences stand in which line, and how wide the lines are.
+"""Cuts a mini-batch into micro-batches: which sequences stand in which buffer, and how wide the buffers are.
 
-Data flow: `TokenTable` -> `Cutting.cut` -> `Cut` -> `micro_batch`. In fixed mode a line holds one sequence;
+Data flow: `TokenTable` -> `Cutting.cut` -> `Cut` -> `micro_batch`. In fixed mode a buffer holds one sequence;
 with a token budget it holds one data shard's share of whole sequences, one after another.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences side by side in a line: their shared prefix once, then the rest of each."""
+    """Sequences side by side in a buffer: their shared prefix once, then the rest of each."""
 
     rows: np.ndarray
     """Row numbers of the sequences in the token table."""
@@ -46,7 +46,7 @@ class Cutting:
     A micro-batch has at most `rows` sequences or at most `max_tokens` tokens per data shard; exactly one of
     the two is set. The packer balances `cost` over the `num_shards` shards of a micro-batch. With
     `share_prompts`, which needs a token budget, the prompt that the sequences of a group share is computed
-    once for the group, and the common prefix of all sequences once per line.
+    once for the group, and the common prefix of all sequences once per buffer.
     """
 
     rows: int | None = None
@@ -145,7 +145,7 @@ class _SharedPrefixes:
         return cls(groups, tokens, by_all)
 
     def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
-        """The segments of a line with the sequences `rows`; those that share a prefix are adjacent."""
+        """The segments of a buffer with the sequences `rows`; those that share a prefix are adjacent."""
         starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
         parts = np.split(rows, starts) if len(rows) else []
         prefixes = (int(self.tokens[part[0]]) for part in parts)
@@ -190,39 +190,39 @@ def _given_tokens(table: TokenTable, rows: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The layout of one micro-batch: which segments stand in which line, and how wide the lines are.
+    """The layout of one micro-batch: which segments stand in which buffer, and how wide the buffers are.
 
-    A line is one row of the micro-batch's arrays. The lines of one shard are adjacent, shard after shard.
+    A buffer is one row of the micro-batch's arrays. The buffers of one shard are adjacent, shard after shard.
     """
 
-    lines: tuple[tuple[Segment, ...], ...]
+    buffers: tuple[tuple[Segment, ...], ...]
     num_shards: int
     width: int
-    """Tokens of each line, padding included."""
+    """Tokens of each buffer, padding included."""
     packed: bool = False
-    """Whether a line may hold several sequences."""
+    """Whether a buffer may hold several sequences."""
     shared: bool = False
     """Whether segments may hold sequences with a shared prefix."""
     num_common: int = 0
-    """Tokens of the common prefix of all sequences, with which each line begins."""
+    """Tokens of the common prefix of all sequences, with which each buffer begins."""
 
     @property
     def sequences(self) -> np.ndarray:
         """Row numbers of the sequences, in the order of their scored tokens."""
-        rows = [segment.rows for line in self.lines for segment in line]
+        rows = [segment.rows for buffer in self.buffers for segment in buffer]
         return np.concatenate([np.zeros(0, np.int64), *rows])
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.lines) * self.width
+        return len(self.buffers) * self.width
 
-    def work(self, line: tuple[Segment, ...]) -> tuple[int, int]:
-        """Tokens of `line`, the common prefix counted once, and the squares that `PackingCost.of` takes."""
-        if not line:
+    def work(self, buffer: tuple[Segment, ...]) -> tuple[int, int]:
+        """Tokens of `buffer`, the common prefix counted once, and the squares that `PackingCost.of` takes."""
+        if not buffer:
             return 0, 0
         common = self.num_common
-        own = np.array([segment.num_tokens - common for segment in line], np.int64)
+        own = np.array([segment.num_tokens - common for segment in buffer], np.int64)
         return common + int(own.sum()), common**2 + int((own * (own + 2 * common)).sum())
 
 
@@ -232,7 +232,10 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
     after, imbalance = np.zeros(shards), [1.0]
     for cut in cuts:
-        held = [np.sum([cut.work(line) for line in lines], axis=0) for lines in _split(cut.lines, shards)]
+        held = [
+            np.sum([cut.work(buffer) for buffer in buffers], axis=0)
+            for buffers in _split(cut.buffers, shards)
+        ]
         after += [tokens for tokens, _ in held]
         costs = np.array([cost.of(*each) for each in held])
         if costs.any():

@@ -79,7 +79,7 @@ class PolicySpec:
     def logprobs(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         """Log-probability and entropy [R, K] of each scored token at the sampling temperature.
 
-        In a function mapped over the mesh: of this data shard's lines, from this device's parameters.
+        In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
         hidden = forward(
             params,
@@ -102,8 +102,8 @@ class PolicySpec:
         )
         # Those the list does not fill go last, where the tiles past the live ones are not computed.
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
-        lines = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
-        scored = (lines + batch.predictors).reshape(-1)[order]
+        first_positions = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
+        scored = (first_positions + batch.predictors).reshape(-1)[order]
         head = output_head(params, self.arch, hidden.dtype)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary

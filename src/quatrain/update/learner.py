@@ -70,8 +70,9 @@ class Learner:
 
     `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
     spans. Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
-    `reference` are the parameters KL is taken to, needed where `update.kl_coef` is not 0; they are used on
-    the devices that they lie on, and may wait in their host's memory (`parallel.mesh.to_memory`). The
+    `reference` are the parameters of the reference policy, which must be set before the first step if
+    `update.kl_coef` is not 0; they are used on the devices that they lie on, and may be kept in host memory
+    (`parallel.mesh.to_memory`). The
     optimizer's state is kept in `optimizer_memory` between its steps.
     """
 
@@ -89,7 +90,6 @@ class Learner:
         optimizer_memory: Literal["device", "host"] = "device",
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
-        assert not update.kl_coef or reference is not None, "update.kl_coef needs the reference parameters"
         self.objective = PolicyObjective.of(update, on_policy=True)
         self.objective.check()
         self.policy = policy
@@ -182,6 +182,7 @@ class Learner:
         return table
 
     def _reference_logprobs(self, table: TokenTable) -> np.ndarray:
+        assert self.reference is not None, "update.kl_coef needs the reference parameters"
         mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
         policy = replace(self.policy, mesh=mesh)
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)

@@ -2,10 +2,10 @@
 
 Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `gradient`.
 
-A micro-batch has R lines of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
-neighbours in a line and their shared prompt stands in it once; a common prefix of all sequences stands once
-in each line, first. Scored tokens are listed per line in K = T entries: unused entries cost nothing, and with
-K = T there is one array shape less to compile for.
+A micro-batch has R buffers of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
+neighbours in a buffer, which holds their shared prompt once; a common prefix of all sequences is at the start
+of each buffer, once. Scored tokens are listed per buffer in K = T entries: unused entries cost nothing, and
+with K = T there is one array shape less to compile for.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from quatrain.update.table import TokenTable
 class MicroBatch:
     """The input of one forward and backward pass.
 
-    Scored tokens are listed per line, so that the output head computes only their logits.
-    `predictors[r, k]` is the position in line r whose hidden state predicts `targets[r, k]`. `mask` is False
-    on the padding at the end of each list, where all columns are 0. `sequence_ids` number the sequences of a
-    line from 0. `columns` are those of the token table.
+    Scored tokens are listed per buffer, so that the output head computes only their logits.
+    `predictors[r, k]` is the position in buffer r whose hidden state predicts `targets[r, k]`. `mask` is
+    False on the padding at the end of each list, where all columns are 0. `sequence_ids` number the sequences
+    of a buffer from 0. `columns` are the columns of the token table.
 
-    Segments are numbered from 1 in each line, and positions from 0 in each segment. A segment is one
+    Segments are numbered from 1 in each buffer, and positions from 0 in each segment. A segment is one
     sequence, or the shared prefix of several sequences of a group (branch 0) followed by the rest of each
     sequence (branches 1, 2, ...), whose positions continue those of the prefix.
-    Where all sequences begin with a common prefix, each line is one segment: the common prefix is branch 0,
+    Where all sequences begin with a common prefix, each buffer is one segment: the common prefix is branch 0,
     the rest of the g-th group's shared prompt is branch b = g * BRANCHES_PER_GROUP, and the completions of
     that group are branches b + 1, b + 2, ...
     """
@@ -72,11 +72,11 @@ class MicroBatch:
 
 
 def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
-    """The micro-batch of `cut`, made of rows of `table`; its lines lie on the data shards of `mesh`."""
-    buffers = _Buffers((len(cut.lines), cut.width), tuple(table.columns))
-    for line, segments in enumerate(cut.lines):
+    """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`."""
+    buffers = _Buffers((len(cut.buffers), cut.width), tuple(table.columns))
+    for buffer, segments in enumerate(cut.buffers):
         for number, segment in enumerate(segments, start=1):
-            buffers.add(line, number, segment, cut.num_common, table)
+            buffers.add(buffer, number, segment, cut.num_common, table)
     sharding = data_sharding(mesh)
     arrays, columns = (
         {name: place(array, sharding) for name, array in each.items()}
@@ -92,7 +92,7 @@ def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[t
 
 
 class _Buffers:
-    """The arrays of a micro-batch while they are filled, and how many entries of each line are used."""
+    """The arrays of a micro-batch while they are filled, and how many entries of each buffer are used."""
 
     def __init__(self, shape: tuple[int, int], columns: Sequence[str]):
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
@@ -103,41 +103,41 @@ class _Buffers:
         self.used = np.zeros(shape[0], int)
         self.scored = np.zeros(shape[0], int)
 
-    def add(self, line: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
+    def add(self, buffer: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
         shared, first = segment.num_shared, segment.rows[0]
         prompt_branch = 0
-        if num_common:  # all of the line is one segment
+        if num_common:  # all of the buffer is one segment
             number, prompt_branch = 1, number * BRANCHES_PER_GROUP
-            if not self.used[line]:
-                self._write(line, number, 0, table.input_ids[first, :num_common], 0)
-        begins = self.used[line]
-        self._write(line, number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
+            if not self.used[buffer]:
+                self._write(buffer, number, 0, table.input_ids[first, :num_common], 0)
+        begins = self.used[buffer]
+        self._write(buffer, number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
         for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
-            own = self.used[line]
+            own = self.used[buffer]
             length = int(table.attention_mask[row].sum())
-            self._write(line, number, branch, table.input_ids[row, shared:length], shared)
+            self._write(buffer, number, branch, table.input_ids[row, shared:length], shared)
             places = np.flatnonzero(table.completion_mask[row])
             before = places - 1
             ahead = np.select([before < num_common, before < shared], [0, begins - num_common], own - shared)
-            self._score(line, row, places, before + ahead, table)
+            self._score(buffer, row, places, before + ahead, table)
 
-    def _write(self, line: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
-        start, stop = self.used[line], self.used[line] + len(ids)
-        self.arrays["input_ids"][line, start:stop] = ids
-        self.arrays["positions"][line, start:stop] = first_position + np.arange(len(ids))
-        self.arrays["segment_ids"][line, start:stop] = number
-        self.arrays["branch_ids"][line, start:stop] = branch
-        self.used[line] = stop
+    def _write(self, buffer: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+        start, stop = self.used[buffer], self.used[buffer] + len(ids)
+        self.arrays["input_ids"][buffer, start:stop] = ids
+        self.arrays["positions"][buffer, start:stop] = first_position + np.arange(len(ids))
+        self.arrays["segment_ids"][buffer, start:stop] = number
+        self.arrays["branch_ids"][buffer, start:stop] = branch
+        self.used[buffer] = stop
 
     def _score(
-        self, line: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
+        self, buffer: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
     ) -> None:
-        start, stop = self.scored[line], self.scored[line] + len(places)
-        self.arrays["predictors"][line, start:stop] = predictors
-        self.arrays["targets"][line, start:stop] = table.input_ids[row, places]
-        self.arrays["mask"][line, start:stop] = True
-        self.arrays["sequence_ids"][line, start:stop] = self.sequences[line]
+        start, stop = self.scored[buffer], self.scored[buffer] + len(places)
+        self.arrays["predictors"][buffer, start:stop] = predictors
+        self.arrays["targets"][buffer, start:stop] = table.input_ids[row, places]
+        self.arrays["mask"][buffer, start:stop] = True
+        self.arrays["sequence_ids"][buffer, start:stop] = self.sequences[buffer]
         for name, values in table.columns.items():
-            self.columns[name][line, start:stop] = values[row, places]
-        self.scored[line] = stop
-        self.sequences[line] += len(places) > 0
+            self.columns[name][buffer, start:stop] = values[row, places]
+        self.scored[buffer] = stop
+        self.sequences[buffer] += len(places) > 0
