@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
 from quatrain.models.attention import attention_pattern, self_attention, supports_shared_prefixes
-from quatrain.models.decoder import layer_windows, run_layers
+from quatrain.models.decoder import Attend, run_layers
 from quatrain.models.families import Architecture
-from quatrain.models.kv_cache import CachePart, write
+from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
 
@@ -53,24 +53,34 @@ def prefill(
 
     `branch_ids` must be zeros if the implementation `attention` does not support shared prefixes.
     """
-    windows = layer_windows(arch)
     branches = branch_ids[None] if supports_shared_prefixes(attention) else None
-    patterns = {
-        window: attention_pattern(
+
+    def attend_within(window: int | None) -> Attend:
+        pattern = attention_pattern(
             attention, positions[None], segment_ids[None], branches, window, backend.attention_blocks
         )
-        for window in dict.fromkeys(windows)
-    }
-    keys, values = [], []
 
-    def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        window, cap = windows[i], arch.attention_softcap
-        keys.append(k_BTKH[0])
-        values.append(v_BTKH[0])
-        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, patterns[window], window=window, cap=cap)
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: None
+        ) -> tuple[jax.Array, LayerCache]:
+            cap = arch.attention_softcap
+            y_BTNH = self_attention(attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)
+            return y_BTNH, (k_BTKH[0], v_BTKH[0])
 
-    hidden = run_layers(params, arch, input_ids[None], positions[None], attend, dtype=dtype, backend=backend)
-    return hidden[0], CachePart(tuple(keys), tuple(values))
+        return attend
+
+    caches = [None] * arch.num_layers
+    hidden, new = run_layers(
+        params,
+        arch,
+        input_ids[None],
+        positions[None],
+        attend_within,
+        caches,
+        dtype=dtype,
+        backend=backend,
+    )
+    return hidden[0], CachePart.of_layers(new)
 
 
 def decode(
@@ -99,30 +109,44 @@ def decode(
     back_RMS = positions[sharing.members][:, :, None] - columns_S
     real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
     valid_BC = back_C < generated_lengths[:, None]
-    windows, masks = layer_windows(arch), {}
-    for window in dict.fromkeys(windows):
+
+    def attend_within(window: int | None) -> Attend:
         near = (True, True) if window is None else (back_RMS < window, back_C < window)
-        masks[window] = real_RMS & near[0], (valid_BC & near[1])[:, None]
-    keys, values = [], []
+        prompt_mask, generated_mask = real_RMS & near[0], (valid_BC & near[1])[:, None]
 
-    def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        _, B, N, H = q_BTNH.shape
-        K = k_BTKH.shape[2]
-        keys.append(write(generated.keys[i], k_BTKH[0, :, :, :, None], column, 3))
-        values.append(write(generated.values[i], v_BTKH[0, :, :, None], column, 2))
-        q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
-        prompt_mask, generated_mask = masks[windows[i]]
-        cap = arch.attention_softcap
-        shared = _attend(q_BKGH[sharing.members], prompts.keys[i], prompts.values[i], prompt_mask, cap)
-        y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
-        y_generated, total_generated = (
-            x[:, 0] for x in _attend(q_BKGH[:, None], keys[i], values[i], generated_mask, cap)
-        )
-        share = jax.nn.sigmoid(total_prompt - total_generated)[..., None]
-        return (y_prompt * share + y_generated * (1 - share)).reshape(1, B, N, H).astype(q_BTNH.dtype)
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: tuple[LayerCache, LayerCache]
+        ) -> tuple[jax.Array, LayerCache]:
+            _, B, N, H = q_BTNH.shape
+            K = k_BTKH.shape[2]
+            (prompt_keys, prompt_values), (keys, values) = cache
+            keys = write(keys, k_BTKH[0, :, :, :, None], column, 3)
+            values = write(values, v_BTKH[0, :, :, None], column, 2)
+            q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
+            cap = arch.attention_softcap
+            shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
+            y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
+            y_generated, total_generated = (
+                x[:, 0] for x in _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
+            )
+            share = jax.nn.sigmoid(total_prompt - total_generated)[..., None]
+            y_BTNH = (y_prompt * share + y_generated * (1 - share)).reshape(1, B, N, H)
+            return y_BTNH.astype(q_BTNH.dtype), (keys, values)
 
-    hidden = run_layers(params, arch, tokens[None], positions[None], attend, dtype=dtype, backend=backend)
-    return hidden[0], CachePart(tuple(keys), tuple(values))
+        return attend
+
+    caches = list(zip(prompts.layers, generated.layers, strict=True))
+    hidden, new = run_layers(
+        params,
+        arch,
+        tokens[None],
+        positions[None],
+        attend_within,
+        caches,
+        dtype=dtype,
+        backend=backend,
+    )
+    return hidden[0], CachePart.of_layers(new)
 
 
 def _attend(

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, D hidden, N query heads, K key/value heads, H head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,10 @@ from quatrain.parallel.collectives import (
 )
 
 Angles = tuple[jax.Array, jax.Array]
-LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(layer number, q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H]."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(q [B, T, N, H], k and v [B, T, K, H], the layer's cache) -> ([B, T, N, H], the layer's new cache).
+
+A cache is any tree of arrays, or None."""
 REMAT = ("none", "dots", "layer")
 """What the backward pass recomputes of a layer: nothing, everything except matrix products, or everything."""
 
@@ -77,23 +77,32 @@ def forward(
     of `REMAT`, `attention` is the name of an implementation (`kernels.choose_attention`), and `backend` holds
     the block sizes of attention and the order of factors in matrix products.
     """
-    windows = layer_windows(arch)
-    patterns = {
-        window: attention_pattern(
+
+    def attend_within(window: int | None) -> Attend:
+        pattern = attention_pattern(
             attention, positions, segment_ids, branch_ids, window, backend.attention_blocks
         )
-        for window in dict.fromkeys(windows)
-    }
 
-    def attend(i: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        window, cap = windows[i], arch.attention_softcap
-        return self_attention(attention, q_BTNH, k_BTKH, v_BTKH, patterns[window], window=window, cap=cap)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
+            cap = arch.attention_softcap
+            return self_attention(attention, q, k, v, pattern, window=window, cap=cap), cache
 
-    if remat == "dots" and attention != "xla":
         # Without this checkpoint, the padded or repeated heads that a kernel reads would be kept for the
         # backward pass; with it, only queries, keys and values are kept.
-        attend = jax.checkpoint(attend, static_argnums=0)
-    return run_layers(params, arch, input_ids, positions, attend, dtype=dtype, remat=remat, backend=backend)
+        return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
+
+    caches = [None] * arch.num_layers
+    return run_layers(
+        params,
+        arch,
+        input_ids,
+        positions,
+        attend_within,
+        caches,
+        dtype=dtype,
+        remat=remat,
+        backend=backend,
+    )[0]
 
 
 def run_layers(
@@ -101,32 +110,43 @@ def run_layers(
     arch: Architecture,
     input_ids: jax.Array,
     positions: jax.Array,
-    attend: Attend,
+    attend_within: Callable[[int | None], Attend],
+    caches: Sequence[Any],
     *,
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     backend: Backend = ACCELERATOR,
-) -> jax.Array:
-    """Hidden states [B, T, D] of tokens at `positions` [B, T], with `attend` as attention. See `forward`."""
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Hidden states [B, T, D] of tokens at `positions` [B, T], and the new cache of each layer.
+
+    `attend_within(window)` is the attention of the layers with this sliding window (None: full attention),
+    which takes and returns the cache of each. It must be a pure function: layers that differ in nothing but
+    their arrays are traced and lowered once. For the other arguments see `forward`.
+    """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
     angles = _angles(arch, positions)
-    for i, layer in enumerate(params["layers"]):
-        run: Callable[..., jax.Array] = partial(
-            _layer,
-            arch=arch,
-            attend=partial(attend, i),
-            specs=specs["layers"][i],
-            by_parts=remat == "dots",
-            few_rows=backend.few_rows,
-        )
-        if remat == "layer":
-            run = jax.checkpoint(run)
-        x_BTD = run(x_BTD, layer, angles[arch.layer_type(i)])
+    windows, kinds, new_caches = layer_windows(arch), dict[Hashable, Any](), []
+    attends = {window: attend_within(window) for window in dict.fromkeys(windows)}
+    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        layer_specs = specs["layers"][i]
+        kind = windows[i], tuple(sorted(layer_specs.items()))
+        if kind not in kinds:
+            run = partial(
+                _layer,
+                arch=arch,
+                attend=attends[windows[i]],
+                specs=layer_specs,
+                by_parts=remat == "dots",
+                few_rows=backend.few_rows,
+            )
+            kinds[kind] = jax.jit(jax.checkpoint(run) if remat == "layer" else run)
+        x_BTD, new_cache = kinds[kind](x_BTD, layer, angles[arch.layer_type(i)], cache)
+        new_caches.append(new_cache)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
-    return rms_norm(x_BTD, final_norm, arch.norm_eps, arch.norm_offset)
+    return rms_norm(x_BTD, final_norm, arch.norm_eps, arch.norm_offset), tuple(new_caches)
 
 
 def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax.Array:
@@ -180,13 +200,16 @@ def _layer(
     x_BTD: jax.Array,
     layer: Layer,
     angles: Angles,
+    cache: Any,
     arch: Architecture,
-    attend: LayerAttend,
+    attend: Attend,
     specs: Mapping[str, PartitionSpec],
     by_parts: bool,
     few_rows: int,
-) -> jax.Array:
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` both outputs are normalised too.
+) -> tuple[jax.Array, Any]:
+    """x + attention(norm(x)), then x + mlp(norm(x)), and the new cache.
+
+    With `post_norms` both outputs are normalised too.
 
     The layer is computed in parts, each of which all-gathers its own weights. With `by_parts`, the backward
     pass recomputes every part from its inputs, so gathered weights are not kept between the passes (nor are
@@ -203,7 +226,8 @@ def _layer(
 
     norm = partial(_norm, arch=arch)
     heads_BTKXH = part(partial(_heads, arch=arch, few_rows=few_rows), x_BTD)
-    y_BTNH = attend(*part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH))
+    q_BTNH, k_BTKH, v_BTKH = part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH)
+    y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
     y_BTD = part(partial(_output, few_rows=few_rows), y_BTNH)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
@@ -212,7 +236,7 @@ def _layer(
     y_BTD = part(partial(mlp_down, arch=arch, few_rows=few_rows), gate_up)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_mlp_norm"), y_BTD)
-    return x_BTD + y_BTD
+    return x_BTD + y_BTD, cache
 
 
 def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Array:

@@ -5,6 +5,7 @@ Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,9 @@ from quatrain.parallel.mesh import DATA_AXES
 CACHE_SPEC = PartitionSpec(DATA_AXES, "tp")
 """The sharding of a cache: rows over the replicas of the sampler, heads over a replica's `tp` devices."""
 
+LayerCache = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -31,6 +35,17 @@ class CachePart:
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[LayerCache]) -> CachePart:
+        """The cache with these keys and values, layer after layer."""
+        keys, values = zip(*layers, strict=True)
+        return cls(keys, values)
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """Keys and values of each layer."""
+        return tuple(zip(self.keys, self.values, strict=True))
 
     @property
     def columns(self) -> int:
