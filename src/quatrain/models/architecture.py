@@ -11,6 +11,8 @@ from typing import Literal
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
+Head = Literal["vocabulary", "score"]
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -49,7 +51,10 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
     """RoPE theta of sliding-window layers, without scaling; None: as in layers with full attention."""
+    head: Head = "vocabulary"
+    """What is computed from a hidden state: logits of the vocabulary, or one number (critic, reward model)."""
     tie_embeddings: bool = False
+    """Whether the output head of the vocabulary is the embedding matrix."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

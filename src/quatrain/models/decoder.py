@@ -182,6 +182,15 @@ def project(
     return softcap(scores, arch.final_softcap)
 
 
+def scores(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
+    """One number [...] float32 for each of the hidden states [..., D] that `forward` returned.
+
+    For models whose `Architecture.head` is `score`.
+    """
+    head_D = gather_params(params["score"], partition(arch, current_mesh())["score"])[0]
+    return jnp.einsum("...D,D->...", hidden, head_D, preferred_element_type=jnp.float32)
+
+
 def logits(
     params: Params, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
 ) -> jax.Array:

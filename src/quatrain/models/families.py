@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quatrain.models.architecture import LAYER_TYPES, Architecture, RopeScaling
+from quatrain.models.architecture import LAYER_TYPES, Architecture, Head, RopeScaling
 
 Json = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -358,7 +358,9 @@ def tensor_names(arch: Architecture) -> list[TensorName]:
         TensorName("model.embed_tokens.weight", ("embed",), vector=False),
         TensorName("model.norm.weight", ("final_norm",)),
     ]
-    if not arch.tie_embeddings:
+    if arch.head == "score":
+        names.append(TensorName("score.weight", ("score",), vector=False))
+    elif not arch.tie_embeddings:
         names.append(TensorName("lm_head.weight", ("lm_head",), vector=False))
     norms = {
         **(_PRE_AND_POST_NORMS if arch.post_norms else _PRE_NORMS),

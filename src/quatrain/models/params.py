@@ -24,7 +24,10 @@ from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
 from quatrain.parallel.sharding import partition_spec
 
 Params = dict[str, Any]
-"""{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], "lm_head": [V, D] if untied}."""
+"""{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], and the output head}.
+
+The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`).
+"""
 
 XLA_ALIGNMENT = 64
 """The alignment, in bytes, of host arrays that XLA uses on a CPU without copying them."""
@@ -55,7 +58,7 @@ def param_specs(arch: Architecture) -> Params:
 
     Weights are initialised with standard deviation in**-0.5. The standard deviation of matrices that write
     to the residual stream is divided by sqrt(2 * layers), so that the variance of the residual stream does
-    not grow with depth (Radford et al. 2019).
+    not grow with depth (Radford et al. 2019). A `score` head is zero.
     """
     d = arch.hidden_size
     specs: Params = {
@@ -63,12 +66,15 @@ def param_specs(arch: Architecture) -> Params:
         "layers": [_layer_specs(arch) for _ in range(arch.num_layers)],
         "final_norm": _norm(arch, d),
     }
-    specs[output_head_name(arch)] = specs["embed"]
+    score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0)
+    specs[output_head_name(arch)] = score if arch.head == "score" else specs["embed"]
     return specs
 
 
 def output_head_name(arch: Architecture) -> str:
-    """The name of the output head's parameter: `embed` if the embeddings are tied, else `lm_head`."""
+    """The name of the output head's parameter: `score`, `embed` if the embeddings are tied, or `lm_head`."""
+    if arch.head == "score":
+        return "score"
     return "embed" if arch.tie_embeddings else "lm_head"
 
 

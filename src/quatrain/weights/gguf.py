@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture, RopeScaling, TensorName, tensor_names
+from quatrain.models.families import Architecture, Head, RopeScaling, TensorName, tensor_names
 from quatrain.models.layers import rope_frequencies
 from quatrain.models.params import Params, assemble
 from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
@@ -46,9 +47,14 @@ _LAYER_NAMES = {
 
 
 def load_gguf(
-    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    path: str | Path,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    head: Head = "vocabulary",
 ) -> tuple[Architecture, Params]:
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
+
+    With the head `score`, the head is zero and the output head of the vocabulary is not read.
 
     Architectures: llama and qwen2. Tensor types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K. Tensors are
     read one at a time, the largest first, so that peak memory is close to the size of the parameters.
@@ -66,7 +72,12 @@ def load_gguf(
     expected = {_gguf_name(name.name) for name in tensor_names(arch)}
     _check_names(header.path, expected, set(tensors) - {_ROPE_FACTORS})
 
+    arch = replace(arch, head=head)
+
     def read(name: TensorName, parameter: np.ndarray) -> None:
+        if name.path == ("score",):
+            parameter[...] = 0.0
+            return
         _read_into(parameter, name, header, tensors[_gguf_name(name.name)], gguf, arch)
 
     return arch, assemble(arch, dtype, read, mesh)

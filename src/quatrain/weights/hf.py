@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.places import local_path
 from quatrain.models.families import (
     Architecture,
+    Head,
     TensorName,
     architecture_from_hf,
     architecture_to_hf,
@@ -38,13 +40,21 @@ MAX_SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 64 * 2**20
 """Bytes read at a time, so that buffers are small compared to the parameters."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+SCORE = "score.weight"
+"""The only tensor of a model that its directory may lack."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_hf(
-    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    directory: str | Path,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    head: Head = "vocabulary",
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
+
+    With the head `score`, the head is zero if the directory has no `score.weight`, and an output head of the
+    vocabulary is not read.
 
     Weights are read from model.safetensors or the shards of its index, block by block and the largest tensor
     first, so that peak memory is close to the size of the parameters. Stop tokens are those in config.json
@@ -52,13 +62,16 @@ def load_hf(
     tensors that are missing, unknown, damaged or of the wrong shape.
     """
     directory = local_path(directory)
-    arch = read_architecture(directory)
+    arch = replace(read_architecture(directory), head=head)
     files = _tensor_files(directory)
     names = tensor_names(arch)
     _check_names(directory, arch, names, files)
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
-        _read_tensor(files[name.name], name, parameter)
+        if name.name in files:
+            _read_tensor(files[name.name], name, parameter)
+        else:
+            parameter[...] = 0.0
 
     return arch, assemble(arch, dtype, read, mesh)
 
@@ -217,19 +230,21 @@ def _check_names(
     directory: Path, arch: Architecture, names: Sequence[TensorName], files: dict[str, Path]
 ) -> None:
     wanted = {name.name for name in names}
-    missing, extra = wanted - set(files), {name for name in set(files) - wanted if not _ignorable(arch, name)}
+    missing = wanted - set(files) - {SCORE}
+    extra = {name for name in set(files) - wanted if not _ignorable(arch, name)}
     if missing or extra:
         raise ValueError(
             f"{directory} must contain exactly the tensors of the model in its config.json ({arch.family}, "
             f"{arch.num_layers} layers): missing {_some(missing)}; unknown {_some(extra)}"
         )
-    if arch.tie_embeddings and "lm_head.weight" in files:
+    if arch.head == "vocabulary" and arch.tie_embeddings and "lm_head.weight" in files:
         _check_tied(files["lm_head.weight"], files["model.embed_tokens.weight"])
 
 
 def _ignorable(arch: Architecture, name: str) -> bool:
-    """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or a tied lm_head."""
-    return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")
+    """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or an unused lm_head."""
+    unused_head = arch.tie_embeddings or arch.head == "score"
+    return name.endswith("rotary_emb.inv_freq") or (unused_head and name == "lm_head.weight")
 
 
 def _some(names: set[str]) -> str:

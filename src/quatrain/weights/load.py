@@ -5,7 +5,7 @@ Data flow: configuration -> `Model(arch, params)` -> rollout, update, evaluation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.families import Architecture, Head, builtin_architecture
 from quatrain.models.params import Params, init_params
 from quatrain.weights.hf import hub_architecture, load_hf, read_architecture, resolve_hub
 
@@ -37,21 +37,25 @@ def load_model(
     vocab_size: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
     mesh: Mesh | None = None,
+    head: Head = "vocabulary",
 ) -> Model:
     """The model at `path`, its parameters in `dtype` on `mesh` (default: on one device).
 
     `path` is `builtin:NAME`, a `.gguf` file, a local Hugging Face directory or a hub id. A built-in model is
     randomly initialised from `seed`, for a tokenizer with `vocab_size` and `eos_token_ids`; the other kinds
-    ignore these arguments. Raises ValueError if the model is missing, damaged or of an unsupported kind.
+    ignore these arguments. With the head `score` (a critic, a reward model), the head is zero unless the
+    model has one, and the output head of the vocabulary is not read. Raises ValueError if the model is
+    missing, damaged or of an unsupported kind.
     """
     if path.startswith(BUILTIN):
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        arch = replace(arch, head=head)
         return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
     if path.endswith(".gguf"):
         from quatrain.weights.gguf import load_gguf
 
-        return Model(*load_gguf(local_path(path), dtype, mesh))
-    return Model(*load_hf(model_directory(path), dtype, mesh))
+        return Model(*load_gguf(local_path(path), dtype, mesh, head))
+    return Model(*load_hf(model_directory(path), dtype, mesh, head))
 
 
 def load_architecture(
