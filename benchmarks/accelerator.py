@@ -56,10 +56,11 @@ from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
 from quatrain.update.cuts import Cut, Cutting, describe_cuts
-from quatrain.update.gradient import PolicySpec, init_optimizer, optimizer_step, table_logprobs
+from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
 from quatrain.update.micro_batch import MicroBatch, fill
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -301,7 +302,7 @@ class Bench:
         for _ in range(self.scale.steps + 1):
             began = time.perf_counter()
             params, state, applied, metrics = optimizer_step(
-                params, state, batches, policy=policy, objective=objective, optimizer=self.optimizer
+                params, state, batches, model=policy, objective=objective, optimizer=self.optimizer
             )
             jax.block_until_ready((params, state))
             seconds.append(time.perf_counter() - began)
@@ -393,7 +394,7 @@ def describe_gap(
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     table = table.take(np.arange(len(table))[:rows])
     cutting = Cutting(max_tokens=max_tokens, cost=policy.packing_cost)
-    trained = table_logprobs(params, table, policy=policy, cutting=cutting)
+    trained = predict_tokens(params, table, model=policy, cutting=cutting)
     mask = table.completion_mask
     gap = (trained - batch.rollout_logprobs[:rows])[mask].astype(np.float64)
     return {

@@ -453,8 +453,9 @@ class Programs:
 
         from quatrain.config.schema import UpdateConfig
         from quatrain.parallel.mesh import make_mesh
-        from quatrain.update.gradient import PolicySpec, _weighted_loss
+        from quatrain.update.gradient import _weighted_loss
         from quatrain.update.objective import PolicyObjective
+        from quatrain.update.specs import PolicySpec
 
         self.case, self.arch = case, case.arch
         near = mesh_utils.create_device_mesh(case.mesh, devices, allow_split_physical_axes=True)
@@ -466,7 +467,7 @@ class Programs:
         )
         self.objective = PolicyObjective.of(UpdateConfig(mini_batch_size=1), on_policy=True)
         self.params = self._params(self.mesh, jnp.dtype(case.param_dtype))
-        loss = partial(_weighted_loss, policy=self.policy, objective=self.objective)
+        loss = partial(_weighted_loss, model=self.policy, objective=self.objective)
         self.stats = jax.eval_shape(loss, self.params, self._batch())[1]
         self.num_metrics = len(jax.tree.leaves(self.stats))
 
@@ -528,7 +529,7 @@ class Programs:
         from quatrain.update.gradient import gradient_program
 
         return cast(Any, gradient_program(self.policy.backend)).lower(
-            self.params, self._total(), self._batch(), policy=self.policy, objective=self.objective
+            self.params, self._total(), self._batch(), model=self.policy, objective=self.objective
         )
 
     def apply(self) -> Any:

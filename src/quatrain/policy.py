@@ -20,7 +20,7 @@ from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.rollout.engine import OnProgress, RolloutEngine
-from quatrain.update.gradient import PolicySpec
+from quatrain.update.specs import PolicySpec
 from quatrain.weights.load import load_model
 
 

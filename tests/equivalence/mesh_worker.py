@@ -35,8 +35,8 @@ from quatrain.policy import role_meshes
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
-from quatrain.update.gradient import PolicySpec
 from quatrain.update.learner import Learner
+from quatrain.update.specs import PolicySpec
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
 COMMON_PREFIX = (5, 9)

@@ -13,9 +13,10 @@ from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, sum_gradients, table_logprobs
+from quatrain.update.gradient import predict_tokens, sum_gradients
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.objective import PolicyObjective
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 OBJECTIVES = {
@@ -53,7 +54,7 @@ def _table(arch, params, batch, seed: int, num_common: int = 0) -> TokenTable:
         table.group_ids,
     )
     table.input_ids[:, :num_common] = rng.integers(0, arch.vocab_size, num_common)
-    own = table_logprobs(params, table, policy=_policy(arch), cutting=ALL_ROWS)
+    own = predict_tokens(params, table, model=_policy(arch), cutting=ALL_ROWS)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
 
@@ -69,7 +70,7 @@ def _policy(arch) -> PolicySpec:
 
 def _gradient(arch, params, table, cutting, objective):
     batches = (batch for _, batch in micro_batches(table, cutting, one_device()))
-    grads, stats = sum_gradients(params, batches, policy=_policy(arch), objective=objective)
+    grads, stats = sum_gradients(params, batches, model=_policy(arch), objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
 
@@ -149,7 +150,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
     parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, renamed)]
     batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting, one_device())]
-    got = sum_gradients(small_params, batches, policy=_policy(small_arch), objective=objective)
+    got = sum_gradients(small_params, batches, model=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
 
 
@@ -239,8 +240,8 @@ def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
 )
 def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, make_batch, cutting):
     table = _table(small_arch, small_params, make_batch(24), 4)
-    whole = table_logprobs(small_params, table, policy=_policy(small_arch), cutting=ALL_ROWS)
-    got = table_logprobs(small_params, table, policy=_policy(small_arch), cutting=cutting)
+    whole = predict_tokens(small_params, table, model=_policy(small_arch), cutting=ALL_ROWS)
+    got = predict_tokens(small_params, table, model=_policy(small_arch), cutting=cutting)
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)
     assert not got[~table.completion_mask].any()
     assert (got[table.completion_mask] < 0).all()

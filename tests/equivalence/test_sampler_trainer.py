@@ -7,7 +7,8 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, table_logprobs
+from quatrain.update.gradient import predict_tokens
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 
@@ -33,7 +34,7 @@ def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperat
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     policy = PolicySpec(small_arch, temperature=temperature, remat="layer")
-    trained = table_logprobs(small_params, table, policy=policy, cutting=Cutting(rows=6))
+    trained = predict_tokens(small_params, table, model=policy, cutting=Cutting(rows=6))
     gap = np.abs(trained - batch.rollout_logprobs)
     assert len(np.unique(batch.completion_lengths)) > 2
     assert gap.max() < 1e-4

@@ -6,9 +6,10 @@ import pytest
 
 from quatrain.config.schema import UpdateConfig
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, sum_gradients
+from quatrain.update.gradient import sum_gradients
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.objective import PolicyObjective
+from quatrain.update.specs import PolicySpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +29,7 @@ def _gradient(arch, params, table, cutting, attention, dtype="float32"):
     batches = [batch for _, batch in micro_batches(table, cutting, policy.mesh)]
     assert len(batches) > 1
     with jax.default_matmul_precision("highest"):
-        grads, stats = sum_gradients(params, batches, policy=policy, objective=objective)
+        grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
     leaves = [np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(grads)]
     return np.concatenate(leaves), float(stats["sum"]["loss"])
 

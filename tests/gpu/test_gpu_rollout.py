@@ -9,7 +9,8 @@ from quatrain.models.decoder import forward, logits
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, table_logprobs
+from quatrain.update.gradient import predict_tokens
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_sampler_and_trainer_agree(arch, params, attention, n):
         batch = _sampled(arch, params, n, attention, temperature=0.8)
         table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
         policy = PolicySpec(arch, temperature=0.8, attention=attention)
-        trained = table_logprobs(params, table, policy=policy, cutting=Cutting(max_tokens=512))
+        trained = predict_tokens(params, table, model=policy, cutting=Cutting(max_tokens=512))
     assert len(np.unique(batch.completion_lengths)) > 2
     assert trained[batch.completion_mask].std() > 0.5
     assert np.abs(trained - batch.rollout_logprobs).max() < LARGEST_GAP

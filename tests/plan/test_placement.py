@@ -20,10 +20,11 @@ from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
 from quatrain.plan.device_memory import parse_bytes, render
 from quatrain.plan.placement import placement
-from quatrain.update.gradient import PolicySpec, _zero_total, gradient_program, init_optimizer
+from quatrain.update.gradient import _zero_total, gradient_program, init_optimizer
 from quatrain.update.micro_batch import MicroBatch
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
+from quatrain.update.specs import PolicySpec
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -170,8 +171,8 @@ def compiled_bytes(arch, tokens, remat):
     columns = dict.fromkeys(("weights", "advantages", "rollout_logprobs"), floats)
     batch = MicroBatch(*(integers,) * 6, bools, integers, columns, packed=True, shared=True)
     params = abstract_params(arch)
-    total = jax.eval_shape(partial(_zero_total, policy=policy, objective=objective), params, batch)
-    program = gradient_program(policy.backend).lower(params, total, batch, policy=policy, objective=objective)
+    total = jax.eval_shape(partial(_zero_total, model=policy, objective=objective), params, batch)
+    program = gradient_program(policy.backend).lower(params, total, batch, model=policy, objective=objective)
     return program.compile(DEFAULT_FUSION).memory_analysis().temp_size_in_bytes
 
 

@@ -23,8 +23,8 @@ from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.interface import Completion, Rollouts, Sampling, rollout_batch
 from quatrain.types import Prompt
-from quatrain.update.gradient import PolicySpec
 from quatrain.update.learner import Learner
+from quatrain.update.specs import PolicySpec
 
 REWARD = """
 def longest(completions, completion_ids, finish_reasons, answer):

@@ -10,8 +10,9 @@ from quatrain.models.params import abstract_params
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.mesh import one_device
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, gradient_program
+from quatrain.update.gradient import gradient_program
 from quatrain.update.micro_batch import fill
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 
@@ -26,7 +27,7 @@ def _temporary_bytes(arch, batch, remat: str) -> int:
     stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
     policy = PolicySpec(arch, remat=remat)
     lowered = gradient_program(policy.backend).lower(
-        params, (total, stats), batch, policy=policy, objective=_surprise
+        params, (total, stats), batch, model=policy, objective=_surprise
     )
     return lowered.compile(DEFAULT_FUSION).memory_analysis().temp_size_in_bytes
 

@@ -13,8 +13,9 @@ from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import to_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, table_logprobs
+from quatrain.update.gradient import predict_tokens
 from quatrain.update.learner import Learner, TooManyBadSteps
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 
@@ -65,7 +66,7 @@ def _changes(before, after) -> float:
 def _logprobs(learner: Learner, params, batch: AdvantagedBatch) -> np.ndarray:
     r = batch.rollouts
     table = TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {})
-    return table_logprobs(params, table, policy=learner.policy, cutting=Cutting(rows=7))
+    return predict_tokens(params, table, model=learner.policy, cutting=Cutting(rows=7))
 
 
 def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arch, small_params):

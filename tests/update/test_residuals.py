@@ -15,9 +15,10 @@ from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, gradient_program, sum_gradients
+from quatrain.update.gradient import gradient_program, sum_gradients
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.residuals import HeldGradient, ResidualMemory, residual_memory
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 
@@ -55,7 +56,7 @@ def test_the_gradient_is_the_same_in_memory_used_again(small_arch, small_params,
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
     policy = PolicySpec(small_arch, remat=remat)
     batches = _micro_batches(small_arch, 4, 32)
-    static = {"policy": policy, "objective": _surprise}
+    static = {"model": policy, "objective": _surprise}
     expected = sum_gradients(small_params, batches, **static)
     memory = Watched()
     got = sum_gradients(small_params, batches, **static, residuals=memory)
@@ -72,7 +73,7 @@ def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_par
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
     arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
     params = {**small_params, "layers": small_params["layers"][:1]}
-    static = {"policy": PolicySpec(arch), "objective": _surprise}
+    static = {"model": PolicySpec(arch), "objective": _surprise}
     memory = Watched()
     mixed = _micro_batches(arch, 4, 32)[:2] + _micro_batches(arch, 2, 48)[:2]
     got = sum_gradients(params, mixed, **static, residuals=memory)
@@ -92,7 +93,7 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
     batch = _micro_batches(arch, 8, 64)[0]
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
     stats = {"sum": {"loss": jnp.float32(0), "tokens": jnp.float32(0)}, "max": {}}
-    static = {"policy": PolicySpec(arch, remat="dots"), "objective": _surprise}
+    static = {"model": PolicySpec(arch, remat="dots"), "objective": _surprise}
     program = gradient_program(CPU)
     holding = static | {"gradient": HeldGradient(output_head_name(arch))}
     args = params, (total, stats), batch
@@ -114,7 +115,7 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
 def test_what_did_not_come_back_is_made_anew(small_arch, small_params, monkeypatch):
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
     batches = _micro_batches(small_arch, 4, 32)
-    static = {"policy": PolicySpec(small_arch), "objective": _surprise}
+    static = {"model": PolicySpec(small_arch), "objective": _surprise}
     memory = Watched()
     monkeypatch.setattr(memory, "take_back", lambda kind, arrays: None)
     sum_gradients(small_params, batches, **static, residuals=memory)

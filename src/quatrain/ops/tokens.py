@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,47 +22,21 @@ BROUGHT_BY = {
 """What brings each column that not every objective has."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ScoredTokens:
+class Tokens:
     """The scored tokens of a micro-batch: R rows of at most K tokens, padded at the end of each row.
 
-    All arrays are [R, K]; log-probabilities and entropy are in nats at the sampling temperature, float32. The
-    gradient flows through `logprobs` and `entropy` alone. A sequence lies in one row and is never cut, so a
-    sum over it (`sequence_sum`) is the same however the batch is cut into micro-batches. Tokens of different
-    sequences of a row may stand in any order.
+    A sequence lies in one row and is never cut, so a sum over it (`sequence_sum`) is the same however the
+    batch is cut into micro-batches. Tokens of different sequences of a row may stand in any order.
     """
 
-    logprobs: jax.Array
-    """Log-probability of each token under the policy being trained."""
-    entropy: jax.Array
-    """Entropy of the distribution each token was drawn from, under the policy being trained."""
     mask: jax.Array
-    """bool: False on padding, where everything else is 0."""
+    """[R, K] bool: False on padding, where everything else is 0."""
     sequence_ids: jax.Array
-    """int32: equal for two tokens of a row where they belong to the same sequence; in [0, K)."""
-    columns: Mapping[str, jax.Array] = field(default_factory=dict)
-    """The other arrays by name, as far as the configuration brings them; see the properties."""
-
-    @property
-    def old_logprobs(self) -> jax.Array:
-        """Log-probabilities that the ratio is taken to."""
-        return self.column("old_logprobs")
-
-    @property
-    def rollout_logprobs(self) -> jax.Array:
-        """Log-probabilities under the distribution the sampler drew from."""
-        return self.column("rollout_logprobs")
-
-    @property
-    def ref_logprobs(self) -> jax.Array:
-        """Log-probabilities under the frozen reference; with `update.kl_coef` above 0 only."""
-        return self.column("ref_logprobs")
-
-    @property
-    def advantages(self) -> jax.Array:
-        """Advantage of each token."""
-        return self.column("advantages")
+    """[R, K] int32: equal for two tokens of a row where they belong to the same sequence; in [0, K)."""
+    columns: Mapping[str, jax.Array]
+    """The other arrays [R, K] by name, as far as the configuration brings them."""
+    predictions: ClassVar[tuple[str, ...]]
+    """The arrays [R, K] that the model computed, through which the gradient flows."""
 
     def column(self, name: str) -> jax.Array:
         """The array `name`; raises ValueError where this objective does not have it."""
@@ -69,7 +44,7 @@ class ScoredTokens:
             remedy = f"{name} comes with {BROUGHT_BY[name]}" if name in BROUGHT_BY else "use one of these"
             raise ValueError(
                 f"a loss reads arrays that its micro-batches have: got {name!r}; they have "
-                f"{', '.join(['logprobs', 'entropy', 'mask', *sorted(self.columns)])}; {remedy}"
+                f"{', '.join([*self.predictions, 'mask', *sorted(self.columns)])}; {remedy}"
             )
         return self.columns[name]
 
@@ -91,6 +66,73 @@ class ScoredTokens:
     def sequence_mean(self, values: jax.Array) -> jax.Array:
         """[R, K]: for each token, the mean of `values` [R, K] over its sequence; 0 on padding."""
         return self.sequence_sum(values) / jnp.maximum(self.sequence_lengths, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScoredTokens(Tokens):
+    """What a policy loss reads: the scored tokens of a micro-batch, with their log-probabilities.
+
+    All arrays are [R, K]; log-probabilities and entropy are in nats at the sampling temperature, float32. The
+    gradient flows through `logprobs` and `entropy` alone.
+    """
+
+    predictions = ("logprobs", "entropy")
+
+    logprobs: jax.Array
+    """Log-probability of each token under the policy being trained."""
+    entropy: jax.Array
+    """Entropy of the distribution each token was drawn from, under the policy being trained."""
+    mask: jax.Array
+    sequence_ids: jax.Array
+    columns: Mapping[str, jax.Array] = field(default_factory=dict)
+
+    @property
+    def old_logprobs(self) -> jax.Array:
+        """Log-probabilities that the ratio is taken to."""
+        return self.column("old_logprobs")
+
+    @property
+    def rollout_logprobs(self) -> jax.Array:
+        """Log-probabilities under the distribution the sampler drew from."""
+        return self.column("rollout_logprobs")
+
+    @property
+    def ref_logprobs(self) -> jax.Array:
+        """Log-probabilities under the frozen reference; with `update.kl_coef` above 0 only."""
+        return self.column("ref_logprobs")
+
+    @property
+    def advantages(self) -> jax.Array:
+        """Advantage of each token."""
+        return self.column("advantages")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ValuedTokens(Tokens):
+    """What the value loss reads: the scored tokens of a micro-batch, with the critic's values.
+
+    All arrays are [R, K] float32. The gradient flows through `values` alone.
+    """
+
+    predictions = ("values",)
+
+    values: jax.Array
+    """Value of the state in which each token was drawn, under the critic being trained."""
+    mask: jax.Array
+    sequence_ids: jax.Array
+    columns: Mapping[str, jax.Array] = field(default_factory=dict)
+
+    @property
+    def old_values(self) -> jax.Array:
+        """Values of the critic at the start of the training step."""
+        return self.column("old_values")
+
+    @property
+    def returns(self) -> jax.Array:
+        """What the values are trained to predict."""
+        return self.column("returns")
 
 
 @jax.tree_util.register_dataclass

@@ -22,16 +22,12 @@ from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
 from quatrain.types import AdvantagedBatch
 from quatrain.update.cuts import Cutting, describe_cuts
-from quatrain.update.gradient import (
-    PolicySpec,
-    init_optimizer,
-    optimizer_step,
-    table_logprobs,
-)
+from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
 from quatrain.update.micro_batch import fill
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable, mini_batches
 
 logger = logging.getLogger(__name__)
@@ -164,7 +160,7 @@ class Learner:
 
     def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
         rollouts = batch.rollouts
-        logprobs = partial(table_logprobs, policy=self.policy, cutting=self.logprob_cutting)
+        logprobs = partial(predict_tokens, model=self.policy, cutting=self.logprob_cutting)
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         table = TokenTable(
             rollouts.input_ids,
@@ -186,7 +182,7 @@ class Learner:
         mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
         policy = replace(self.policy, mesh=mesh)
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
-        return table_logprobs(to_memory("device", self.reference), table, policy=policy, cutting=cutting)
+        return predict_tokens(to_memory("device", self.reference), table, model=policy, cutting=cutting)
 
     def _optimizer_step(
         self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals
@@ -204,7 +200,7 @@ class Learner:
             state.params,
             state.opt_state,
             batches,
-            policy=self.policy,
+            model=self.policy,
             objective=objective,
             optimizer=self.optimizer,
             residuals=self.residuals,

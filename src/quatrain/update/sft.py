@@ -17,10 +17,11 @@ from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.parallel.mesh import to_memory
 from quatrain.types import Demonstration
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import PolicySpec, init_optimizer, optimizer_step
+from quatrain.update.gradient import init_optimizer, optimizer_step
 from quatrain.update.micro_batch import micro_batches
 from quatrain.update.optimizer import build_optimizer
 from quatrain.update.residuals import residual_memory
+from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 
@@ -69,7 +70,7 @@ class SupervisedLearner:
             params,
             opt_state,
             (batch for _, batch in micro_batches(table, self.cutting, self.policy.mesh)),
-            policy=self.policy,
+            model=self.policy,
             objective=negative_log_likelihood,
             optimizer=self.optimizer,
             residuals=self.residuals,

@@ -1,0 +1,166 @@
+"""How a micro-batch becomes numbers for its scored tokens: log-probabilities of a policy, values of a critic.
+
+Data flow: `gradient.py` calls `predict` on parameters and a micro-batch, on each data shard, and passes the
+result of `tokens` to the objective. A spec is a static argument of compiled functions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from quatrain.backend import Backend, this_backend
+from quatrain.config.mesh import MeshShape
+from quatrain.models.attention.kernels import choose_attention
+from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
+from quatrain.models.families import Architecture
+from quatrain.models.params import partition
+from quatrain.ops.logprobs import token_logprobs
+from quatrain.ops.packing import PackingCost
+from quatrain.ops.tokens import ScoredTokens, Tokens, ValuedTokens
+from quatrain.parallel.collectives import psum_backward
+from quatrain.parallel.mesh import mesh_shape, one_device
+from quatrain.update.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class ModelSpec(ABC):
+    """A model as the update computes it: architecture, dtype, rematerialisation, attention and devices.
+
+    `backend` holds the settings for the kind of these devices, by default for the devices of this process.
+    """
+
+    arch: Architecture
+    dtype: str = "float32"
+    remat: str = "layer"
+    attention: str = "auto"
+    mesh: Mesh = field(default_factory=one_device)
+    backend: Backend = field(default_factory=this_backend)
+
+    num_predictions: ClassVar[int]
+    """How many arrays `predict` returns."""
+
+    @abstractmethod
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Arrays [R, K] float32 with a number for each scored token.
+
+        In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
+        """
+
+    @abstractmethod
+    def tokens(
+        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
+    ) -> Tokens:
+        """The scored tokens as the objective reads them: what `predict` returned, and `columns` [R, K]."""
+
+    @property
+    def held_gradient(self) -> str:
+        """The name of the parameter whose gradient is the largest array beside the residuals."""
+        return "lm_head" if self.arch.head == "vocabulary" and not self.arch.tie_embeddings else "embed"
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The sizes of the mesh's axes."""
+        return mesh_shape(self.mesh)
+
+    @property
+    def partition(self) -> Any:
+        """The tree of partition specs of the parameters."""
+        return partition(self.arch, self.mesh_shape)
+
+    @property
+    def packing_cost(self) -> PackingCost:
+        """Multiplications of a layer for a sequence: what the packer balances over devices."""
+        arch = self.arch
+        heads = arch.num_heads * arch.head_dim
+        linear = arch.hidden_size * (2 * heads + 2 * arch.num_kv_heads * arch.head_dim)
+        linear += 3 * arch.hidden_size * arch.intermediate_size
+        return PackingCost(linear=float(linear), quadratic=float(heads))
+
+    def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
+        """Hidden states [R, T, D] after the final norm; in a function mapped over the mesh."""
+        return forward(
+            params,
+            self.arch,
+            batch.input_ids,
+            batch.positions,
+            batch.segment_ids,
+            branch_ids=batch.branch_ids if batch.shared else None,
+            dtype=jnp.dtype(self.dtype),
+            remat=self.remat,
+            attention=choose_attention(
+                self.attention,
+                self.arch,
+                platform=self.backend.kind,
+                dtype=self.dtype,
+                packed=batch.packed,
+                shared=batch.shared,
+            ),
+            backend=self.backend,
+        )
+
+
+@dataclass(frozen=True)
+class PolicySpec(ModelSpec):
+    """A policy: log-probabilities and entropy at a sampling temperature."""
+
+    temperature: float = field(default=1.0, kw_only=True)
+
+    num_predictions = 2
+
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
+        hidden = self.hidden(params, batch)
+        # Those the list does not fill go last, where the tiles past the live ones are not computed.
+        order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
+        first_positions = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
+        scored = (first_positions + batch.predictors).reshape(-1)[order]
+        head = output_head(params, self.arch, hidden.dtype)
+        axis = vocabulary_axis(self.arch)
+        if axis is not None:  # each device has the gradient of its part of the vocabulary
+            hidden = psum_backward(hidden, axis)
+        results = token_logprobs(
+            lambda rows, chunk: project(rows, self.arch, chunk, backend=self.backend),
+            head,
+            hidden.reshape(-1, hidden.shape[-1])[scored],
+            batch.targets.reshape(-1)[order],
+            self.temperature,
+            tile=self.backend.tile(self.arch.vocab_size),
+            num_live=batch.mask.sum(),
+            vocabulary_axis=axis,
+        )
+        back = jnp.argsort(order)
+        logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
+        return logprobs, entropy
+
+    def tokens(
+        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
+    ) -> ScoredTokens:
+        """Log-probabilities and entropy with the columns, for a policy loss."""
+        logprobs, entropy = predictions
+        return ScoredTokens(logprobs, entropy, batch.mask, batch.sequence_ids, columns)
+
+
+@dataclass(frozen=True)
+class CriticSpec(ModelSpec):
+    """A critic: a model whose head is `score`, which predicts the value before each scored token is drawn."""
+
+    num_predictions = 1
+
+    def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
+        """Values [R, K] of the states in which the scored tokens were drawn."""
+        values = scores(params, self.arch, self.hidden(params, batch))
+        return (jnp.take_along_axis(values, batch.predictors, axis=1),)
+
+    def tokens(
+        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
+    ) -> ValuedTokens:
+        """Values with the columns, for the value loss."""
+        (values,) = predictions
+        return ValuedTokens(values, batch.mask, batch.sequence_ids, columns)
