@@ -5,7 +5,7 @@ Used by training, evaluation, warm start and export.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import num_processes
+from quatrain.config.derive import longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
@@ -20,8 +21,8 @@ from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.rollout.engine import OnProgress, RolloutEngine
-from quatrain.update.specs import PolicySpec
-from quatrain.weights.load import load_model
+from quatrain.update.specs import CriticSpec, PolicySpec
+from quatrain.weights.load import BUILTIN, load_model
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class LoadedPolicy:
     params: Any
     stop_ids: tuple[int, ...]
     meshes: Meshes
+    critic_arch: Architecture | None = None
+    """None without a critic."""
+    critic_params: Any = None
+    """Sharded on the training mesh; None without a critic, or if it starts from the policy's weights."""
 
 
 def load_policy(config: Config) -> LoadedPolicy:
@@ -74,7 +79,7 @@ def load_policy(config: Config) -> LoadedPolicy:
             f"{config.model.tokenizer} has {len(tokenizer)} tokens, {config.model.path} "
             f"{model.arch.vocab_size}; set model.tokenizer to the one the model was trained with"
         )
-    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    longest = longest_sequence(config)
     if longest > model.arch.max_position:
         raise ValueError(
             "a sequence must not be longer than its model's maximum number of positions: "
@@ -83,8 +88,45 @@ def load_policy(config: Config) -> LoadedPolicy:
         )
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
+    critic_arch, critic_params = _load_critic(config, tokenizer, model.arch, meshes)
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
-    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, meshes)
+    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, meshes, critic_arch, critic_params)
+
+
+def _load_critic(
+    config: Config, tokenizer: Any, policy: Architecture, meshes: Meshes
+) -> tuple[Architecture | None, Any]:
+    """Architecture and parameters of the critic, as the fields of `LoadedPolicy` have them."""
+    path = config.critic.path
+    if not config.critic.enabled:
+        return None, None
+    if path is None:
+        return replace(policy, head="score"), None
+    own = load_tokenizer(path) if not path.startswith(BUILTIN) else tokenizer
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            "a critic must have the policy's tokenizer, because it reads the same token ids: that of "
+            f"critic.path {path} has {len(own)} tokens, that of {config.model.tokenizer} {len(tokenizer)}, "
+            "and they differ; choose a critic of the same tokenizer, or set critic.path to null"
+        )
+    model = load_model(
+        path,
+        dtype=config.model.param_dtype,
+        seed=config.seed,
+        vocab_size=len(tokenizer),
+        mesh=meshes.train,
+        head="score",
+    )
+    longest = longest_sequence(config)
+    if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
+        raise ValueError(
+            f"a critic must have a position for each token of the longest sequence ({longest}) and an "
+            f"embedding for each token of the tokenizer ({len(tokenizer)}); {path} has "
+            f"{model.arch.max_position} positions and {model.arch.vocab_size} embeddings; choose another "
+            "critic, or set critic.path to null"
+        )
+    _attention(config, model.arch, packed=config.critic.max_tokens_per_device is not None)
+    return model.arch, model.params
 
 
 def role_meshes(config: Config) -> Meshes:
@@ -131,6 +173,18 @@ def _attention(config: Config, arch: Architecture, *, packed: bool = True, promp
     if prompts and name == "cudnn":
         name = "auto"  # the engine packs prompts, and cuDNN's kernel cannot mask one prompt from another
     return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
+
+
+def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
+    """The settings for computing values of micro-batches."""
+    assert loaded.critic_arch is not None, "critic.enabled is derived before it comes here"
+    return CriticSpec(
+        loaded.critic_arch,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        attention=config.model.attention,
+        mesh=loaded.meshes.train,
+    )
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

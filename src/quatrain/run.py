@@ -41,7 +41,9 @@ from quatrain.rollout.engine import RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_learner, build_scorer
 from quatrain.types import AdvantagedBatch, Prompt
+from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.trainer import ModelState
 
 logger = logging.getLogger(__name__)
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
@@ -169,15 +171,23 @@ class Run:
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
-        if config.update.kl_coef:
+        if config.needs_reference:
             self.learner.reference = self._reference(params)
         stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
-        state = stages.update.init(params)
+        state = stages.update.init(params, self._critic_params(params))
         if self.folder.resumed:
             state = self._restore(state)
         else:
             self.evaluate_first(state.params, config.eval.num_prompts)
         return state, stages
+
+    def _critic_params(self, params: Any) -> Any:
+        """The critic's parameters at the start: as loaded, or copies of the policy's `params`; else None."""
+        arch, loaded = self.loaded.critic_arch, self.loaded.critic_params
+        if arch is None:
+            return None
+        self.loaded = replace(self.loaded, critic_params=None)
+        return critic_params(params, arch, self.loaded.meshes.train) if loaded is None else loaded
 
     def warm_start(self, *, log_every_step: bool = False) -> Any:
         """The parameters after the supervised steps, or the loaded parameters if there is no warm start."""
@@ -298,11 +308,12 @@ class Run:
         with self.timer.stage("checkpoint"):
             self.checkpoints.save(
                 state.train_step,
-                {"params": state.params, "opt_state": state.opt_state},
+                _arrays(state),
                 {
-                    "step": state.step,
+                    **_counts(state),
                     "train_step": state.train_step,
-                    "bad_steps": state.bad_steps,
+                    "reward_kl_coef": state.reward_kl_coef,
+                    "critic": None if state.critic is None else _counts(state.critic),
                     "config": _kept_on_resume(self.config),
                     "before": self.before,
                     "accuracy": self.accuracy,
@@ -318,22 +329,32 @@ class Run:
                     f"{key} of a resumed run must not change: {self.folder.path} has {saved[key]}, got "
                     f"{value}; set {key} back, or start another run"
                 )
-        if self.config.update.kl_coef and not self.reference.steps():
+        if self.config.needs_reference and not self.reference.steps():
+            key, value = (
+                ("update.kl_coef", self.config.update.kl_coef)
+                if self.config.update.kl_coef
+                else ("reward.kl_coef", self.config.reward.kl_coef)
+            )
             raise ValueError(
-                "a run can be resumed with update.kl_coef above 0 only if it was started so: the reference "
-                "policy is saved at the start; "
-                f"{self.folder.path} has none, got update.kl_coef "
-                f"{self.config.update.kl_coef}; set update.kl_coef back to 0, or start another run"
+                f"a run can be resumed with {key} above 0 only if it was started so: the reference policy "
+                f"is saved at the start; {self.folder.path} has none, got {key} {value}; set {key} back to "
+                "0, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
-        target = {"params": state.params, "opt_state": state.opt_state}
-        step, arrays, host = self.checkpoints.restore(target)
+        step, arrays, host = self.checkpoints.restore(_arrays(state))
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
+        critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
-            state, **arrays, step=host["step"], train_step=host["train_step"], bad_steps=host["bad_steps"]
+            state,
+            **arrays,
+            critic=critic,
+            step=host["step"],
+            bad_steps=host["bad_steps"],
+            train_step=host["train_step"],
+            reward_kl_coef=host.get("reward_kl_coef", state.reward_kl_coef),
         )
 
     def export(self, params: Any) -> None:
@@ -371,6 +392,18 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
         f"rollout.top_p, top_k and min_p, or set model.dtype to float32 (it is {config.model.dtype}); null "
         "disables this warning"
     )
+
+
+def _arrays(state: TrainState) -> dict[str, Any]:
+    """The arrays of a checkpoint."""
+    arrays = {"params": state.params, "opt_state": state.opt_state}
+    if state.critic is not None:
+        arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
+    return arrays
+
+
+def _counts(state: ModelState) -> dict[str, int]:
+    return {"step": state.step, "bad_steps": state.bad_steps}
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:

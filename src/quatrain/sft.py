@@ -41,9 +41,8 @@ def warm_start(
         Cutting.of(config.update, policy.packing_cost, num_shards=policy.mesh_shape.num_data_shards),
         optimizer_memory="host" if config.offload.optimizer else "device",
     )
-    params, opt_state = loaded.params, learner.init(loaded.params)
+    state = learner.init(loaded.params)
     for step in range(config.sft.steps):
-        batch = demonstrations.batch(step, config.sft.batch_size)
-        params, opt_state, metrics = learner.step(params, opt_state, batch)
+        state, metrics = learner.step(state, demonstrations.batch(step, config.sft.batch_size))
         on_step(step + 1, metrics)
-    return params
+    return state.params

@@ -13,11 +13,12 @@ from typing import Any
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.cluster.processes import decided_by_main
 from quatrain.config.schema import Config
-from quatrain.policy import LoadedPolicy, build_engine, build_policy_spec
+from quatrain.policy import LoadedPolicy, build_critic_spec, build_engine, build_policy_spec
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress
 from quatrain.rollout.interface import Rollouts
-from quatrain.update.learner import Learner
+from quatrain.update.critic import Critic
+from quatrain.update.learner import KLReward, Learner
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ def build_stages(
 ) -> Stages:
     """The stages of a run of `steps` training steps, the length of the learning-rate schedule.
 
-    `reference`: frozen parameters of the reference policy, needed if `update.kl_coef` is not 0. The rollout
-    calls `on_progress` after each decode call. Raises ValueError for a reward function, estimator or loss
-    that cannot be imported or has an invalid signature.
+    `reference`: frozen parameters of the reference policy, needed for KL in the loss or in the reward. The
+    rollout calls `on_progress` after each decode call. Raises ValueError for a reward function, estimator or
+    loss that cannot be imported or has an invalid signature.
     """
     return Stages(
         build_engine(config, loaded, on_progress=on_progress),
@@ -61,14 +62,38 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
     """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
     assert config.update.mini_batch_size is not None, "batch sizes are derived before they come here"
     mini_batches = math.ceil(config.data.batch_size / config.update.mini_batch_size)
+    critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
+    reward = config.reward
+    kl_reward = KLReward(reward.kl_coef, reward.kl_target, reward.kl_horizon) if reward.kl_coef else None
+    policy_steps = max(steps - config.critic.warmup_steps, 1)
     return Learner(
         build_policy_spec(config, loaded, temperature=config.rollout.temperature or 1.0),
         config.update,
         config.logprob,
         config.optimizer,
         max_new_tokens=config.rollout.max_new_tokens,
-        total_steps=steps * config.update.epochs * mini_batches,
+        total_steps=policy_steps * config.update.epochs * mini_batches,
         seed=config.seed,
         reference=reference,
+        critic=critic,
+        kl_reward=kl_reward,
         optimizer_memory="host" if config.offload.optimizer else "device",
+    )
+
+
+def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:
+    """The critic of a run of `steps` training steps."""
+    critic = config.critic
+    assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
+    assert critic.epochs is not None, "epochs are derived before they come here"
+    mini_batches = math.ceil(config.data.batch_size / critic.mini_batch_size)
+    return Critic(
+        build_critic_spec(config, loaded),
+        critic,
+        config.update,
+        config.critic_optimizer,
+        max_new_tokens=config.rollout.max_new_tokens,
+        total_steps=steps * critic.epochs * mini_batches,
+        seed=config.seed,
+        optimizer_memory="host" if config.offload.critic else "device",
     )

@@ -30,6 +30,9 @@ def train_step(
         rollouts = stages.rollout.generate(prompts, step=step)
     with timed("reward"):
         rewarded = stages.reward.score(rollouts)
+    if stages.update.scores_tokens:
+        with timed("token_scores"):
+            rewarded = stages.update.score_tokens(state, rewarded)
     with timed("advantage"):
         advantaged = stages.advantage.estimate(rewarded)
     with timed("update"):

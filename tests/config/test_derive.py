@@ -22,6 +22,7 @@ def test_all_of_the_defaults():
         "update.mini_batch_size": 16,
         "update.max_tokens_per_device": 16384,
         "logprob.max_tokens_per_device": 32768,
+        "critic.enabled": False,
         "logging.wandb": "disabled",
     }
 
@@ -33,7 +34,29 @@ def test_values_that_are_set_are_left_alone():
         update={"mini_batch_size": 3, "micro_batch_size": 5},
         advantage={"scale": "none"},
     )
-    assert values.keys() == {"model.tokenizer", "sft.data", "logprob.micro_batch_size", "logging.wandb"}
+    others = {"model.tokenizer", "sft.data", "critic.enabled", "logging.wandb"}
+    assert values.keys() == {"logprob.micro_batch_size", *others}
+
+
+def test_a_critic_has_the_sizes_of_the_policy():
+    gae = {"estimator": "gae"}
+    critic = {key: value for key, value in derived(advantage=gae).items() if key.startswith("critic.")}
+    assert critic == {
+        "critic.enabled": True,
+        "critic.mini_batch_size": 16,
+        "critic.epochs": 1,
+        "critic.max_tokens_per_device": 16384,
+        "critic.forward_max_tokens_per_device": 32768,
+    }
+    rows = derived(advantage=gae, update={"mini_batch_size": 4, "micro_batch_size": 3, "epochs": 2})
+    assert rows["critic.mini_batch_size"] == 4
+    assert rows["critic.epochs"] == 2
+    assert rows["critic.micro_batch_size"] == 3
+    assert rows["critic.forward_micro_batch_size"] == 6
+    own = derived(advantage=gae, critic={"micro_batch_size": 5, "epochs": 3})
+    assert own["critic.forward_micro_batch_size"] == 10
+    assert "critic.max_tokens_per_device" not in own
+    assert "critic.epochs" not in own
     assert values["logprob.micro_batch_size"] == 10
 
 

@@ -17,6 +17,8 @@ from quatrain.config.schema import ADVANTAGE_SCALES, Config
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
+CRITIC_ESTIMATOR = "gae"
+"""The built-in advantage estimator that needs a critic."""
 HELDOUT = "-heldout"
 WANDB_MODES = ("disabled", "offline", "online")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
@@ -40,6 +42,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
         "update.mini_batch_size": config.data.batch_size,
         **_micro_batches(config),
+        **_critic(config),
         "logging.wandb": _wandb(environ),
     }
     return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
@@ -65,11 +68,35 @@ def _micro_batches(config: Config) -> dict[str, int]:
     return values if own else values | {"logprob.max_tokens_per_device": 2 * budget}
 
 
+def _critic(config: Config) -> dict[str, Any]:
+    """Derived values of the section `critic`; none of its sizes without a critic."""
+    critic, update = config.critic, config.update
+    enabled = config.advantage.estimator == CRITIC_ESTIMATOR if critic.enabled is None else critic.enabled
+    values: dict[str, Any] = {"critic.enabled": enabled}
+    if not enabled:
+        return values
+    values |= {
+        "critic.mini_batch_size": update.mini_batch_size or config.data.batch_size,
+        "critic.epochs": update.epochs,
+    }
+    rows, tokens = critic.micro_batch_size, critic.max_tokens_per_device
+    if rows is None and tokens is None:
+        rows = update.micro_batch_size
+        tokens = _micro_batches(config).get("update.max_tokens_per_device") if rows is None else None
+        values |= {"critic.micro_batch_size": rows, "critic.max_tokens_per_device": tokens}
+    if critic.forward_micro_batch_size is None and critic.forward_max_tokens_per_device is None:
+        values["critic.forward_micro_batch_size"] = rows and 2 * rows
+        values["critic.forward_max_tokens_per_device"] = tokens and 2 * tokens
+    return values
+
+
 def _budgets_hold_a_sequence(config: Config) -> None:
     longest = longest_sequence(config)
     budgets = {
-        f"{section}.max_tokens_per_device": stage.max_tokens_per_device
-        for section, stage in (("update", config.update), ("logprob", config.logprob))
+        "update.max_tokens_per_device": config.update.max_tokens_per_device,
+        "logprob.max_tokens_per_device": config.logprob.max_tokens_per_device,
+        "critic.max_tokens_per_device": config.critic.max_tokens_per_device,
+        "critic.forward_max_tokens_per_device": config.critic.forward_max_tokens_per_device,
     }
     problems = [
         f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
@@ -130,6 +157,11 @@ def _about_learning(config: Config) -> list[str]:
             f"update.kl_estimator is k1 and update.kl_coef {config.update.kl_coef:g}: used as a loss term, "
             "k1 has a gradient of mean zero, which does not pull the policy towards the reference; set "
             "update.kl_estimator to k2 or k3"
+        )
+    if config.update.kl_coef > 0 and config.reward.kl_coef > 0:
+        warnings.append(
+            f"update.kl_coef is {config.update.kl_coef:g} and reward.kl_coef {config.reward.kl_coef:g}: the "
+            "KL to the reference counts twice, in the loss and in the reward; set one of the two to 0"
         )
     if not any(config.reward.functions.values()):
         warnings.append(

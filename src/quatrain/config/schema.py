@@ -281,6 +281,9 @@ class OffloadConfig(Section):
         False, description="Offload the reference policy while no reference log-probabilities are computed."
     )
     optimizer: bool = Field(False, description="Offload the optimizer state between optimizer steps.")
+    critic: bool = Field(
+        False, description="Offload the critic's optimizer state between its optimizer steps."
+    )
 
 
 class RewardConfig(Section):
@@ -293,6 +296,81 @@ class RewardConfig(Section):
         "`package.module:function` or `path/file.py:function`. A configuration layer that sets the mapping "
         "replaces the whole mapping.",
     )
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the KL to the frozen reference that is subtracted from each token's "
+        "reward (old log-probability minus reference log-probability); 0: no KL in the reward.",
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="KL, in nats per token, that the coefficient is adapted to from one training step to the "
+        "next, starting from `reward.kl_coef`; null: the coefficient is fixed.",
+    )
+    kl_horizon: Count = Field(
+        10000, description="Sequences over which the coefficient adapts to `reward.kl_target`."
+    )
+
+
+class CriticConfig(Section):
+    """The critic, which predicts returns for `advantage.estimator: gae`."""
+
+    enabled: bool | None = Field(
+        None,
+        description="Whether a critic is trained; derived: true for `advantage.estimator: gae`, else false. "
+        "An estimator of your own that takes `values` needs true.",
+    )
+    path: Text | None = Field(
+        None,
+        description="The critic's model, in the forms of `model.path`; its tokenizer must be the policy's. "
+        "null: the policy's weights at the start of training, with a new output head of zeros.",
+    )
+    mini_batch_size: Count | None = Field(
+        None,
+        description="Prompts per optimizer step of the critic, over all devices; derived: "
+        "`update.mini_batch_size`.",
+    )
+    epochs: Count | None = Field(
+        None, description="Passes over the sequences of a training step; derived: `update.epochs`."
+    )
+    micro_batch_size: Count | None = Field(
+        None,
+        description="Sequences per data shard in one forward/backward pass of the critic. Derived if both "
+        "this and `critic.max_tokens_per_device` are null: `update.micro_batch_size`.",
+    )
+    max_tokens_per_device: Count | None = Field(
+        None,
+        description="Token budget of one forward/backward pass of the critic, per data shard. Derived if "
+        "both this and `critic.micro_batch_size` are null: `update.max_tokens_per_device`.",
+    )
+    forward_micro_batch_size: Count | None = Field(
+        None,
+        description="Sequences per data shard in one forward-only pass, which computes values. Derived if "
+        "both this and `critic.forward_max_tokens_per_device` are null: 2 x `critic.micro_batch_size`.",
+    )
+    forward_max_tokens_per_device: Count | None = Field(
+        None,
+        description="Token budget of one forward-only pass of the critic, per data shard. Derived if both "
+        "this and `critic.forward_micro_batch_size` are null: 2 x `critic.max_tokens_per_device`.",
+    )
+    clip_value: float | None = Field(
+        0.5,
+        gt=0,
+        description="The value loss is that of the value clipped to this distance from the value at the "
+        "start of the training step, if that loss is larger; null: not clipped.",
+    )
+    warmup_steps: NonNegative = Field(
+        0, description="Training steps in which only the critic is trained, before the policy is."
+    )
+
+    @property
+    def forward_sizes(self) -> LogprobConfig:
+        """The sizes of forward-only passes, in the form of the section `logprob`."""
+        return LogprobConfig(
+            micro_batch_size=self.forward_micro_batch_size,
+            max_tokens_per_device=self.forward_max_tokens_per_device,
+        )
 
 
 class AdvantageConfig(Section):
@@ -437,6 +515,12 @@ class OptimizerConfig(Section):
     )
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps."""
+
+    learning_rate: float = Field(1e-5, ge=0, description="Peak learning rate.")
+
+
 class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
@@ -527,6 +611,8 @@ class Config(Section):
     update: UpdateConfig = UpdateConfig()
     logprob: LogprobConfig = LogprobConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
+    critic_optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -548,7 +634,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_micro_batch_mode(self) -> Self:
-        for section, stage in (("update", self.update), ("logprob", self.logprob)):
+        for section, stage in (("update", self.update), ("logprob", self.logprob), ("critic", self.critic)):
             if stage.micro_batch_size is not None and stage.max_tokens_per_device is not None:
                 raise PydanticCustomError(
                     "across_sections",
@@ -562,6 +648,44 @@ class Config(Section):
                     },
                 )
         return self
+
+    @model_validator(mode="after")
+    def _critic_is_used(self) -> Self:
+        gae, critic = self.advantage.estimator == "gae", self.critic
+        if gae and critic.enabled is False:
+            raise PydanticCustomError(
+                "across_sections",
+                "must not be false for advantage.estimator gae, which needs a critic; set true or null",
+                {"key": "critic.enabled", "value": False},
+            )
+        if gae or critic.enabled:
+            return self
+        for section, values in (("critic", critic), ("critic_optimizer", self.critic_optimizer)):
+            for key, field in type(values).model_fields.items():
+                value = getattr(values, key)
+                if key != "enabled" and value != field.default:
+                    raise PydanticCustomError(
+                        "across_sections",
+                        "has no effect without a critic; set advantage.estimator to gae, or critic.enabled "
+                        "to true for an estimator of your own, or leave this key at its default",
+                        {"key": f"{section}.{key}", "value": value},
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_target_is_used(self) -> Self:
+        if self.reward.kl_target is not None and not self.reward.kl_coef:
+            raise PydanticCustomError(
+                "across_sections",
+                "needs reward.kl_coef above 0, the coefficient that is adapted to it; set that, or null",
+                {"key": "reward.kl_target", "value": self.reward.kl_target},
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the frozen reference policy is needed: for KL in the loss or in the reward."""
+        return self.update.kl_coef > 0 or self.reward.kl_coef > 0
 
     @model_validator(mode="after")
     def _prompts_can_be_shared(self) -> Self:

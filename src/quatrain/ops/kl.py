@@ -50,4 +50,21 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.expm1(-log_ratio) + log_ratio
 
 
+def adapted_kl_coef(coef: float, kl: float, *, target: float, num_sequences: int, horizon: int) -> float:
+    """The next coefficient of the KL in the reward, which moves the measured KL towards `target`.
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon). Source: Ziegler et al., arXiv
+    1909.08593, section 2.2; verl's adaptive controller is the same.
+
+    Args:
+        coef: the coefficient that the rewards of this batch had.
+        kl: measured on this batch, in nats per token, the mean over sequences.
+        target: KL to be kept, in the same unit, > 0.
+        num_sequences: sequences of the batch.
+        horizon: sequences over which the coefficient adapts, >= 1.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_sequences / horizon)
+
+
 KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -77,6 +77,38 @@ CATALOGUE: dict[str, MetricDoc] = {
         "sum",
         "Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred.",
     ),
+    "critic/loss": MetricDoc(
+        "reward^2", "mean", "Value loss of the critic, weighted by `update.loss_aggregation`."
+    ),
+    "critic/clip_fraction": MetricDoc(
+        "fraction",
+        "mean",
+        "Fraction of tokens whose clipped value had the larger loss (`critic.clip_value`).",
+    ),
+    "critic/value_mean": MetricDoc("reward", "mean", "Value of a token in the critic's optimizer steps."),
+    "critic/return_mean": MetricDoc("reward", "mean", "Return of a token, which the value should predict."),
+    "critic/explained_variance": MetricDoc(
+        "1",
+        "mean",
+        "1 - Var(return - value) / Var(return) over the tokens of the batch, before the critic's optimizer "
+        "steps: 1 for a perfect critic, 0 for a constant one; left out if all returns are equal.",
+    ),
+    "critic/grad_norm": MetricDoc(
+        "1", "mean", "Global norm of the critic's gradient before clipping, mean over optimizer steps."
+    ),
+    "critic/learning_rate": MetricDoc("1", "last", "Learning rate of the critic's last optimizer step."),
+    "critic/optimizer_steps": MetricDoc(
+        "steps", "sum", "Optimizer steps of the critic applied in this training step."
+    ),
+    "critic/bad_steps": MetricDoc(
+        "steps", "sum", "Optimizer steps of the critic not applied because loss or gradient was not finite."
+    ),
+    "critic/micro_batches": MetricDoc(
+        "micro-batches", "sum", "Micro-batches of the critic that each data shard computed."
+    ),
+    "critic/padding_fraction": MetricDoc(
+        "fraction", "mean", "Fraction of the tokens computed by the critic's optimizer steps that is padding."
+    ),
     "batch/micro_batches": MetricDoc(
         "micro-batches", "sum", "Micro-batches that each data shard computed, over all optimizer steps."
     ),
@@ -143,6 +175,14 @@ CATALOGUE: dict[str, MetricDoc] = {
         "reward",
         "a sequence's unweighted value of this reward function, without abstentions",
     ),
+    "reward/kl": MetricDoc(
+        "nats",
+        "mean",
+        "KL to the frozen reference per token (k1), mean over a sequence's tokens, then over sequences; logged "
+        "if `reward.kl_coef` is above 0.",
+    ),
+    "reward/kl_coef": MetricDoc("1", "mean", "Coefficient of the KL in the reward."),
+    "reward/kl_penalty": MetricDoc("reward", "mean", "Reward subtracted from a sequence for its KL."),
     "reward/<name>/errors": MetricDoc(
         "sequences", "sum", "Sequences on which this reward function failed, each scored -1."
     ),
@@ -204,7 +244,10 @@ CATALOGUE: dict[str, MetricDoc] = {
             "rollout_generate": "Seconds of the rollout stage spent in prefill and decoding.",
             "rollout_flush": "Seconds of the rollout stage spent converting tokens to text and to arrays.",
             "reward": "Seconds of the reward stage.",
+            "token_scores": "Seconds spent on what advantages need of the models: values of the critic, and "
+            "log-probabilities for KL in the reward.",
             "advantage": "Seconds of the advantage stage.",
+            "critic": "Seconds of the update stage spent on the critic's optimizer steps.",
             "shard": "Seconds of the update stage spent splitting mini-batches and moving them to devices.",
             "update": "Seconds of the update stage.",
             "update_logprobs": "Seconds of the update stage spent on old and reference log-probabilities.",

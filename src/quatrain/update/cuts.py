@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from quatrain.config.schema import LogprobConfig, UpdateConfig
+from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
 from quatrain.metrics import Metric
 from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import (
@@ -62,7 +62,7 @@ class Cutting:
     @classmethod
     def of(
         cls,
-        sizes: UpdateConfig | LogprobConfig,
+        sizes: UpdateConfig | LogprobConfig | CriticConfig,
         cost: PackingCost,
         *,
         num_shards: int = 1,

@@ -1,14 +1,14 @@
 """Line 4 of the stanza: advantages to new weights.
 
 Data flow: `AdvantagedBatch` -> mini-batches of whole groups -> micro-batches -> exact gradient ->
-optimizer -> `TrainState`. Old and reference log-probabilities are computed here, when needed.
+optimizer -> `TrainState`. Old and reference log-probabilities and the critic's values are computed here, when
+needed: before the advantages (`score_tokens`) where these depend on them.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,32 +18,40 @@ import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
+from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
-from quatrain.types import AdvantagedBatch
-from quatrain.update.cuts import Cutting, describe_cuts
-from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
-from quatrain.update.micro_batch import fill
+from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.update.critic import Critic
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.optimizer import build_optimizer, learning_rate
-from quatrain.update.residuals import residual_memory
 from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable, mini_batches
-
-logger = logging.getLogger(__name__)
+from quatrain.update.table import TokenTable
+from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 
 @dataclass(frozen=True)
-class TrainState:
-    """What training changes. `step` counts applied optimizer steps, `train_step` finished rollout batches."""
+class TrainState(ModelState):
+    """What training changes: the policy's state, and the critic's. `train_step` counts finished batches."""
 
-    params: Any
-    opt_state: Any
-    step: int = 0
     train_step: int = 0
-    bad_steps: int = 0
-    """Optimizer steps in a row, up to now, that were not applied for a non-finite loss or gradient."""
+    critic: ModelState | None = None
+    """None without a critic."""
+    reward_kl_coef: float = 0.0
+    """The coefficient of the KL in the reward, which `reward.kl_target` adapts."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KLReward:
+    """KL to the reference in the reward: the coefficient at the start, and how it adapts."""
+
+    coef: float
+    target: float | None
+    """Nats per token that the coefficient is adapted to; None: it is fixed."""
+    horizon: int
+    """Sequences over which the coefficient adapts."""
 
 
 class TooManyBadSteps(RuntimeError):
@@ -64,12 +72,11 @@ class TooManyBadSteps(RuntimeError):
 class Learner:
     """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
 
-    `temperature` and `max_new_tokens` are the rollout's; `total_steps` the optimizer steps the schedule
-    spans. Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread.
-    `reference` are the parameters of the reference policy, which must be set before the first step if
-    `update.kl_coef` is not 0; they are used on the devices that they lie on, and may be kept in host memory
-    (`parallel.mesh.to_memory`). The
-    optimizer's state is kept in `optimizer_memory` between its steps.
+    `max_new_tokens` is the rollout's; `total_steps` are the optimizer steps that the schedule spans.
+    Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread. `reference`
+    are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
+    not 0 or with `kl_reward`; they are used on the devices that they lie on, and may be kept in host memory
+    (`parallel.mesh.to_memory`). The optimizer's state is kept in `optimizer_memory` between its steps.
     """
 
     def __init__(
@@ -83,6 +90,8 @@ class Learner:
         total_steps: int,
         seed: int,
         reference: Any = None,
+        critic: Critic | None = None,
+        kl_reward: KLReward | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
@@ -91,147 +100,195 @@ class Learner:
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
-        shares = update.shares_prompts(policy.attention)
-        self.cutting, self.logprob_cutting = (
-            Cutting.of(
-                section,
-                policy.packing_cost,
-                num_shards=policy.mesh_shape.num_data_shards,
-                share_prompts=shares,
-            )
-            for section in (update, logprob)
+        cut = partial(
+            Cutting.of,
+            cost=policy.packing_cost,
+            num_shards=policy.mesh_shape.num_data_shards,
+            share_prompts=update.shares_prompts(policy.attention),
+        )
+        self.logprob_cutting = cut(logprob)
+        self.trainer = Trainer(
+            policy, cut(update), optimizer, total_steps=total_steps, optimizer_memory=optimizer_memory
         )
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.reference = reference
-        self.optimizer_memory = optimizer_memory
-        self.optimizer = build_optimizer(optimizer, total_steps)
-        self.residuals = residual_memory(policy.backend, policy.remat)
-        self.learning_rate = learning_rate(optimizer, total_steps)
+        self.critic = critic
+        self.kl_reward = kl_reward
 
-    def init(self, params: Any) -> TrainState:
-        """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
-        return TrainState(params, to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
+    def init(self, params: Any, critic_params: Any = None) -> TrainState:
+        """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).
+
+        `critic_params` are needed with a critic.
+        """
+        policy = self.trainer.init(params)
+        coef = self.kl_reward.coef if self.kl_reward else 0.0
+        critic = None
+        if self.critic is not None:
+            assert critic_params is not None, "a critic needs parameters"
+            critic = self.critic.init(critic_params)
+        return TrainState(policy.params, policy.opt_state, critic=critic, reward_kl_coef=coef)
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether advantages need what `score_tokens` computes: values, or KL in the reward."""
+        return self.critic is not None or self.kl_reward is not None
+
+    def score_tokens(self, state: TrainState, rewarded: RewardedBatch) -> RewardedBatch:
+        """`rewarded` with the critic's values and with the rewards of single tokens, where configured."""
+        rollouts = rewarded.rollouts
+        if self.critic is not None:
+            assert state.critic is not None
+            values = self.critic.values(state.critic, _table(rollouts))
+            rewarded = replace(rewarded, values=values)
+        if self.kl_reward is None:
+            return rewarded
+        logprobs = {
+            "old_logprobs": self._old_logprobs(state.params, rollouts),
+            "ref_logprobs": self._reference_logprobs(rollouts),
+        }
+        kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
+        per_token = kl.sum(axis=1) / np.maximum(rollouts.completion_lengths, 1)
+        token_rewards = (-state.reward_kl_coef * kl).astype(np.float32)
+        metrics = {
+            **rewarded.metrics,
+            "reward/kl": Metric(float(per_token.sum()), len(per_token)),
+            "reward/kl_coef": Metric(state.reward_kl_coef),
+            "reward/kl_penalty": Metric(float(-token_rewards.sum()), len(per_token)),
+        }
+        return replace(rewarded, token_rewards=token_rewards, token_logprobs=logprobs, metrics=metrics)
 
     def step(self, state: TrainState, batch: AdvantagedBatch) -> TrainState:
-        """All optimizer steps of one rollout batch: epochs x mini-batches. Donates `state`'s arrays.
+        """All optimizer steps of one rollout batch: epochs x mini-batches, of critic and policy.
 
-        An optimizer step with a non-finite loss or gradient is counted and not applied; so is one in which
-        no token has a signal. Raises TooManyBadSteps, carrying state and batch, after `max_bad_steps` of the
-        former in a row.
+        Donates `state`'s arrays. The policy rests during the first `critic.warmup_steps` training steps. An
+        optimizer step with a non-finite loss or gradient is counted and not applied; so is one of the policy
+        in which no token has a signal. Raises TooManyBadSteps, carrying state and batch, after
+        `max_bad_steps` of the former in a row.
         """
         compilations = num_compilations()
+        began = time.perf_counter()
+        totals, critic_totals = StepTotals(), StepTotals()
+        state, metrics = self._critic_step(state, batch, critic_totals)
+        after_critic = time.perf_counter()
+        resting = self.critic is not None and state.train_step < self.critic.warmup_steps
+        if not resting:
+            state, policy_metrics = self._policy_step(state, batch, totals)
+            metrics |= policy_metrics
+        finished = time.perf_counter()
+        trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
+        metrics |= {
+            "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
+            "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
+        }
+        if self.critic is not None:
+            metrics["time/critic_s"] = Metric(after_critic - began)
+        state = replace(state, metrics=metrics)
+        if (totals.bad or critic_totals.bad) and self._too_many_bad_steps(state):
+            raise TooManyBadSteps(state, batch, self.config.max_bad_steps)
+        return replace(
+            state, train_step=state.train_step + 1, reward_kl_coef=self._next_kl_coef(state, batch)
+        )
+
+    def _policy_step(
+        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+    ) -> tuple[TrainState, dict[str, Metric]]:
         began = time.perf_counter()
         group_ids = batch.rollouts.group_ids
         num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
         on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
-        table = self._table(state.params, batch, on_policy)
+        table = self._policy_table(state.params, batch, on_policy)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
-        totals = _Totals()
-        hopeless = False
-        for rows in self._mini_batches(group_ids, state.train_step):
-            mini = table.take(rows).weighted(self.config.loss_aggregation, self.max_new_tokens)
-            state = self._optimizer_step(state, mini, objective, totals)
-            hopeless = bool(totals.bad) and state.bad_steps >= self.config.max_bad_steps
-            if hopeless:
+        for rows in mini_batches_of_step(
+            group_ids,
+            self.mini_batch_size,
+            epochs=self.config.epochs,
+            seed=self.seed,
+            train_step=state.train_step,
+        ):
+            mini = table.take(rows)
+            signal = mini.columns["advantages"].any() or self.config.kl_coef or self.config.entropy_coef
+            if not signal or not mini.completion_mask.any():
+                totals.skipped += 1
+                continue
+            mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
+            state = self.trainer.step(state, mini, objective, totals)
+            if totals.bad and self._too_many_bad_steps(state):
                 break
-        finished = time.perf_counter()
-        trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
-        metrics = totals.metrics | {
-            "update/learning_rate": Metric(float(self.learning_rate(max(state.step - 1, 0)))),
+        return state, totals.metrics | {
+            "update/learning_rate": Metric(self.trainer.rate(state)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
-            "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "time/update_logprobs_s": Metric(prepared - began),
             "time/shard_s": Metric(totals.shard_s),
-            "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
         }
-        if hopeless:
-            raise TooManyBadSteps(replace(state, metrics=metrics), batch, self.config.max_bad_steps)
-        return replace(state, train_step=state.train_step + 1, metrics=metrics)
 
-    def _mini_batches(self, group_ids: np.ndarray, train_step: int) -> Iterator[np.ndarray]:
-        """Rows of each optimizer step: every epoch draws its own mini-batches of whole groups."""
-        for epoch in range(self.config.epochs):
-            rng = np.random.default_rng([self.seed, train_step, epoch])
-            yield from mini_batches(group_ids, self.mini_batch_size, rng)
-
-    def _table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
-        rollouts = batch.rollouts
-        logprobs = partial(predict_tokens, model=self.policy, cutting=self.logprob_cutting)
-        columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
-        table = TokenTable(
-            rollouts.input_ids,
-            rollouts.attention_mask,
-            rollouts.completion_mask,
-            columns,
-            rollouts.group_ids,
+    def _critic_step(
+        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        if self.critic is None:
+            return state, {}
+        assert state.critic is not None
+        if batch.rewarded.values is None or batch.returns is None:
+            missing = "values: call score_tokens before the advantages are estimated"
+            if batch.rewarded.values is not None:
+                missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
+            raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
+        table = _table(batch.rollouts).with_columns(old_values=batch.rewarded.values, returns=batch.returns)
+        critic, metrics = self.critic.step(
+            state.critic,
+            table,
+            totals,
+            train_step=state.train_step,
+            max_bad_steps=self.config.max_bad_steps,
         )
-        if self.config.old_logprobs == "rollout":
-            table = table.with_columns(old_logprobs=rollouts.rollout_logprobs)
-        elif not on_policy:
-            table = table.with_columns(old_logprobs=logprobs(params, table))
-        if self.config.kl_coef:
-            table = table.with_columns(ref_logprobs=self._reference_logprobs(table))
-        return table
+        return replace(state, critic=critic), metrics
 
-    def _reference_logprobs(self, table: TokenTable) -> np.ndarray:
-        assert self.reference is not None, "update.kl_coef needs the reference parameters"
+    def _too_many_bad_steps(self, state: TrainState) -> bool:
+        models = [state] if state.critic is None else [state, state.critic]
+        return any(model.bad_steps >= self.config.max_bad_steps for model in models)
+
+    def _next_kl_coef(self, state: TrainState, batch: AdvantagedBatch) -> float:
+        if self.kl_reward is None or self.kl_reward.target is None:
+            return state.reward_kl_coef
+        return adapted_kl_coef(
+            state.reward_kl_coef,
+            batch.rewarded.metrics["reward/kl"].result(),
+            target=self.kl_reward.target,
+            num_sequences=len(batch.rollouts),
+            horizon=self.kl_reward.horizon,
+        )
+
+    def _policy_table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
+        """The table with the columns that the objective reads; what `score_tokens` computed is used again."""
+        rollouts, known = batch.rollouts, batch.rewarded.token_logprobs
+        columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
+        if not on_policy:
+            old = known.get("old_logprobs")
+            columns["old_logprobs"] = self._old_logprobs(params, rollouts) if old is None else old
+        if self.config.kl_coef:
+            ref = known.get("ref_logprobs")
+            columns["ref_logprobs"] = self._reference_logprobs(rollouts) if ref is None else ref
+        return _table(rollouts).with_columns(**columns)
+
+    def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+        if self.config.old_logprobs == "rollout":
+            return rollouts.rollout_logprobs
+        return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
+
+    def _reference_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
+        assert self.reference is not None, "KL to the reference needs the reference parameters"
         mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
         policy = replace(self.policy, mesh=mesh)
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
-        return predict_tokens(to_memory("device", self.reference), table, model=policy, cutting=cutting)
-
-    def _optimizer_step(
-        self, state: TrainState, mini: TokenTable, objective: PolicyObjective, totals: _Totals
-    ) -> TrainState:
-        signal = mini.columns["advantages"].any() or self.config.kl_coef or self.config.entropy_coef
-        if not signal or not mini.completion_mask.any():
-            totals.skipped += 1
-            return state
-        began = time.perf_counter()
-        cuts = self.cutting.cut(mini)
-        batches = [fill(cut, mini, self.policy.mesh) for cut in cuts]
-        totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
-        totals.shard_s += time.perf_counter() - began
-        params, opt_state, applied, metrics = optimizer_step(
-            state.params,
-            state.opt_state,
-            batches,
-            model=self.policy,
-            objective=objective,
-            optimizer=self.optimizer,
-            residuals=self.residuals,
-        )
-        totals.add(metrics, applied)
-        if applied:
-            return replace(state, params=params, opt_state=opt_state, step=state.step + 1, bad_steps=0)
-        state = replace(state, params=params, opt_state=opt_state, bad_steps=state.bad_steps + 1)
-        logger.warning(
-            "optimizer step not applied: loss or gradient is not finite (%d in a row)", state.bad_steps
-        )
-        return state
+        params = to_memory("device", self.reference)
+        return predict_tokens(params, _table(rollouts), model=policy, cutting=cutting)
 
 
-@dataclass
-class _Totals:
-    """Metrics of the optimizer steps of one training step."""
-
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    applied: int = 0
-    bad: int = 0
-    skipped: int = 0
-    shard_s: float = 0.0
-
-    def add(self, metrics: dict[str, Metric], applied: bool) -> None:
-        first = not self.applied and not self.bad
-        self.applied += applied
-        self.bad += not applied
-        # Only before the first update are sampler and trainer the same weights.
-        self.combine({k: v for k, v in metrics.items() if first or not k.startswith("rollout/")})
-
-    def combine(self, metrics: dict[str, Metric]) -> None:
-        for name, metric in metrics.items():
-            self.metrics[name] = self.metrics[name].combine(metric) if name in self.metrics else metric
+def _table(rollouts: RolloutBatch) -> TokenTable:
+    """The sequences of `rollouts`, without columns."""
+    return TokenTable(
+        rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, {}, rollouts.group_ids
+    )

@@ -14,15 +14,11 @@ import numpy as np
 from quatrain.config.schema import OptimizerConfig, SFTConfig
 from quatrain.metrics import Metric
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.parallel.mesh import to_memory
 from quatrain.types import Demonstration
 from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import init_optimizer, optimizer_step
-from quatrain.update.micro_batch import micro_batches
-from quatrain.update.optimizer import build_optimizer
-from quatrain.update.residuals import residual_memory
 from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
+from quatrain.update.trainer import ModelState, StepTotals, Trainer
 
 
 def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
@@ -45,41 +41,32 @@ class SupervisedLearner:
         *,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
-        self.policy = policy
-        self.optimizer_memory = optimizer_memory
-        self.cutting = cutting
         settings = OptimizerConfig(
             learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
         )
-        self.optimizer = build_optimizer(settings, config.steps)
-        self.residuals = residual_memory(policy.backend, policy.remat)
+        self.trainer = Trainer(
+            policy, cutting, settings, total_steps=config.steps, optimizer_memory=optimizer_memory
+        )
 
-    def init(self, params: Any) -> Any:
-        """Optimizer state for `params`."""
-        return to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params))
+    def init(self, params: Any) -> ModelState:
+        """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
+        return self.trainer.init(params)
 
     def step(
-        self, params: Any, opt_state: Any, demonstrations: Sequence[Demonstration]
-    ) -> tuple[Any, Any, dict[str, Metric]]:
-        """One optimizer step on a batch of demonstrations; donates `params` and `opt_state`.
+        self, state: ModelState, demonstrations: Sequence[Demonstration]
+    ) -> tuple[ModelState, dict[str, Metric]]:
+        """One optimizer step on a batch of demonstrations; donates the state's arrays.
 
         Raises ValueError where the loss or gradient is not finite: a warm start does not recover from that.
         """
         table = _table(demonstrations).weighted("token_mean", max_new_tokens=1)
-        params, opt_state, applied, metrics = optimizer_step(
-            params,
-            opt_state,
-            (batch for _, batch in micro_batches(table, self.cutting, self.policy.mesh)),
-            model=self.policy,
-            objective=negative_log_likelihood,
-            optimizer=self.optimizer,
-            residuals=self.residuals,
-        )
-        if not applied:
+        totals = StepTotals()
+        state = self.trainer.step(state, table, negative_log_likelihood, totals)
+        if totals.bad:
             raise ValueError(
                 "the supervised warm start met a non-finite loss or gradient; lower sft.learning_rate"
             )
-        return params, opt_state, metrics
+        return state, totals.metrics
 
 
 def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:

@@ -1,0 +1,144 @@
+"""The critic of PPO: values of tokens, and its own optimizer steps towards their returns.
+
+Data flow: `learner.py` calls `values` before the advantages are estimated, and `step` before the policy's
+optimizer steps. Micro-batches, exact weights, meshes and memory are those of `trainer.py`, as for the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.metrics import Metric
+from quatrain.models.families import Architecture
+from quatrain.models.params import Params, partition
+from quatrain.ops.tokens import TokenLoss, ValuedTokens
+from quatrain.ops.values import explained_variance, value_loss
+from quatrain.parallel.mesh import full, mesh_shape, shardings
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import predict_tokens
+from quatrain.update.specs import CriticSpec
+from quatrain.update.table import TokenTable
+from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The value loss, with the names that its metrics are logged under: a `gradient.Objective`."""
+
+    clip_value: float | None
+
+    def __call__(self, tokens: ValuedTokens) -> TokenLoss:
+        """Token loss [R, K] and its metrics."""
+        token = value_loss(tokens, clip_value=self.clip_value)
+        return TokenLoss(token.loss, {f"critic/{name}": values for name, values in token.means.items()})
+
+
+class Critic:
+    """Owns the critic's optimizer; everything that changes is in a `ModelState`.
+
+    The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. `total_steps` is
+    the length of the learning-rate schedule in optimizer steps.
+    """
+
+    def __init__(
+        self,
+        model: CriticSpec,
+        config: CriticConfig,
+        update: UpdateConfig,
+        optimizer: OptimizerConfig,
+        *,
+        max_new_tokens: int,
+        total_steps: int,
+        seed: int,
+        optimizer_memory: Literal["device", "host"] = "device",
+    ):
+        assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
+        assert config.epochs is not None, "epochs are derived before they come here"
+        self.model, self.config, self.seed = model, config, seed
+        self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
+        self.warmup_steps = config.warmup_steps
+        self.weighted = partial(
+            TokenTable.weighted, aggregation=update.loss_aggregation, max_new_tokens=max_new_tokens
+        )
+        cut = partial(
+            Cutting.of,
+            cost=model.packing_cost,
+            num_shards=model.mesh_shape.num_data_shards,
+            share_prompts=update.shares_prompts(model.attention),
+        )
+        self.forward_cutting = cut(config.forward_sizes)
+        self.trainer = Trainer(
+            model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=optimizer_memory
+        )
+
+    def init(self, params: Any) -> ModelState:
+        """A state at step 0; `params` belong to the critic from here on (their buffers are donated)."""
+        return self.trainer.init(params)
+
+    def values(self, state: ModelState, table: TokenTable) -> np.ndarray:
+        """[B, T] float32: value of the state in which each completion token was drawn; 0 elsewhere."""
+        return predict_tokens(state.params, table, model=self.model, cutting=self.forward_cutting)
+
+    def step(
+        self,
+        state: ModelState,
+        table: TokenTable,
+        totals: StepTotals,
+        *,
+        train_step: int,
+        max_bad_steps: int,
+    ) -> tuple[ModelState, dict[str, Metric]]:
+        """All optimizer steps of one rollout batch, whose `table` has columns `old_values` and `returns`.
+
+        `totals` counts them. Donates the state's arrays. Ends early after `max_bad_steps` optimizer steps in
+        a row that were not applied.
+        """
+        assert table.group_ids is not None
+        objective = ValueObjective(self.config.clip_value)
+        for rows in mini_batches_of_step(
+            table.group_ids, self.mini_batch_size, epochs=self.epochs, seed=self.seed, train_step=train_step
+        ):
+            mini = table.take(rows)
+            if not mini.completion_mask.any():
+                continue
+            state = self.trainer.step(state, self.weighted(mini), objective, totals)
+            if totals.bad and state.bad_steps >= max_bad_steps:
+                break
+        return state, self._metrics(state, table, totals)
+
+    def _metrics(self, state: ModelState, table: TokenTable, totals: StepTotals) -> dict[str, Metric]:
+        mask = table.completion_mask
+        explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
+        renamed = {"loss": "critic/loss", "update/grad_norm": "critic/grad_norm"}
+        metrics = {renamed.get(name, name): metric for name, metric in totals.metrics.items()}
+        metrics = {name: metric for name, metric in metrics.items() if name.startswith("critic/")}
+        metrics |= {
+            "critic/learning_rate": Metric(self.trainer.rate(state)),
+            "critic/optimizer_steps": Metric(totals.applied, reduction="sum"),
+            "critic/bad_steps": Metric(totals.bad, reduction="sum"),
+        }
+        if "batch/micro_batches" in totals.metrics:
+            metrics["critic/micro_batches"] = totals.metrics["batch/micro_batches"]
+            metrics["critic/padding_fraction"] = totals.metrics["batch/padding_fraction"]
+        if explained is not None:
+            metrics["critic/explained_variance"] = Metric(explained)
+        return metrics
+
+
+def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Params:
+    """Parameters of a critic that starts from a policy's: copies of them, and a `score` head of zeros.
+
+    `arch` is the critic's architecture, the policy's with the head `score`.
+    """
+    kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
+    copied: Params = jax.tree.map(jnp.copy, kept)
+    dtype = policy_params["final_norm"].dtype
+    place = shardings(mesh, partition(arch, mesh_shape(mesh)))["score"]
+    return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, place)}

@@ -1,0 +1,138 @@
+"""Optimizer steps of one model: mini-batch -> micro-batches -> exact gradient -> optimizer.
+
+Used for the policy (`learner.py`), the critic (`critic.py`) and the supervised warm start (`sft.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from quatrain.config.schema import OptimizerConfig
+from quatrain.metrics import Metric
+from quatrain.parallel.mesh import to_memory
+from quatrain.update.cuts import Cutting, describe_cuts
+from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
+from quatrain.update.micro_batch import fill
+from quatrain.update.optimizer import build_optimizer, learning_rate
+from quatrain.update.residuals import residual_memory
+from quatrain.update.specs import ModelSpec
+from quatrain.update.table import TokenTable, mini_batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Parameters and optimizer state of a model. `step` counts applied optimizer steps."""
+
+    params: Any
+    opt_state: Any
+    step: int = 0
+    bad_steps: int = 0
+    """Optimizer steps in a row, up to now, that were not applied for a non-finite loss or gradient."""
+
+
+State = TypeVar("State", bound=ModelState)
+
+
+@dataclass
+class StepTotals:
+    """Metrics of the optimizer steps of one training step."""
+
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    applied: int = 0
+    bad: int = 0
+    skipped: int = 0
+    shard_s: float = 0.0
+
+    def add(self, metrics: dict[str, Metric], applied: bool) -> None:
+        """Count an optimizer step and combine its metrics with those of the steps before."""
+        first = not self.applied and not self.bad
+        self.applied += applied
+        self.bad += not applied
+        # Only before the first update are sampler and trainer the same weights.
+        self.combine({k: v for k, v in metrics.items() if first or not k.startswith("rollout/")})
+
+    def combine(self, metrics: dict[str, Metric]) -> None:
+        """Combine `metrics` with those of the same names."""
+        for name, metric in metrics.items():
+            self.metrics[name] = self.metrics[name].combine(metric) if name in self.metrics else metric
+
+
+class Trainer:
+    """Owns the optimizer of one model; everything that changes is in a `ModelState`.
+
+    Parameters lie on the mesh of `model`, over whose data shards every micro-batch is spread. `total_steps`
+    is the length of the learning-rate schedule in optimizer steps. The optimizer's state is kept in
+    `optimizer_memory` between its steps.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cutting: Cutting,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        optimizer_memory: Literal["device", "host"] = "device",
+    ):
+        self.model = model
+        self.cutting = cutting
+        self.optimizer = build_optimizer(optimizer, total_steps)
+        self.learning_rate = learning_rate(optimizer, total_steps)
+        self.optimizer_memory = optimizer_memory
+        self.residuals = residual_memory(model.backend, model.remat)
+
+    def init(self, params: Any) -> ModelState:
+        """A state at step 0; `params` belong to the trainer from here on (their buffers are donated)."""
+        return ModelState(params, to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
+
+    def step(self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals) -> State:
+        """One optimizer step on the mini-batch `mini`, which has token weights. Donates the state's arrays.
+
+        A step with a non-finite loss or gradient is not applied; it is counted in the state and in `totals`.
+        """
+        began = time.perf_counter()
+        cuts = self.cutting.cut(mini)
+        batches = [fill(cut, mini, self.model.mesh) for cut in cuts]
+        totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
+        totals.shard_s += time.perf_counter() - began
+        params, opt_state, applied, metrics = optimizer_step(
+            state.params,
+            state.opt_state,
+            batches,
+            model=self.model,
+            objective=objective,
+            optimizer=self.optimizer,
+            residuals=self.residuals,
+        )
+        totals.add(metrics, applied)
+        state = replace(state, params=params, opt_state=opt_state)
+        if applied:
+            return replace(state, step=state.step + 1, bad_steps=0)
+        state = replace(state, bad_steps=state.bad_steps + 1)
+        logger.warning(
+            "optimizer step not applied: loss or gradient is not finite (%d in a row)", state.bad_steps
+        )
+        return state
+
+    def rate(self, state: ModelState) -> float:
+        """The learning rate of the last optimizer step."""
+        return float(self.learning_rate(max(state.step - 1, 0)))
+
+
+def mini_batches_of_step(
+    group_ids: np.ndarray, size: int, *, epochs: int, seed: int, train_step: int
+) -> Iterator[np.ndarray]:
+    """Rows of each optimizer step of a training step: every epoch draws its own mini-batches of whole groups.
+
+    `group_ids` [B]; `size` groups per mini-batch at most.
+    """
+    for epoch in range(epochs):
+        yield from mini_batches(group_ids, size, np.random.default_rng([seed, train_step, epoch]))
