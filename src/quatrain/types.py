@@ -165,10 +165,13 @@ class RewardedBatch:
     """A rollout batch with its rewards: the output of the reward stage.
 
     `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
-    `rewards_per_function` has the raw values, NaN if a function abstained (returned None).
+    `rewards_per_function` has the raw values, NaN if a function abstained (returned None). `token_rewards`
+    are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
+    critic's estimates of the return at each completion token; None without a critic.
 
-    Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, and if `rewards` is NaN for
-    other sequences than those on which all functions abstained.
+    Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, if `rewards` is NaN for other
+    sequences than those on which all functions abstained, and for token rewards or values that are not
+    finite, or not 0 outside the completion mask.
     """
 
     rollouts: RolloutBatch
@@ -176,6 +179,8 @@ class RewardedBatch:
     rewards_per_function: np.ndarray  # [F, B] float32
     function_names: tuple[str, ...]
     metrics: Metrics = field(default_factory=dict)
+    token_rewards: np.ndarray | None = None  # [B, T] float32
+    values: np.ndarray | None = None  # [B, T] float32
 
     def __post_init__(self) -> None:
         check = _Checker("reward")
@@ -190,29 +195,31 @@ class RewardedBatch:
             "NaN exactly where every function abstained",
             f"NaN in {int(np.isnan(self.rewards).sum())} rows, {int(abstained.sum())} rows of abstentions",
         )
+        for name, values in (("token_rewards", self.token_rewards), ("values", self.values)):
+            if values is not None:
+                check.on_completions(name, values, self.rollouts.completion_mask)
 
 
 @dataclass(frozen=True, eq=False)
 class AdvantagedBatch:
     """A rewarded batch with per-token advantages, 0 outside the completion mask: output of the third stage.
 
-    Raises ValueError for advantages that are not [B, T] float32, finite, and 0 outside the mask.
+    `returns` are what a critic is trained to predict at each completion token; None if the estimator returns
+    none.
+
+    Raises ValueError for advantages or returns that are not [B, T] float32, finite, and 0 outside the mask.
     """
 
     rewarded: RewardedBatch
     advantages: np.ndarray  # [B, T] float32
     metrics: Metrics = field(default_factory=dict)
+    returns: np.ndarray | None = None  # [B, T] float32
 
     def __post_init__(self) -> None:
         check = _Checker("advantage")
-        rollouts = self.rewarded.rollouts
-        check.array("advantages", self.advantages, rollouts.input_ids.shape, np.float32)
-        check.rule(
-            not self.advantages[~rollouts.completion_mask].any(),
-            "advantages",
-            "0 outside completion_mask",
-            "another value there",
-        )
+        check.on_completions("advantages", self.advantages, self.rollouts.completion_mask)
+        if self.returns is not None:
+            check.on_completions("returns", self.returns, self.rollouts.completion_mask)
 
     @property
     def rollouts(self) -> RolloutBatch:
@@ -246,6 +253,10 @@ class _Checker:
             expected = "no infinite value" if allow_nan else "finite values"
             self.rule(not bad.any(), name, expected, f"{int(bad.sum())} of {value.size} not so")
         value.setflags(write=False)
+
+    def on_completions(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        self.array(name, value, mask.shape, np.float32)
+        self.rule(not value[~mask].any(), name, "0 outside completion_mask", "another value there")
 
     def length(self, name: str, value: Sequence | np.ndarray, rows: int) -> None:
         self.rule(len(value) == rows, name, f"{rows} items, one per sequence", f"{len(value)}")

@@ -110,7 +110,9 @@ def test_an_ordinary_configuration_gives_no_warning():
     assert warnings(rollout={"n": 1}, advantage={"estimator": "reinforce"}) == []
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "passk"]
+)
 def test_one_sample_with_a_group_estimator(estimator):
     (warning,) = warnings(rollout={"n": 1}, advantage={"estimator": estimator})
     assert "nothing will be learned" in warning

@@ -19,7 +19,7 @@ MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
 HELDOUT = "-heldout"
 WANDB_MODES = ("disabled", "offline", "online")
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "passk")
 # bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
 # around 0.02, and an adamw update is about as large as the learning rate.
 LEAST_BFLOAT16_RATE = 1e-4
