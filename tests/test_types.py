@@ -140,6 +140,12 @@ def test_abstentions_are_nan():
             "rewards: expected no infinite value; got 1 of 2",
         ),
         ({"rewards": np.ones(2, np.float32)}, "rewards: expected NaN exactly where every function abstained"),
+        ({"values": np.ones((2, 4), np.float32)}, "values: expected 0 outside completion_mask; got another"),
+        ({"values": np.zeros((2, 4))}, "values: expected dtype float32; got dtype float64"),
+        (
+            {"token_rewards": np.where(COMPLETION, np.nan, 0).astype(np.float32)},
+            "token_rewards: expected finite values; got 3 of 8 not so",
+        ),
         ({"function_names": ("a",)}, r"rewards_per_function: expected shape \(1, 2\); got shape \(2, 2\)"),
     ],
 )
@@ -164,6 +170,9 @@ def test_an_advantaged_batch_reaches_down_to_its_rollouts():
 def test_an_advantaged_batch_refuses(advantages, message):
     with pytest.raises(ValueError, match=f"advantage stage, field advantages: {message}"):
         AdvantagedBatch(rewarded(), advantages)
+    zeros = np.zeros((2, 4), np.float32)
+    with pytest.raises(ValueError, match=f"advantage stage, field returns: {message}"):
+        AdvantagedBatch(rewarded(), zeros, returns=advantages)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quatrain.evaluate import evaluate as evaluate
     from quatrain.export import export_policy as export_policy
     from quatrain.metrics import Metric as Metric
+    from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
     from quatrain.ops.tokens import TokenLoss as TokenLoss
     from quatrain.policy import LoadedPolicy as LoadedPolicy
@@ -44,6 +45,7 @@ _MODULES = {
     "evaluate": ("evaluate",),
     "export": ("export_policy",),
     "metrics": ("Metric",),
+    "ops.advantages": ("TokenAdvantages",),
     "ops.tokens": ("ScoredTokens", "TokenLoss"),
     "policy": ("LoadedPolicy", "load_policy"),
     "rollout.interface": ("Completion", "Rollouts", "Sampling", "rollout_batch"),

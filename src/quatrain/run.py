@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.dump import dump_yaml, plain
@@ -39,7 +38,7 @@ from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
-from quatrain.stages import Stages, build_learner, build_scorer
+from quatrain.stages import Stages, build_advantage, build_learner, build_scorer
 from quatrain.types import AdvantagedBatch, Prompt
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
@@ -118,7 +117,7 @@ class Run:
             on_progress=self._show_decoding,
             usual_prompt=self.prompts.usual_longest(config.data.batch_size),
         )
-        self.advantage = AdvantageEstimator(config.advantage)
+        self.advantage = build_advantage(config)
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)

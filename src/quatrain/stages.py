@@ -48,7 +48,7 @@ def build_stages(
     return Stages(
         build_engine(config, loaded, on_progress=on_progress),
         build_scorer(config),
-        AdvantageEstimator(config.advantage),
+        build_advantage(config),
         build_learner(config, loaded, steps=steps, reference=reference),
     )
 
@@ -56,6 +56,20 @@ def build_stages(
 def build_scorer(config: Config) -> RewardScorer:
     """The reward stage; in a run of several processes only the main process calls the reward functions."""
     return RewardScorer(config.reward, decide=decided_by_main)
+
+
+def build_advantage(config: Config) -> AdvantageEstimator:
+    """The advantage stage; raises ValueError for an estimator with values and no critic, and the reverse."""
+    estimator = AdvantageEstimator(config.advantage)
+    if estimator.needs_values != bool(config.critic.enabled):
+        takes = "takes" if estimator.needs_values else "does not take"
+        value = str(bool(config.critic.enabled)).lower()
+        raise ValueError(
+            "a critic is trained if, and only if, the advantage estimator takes values; "
+            f"advantage.estimator {config.advantage.estimator} {takes} values, and critic.enabled is "
+            f"{value}; change one of the two"
+        )
+    return estimator
 
 
 def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference: Any = None) -> Learner:

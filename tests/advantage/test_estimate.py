@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.config.schema import AdvantageConfig
+from quatrain.config.schema import ADVANTAGE_SCALES, AdvantageConfig
 from quatrain.types import RewardedBatch, RolloutBatch
 
 
-def rewarded(rewards, group_ids, mask):
+def rewarded(rewards, group_ids, mask, **columns):
     mask = np.array(mask, bool)
     rewards = np.array(rewards, np.float32)
     rollouts = RolloutBatch(
@@ -22,7 +22,8 @@ def rewarded(rewards, group_ids, mask):
         prompts=("p",) * len(mask),
         completions=("c",) * len(mask),
     )
-    return RewardedBatch(rollouts, rewards, rewards[None], ("f",))
+    columns = {name: np.where(mask, values, 0).astype(np.float32) for name, values in columns.items()}
+    return RewardedBatch(rollouts, rewards, rewards[None], ("f",), **columns)
 
 
 MASK = [[0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0]]
@@ -77,8 +78,51 @@ def test_a_scale_the_estimator_does_not_know_is_refused_at_once():
         AdvantageEstimator(AdvantageConfig(estimator="reinforce", scale="group"))
 
 
+def test_estimators_of_outcomes_see_the_sum_of_all_rewards():
+    batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, token_rewards=[[9, 0.5, 0, -2]] * 5)
+    advantaged = AdvantageEstimator(AdvantageConfig(estimator="dr_grpo")).estimate(batch)
+    # 1 - 1.5 and 3 - 1.5; 2 + 0.5 twice, without a signal.
+    assert advantaged.advantages[:, 3].tolist() == [-1, 1, 0, 0, 0]
+    assert not advantaged.advantages[2:].any()
+
+
+def test_estimators_of_tokens_see_the_rewards_of_tokens():
+    config = AdvantageConfig(estimator="reinforce_pp", scale="none", args={"gamma": 0.5})
+    batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, token_rewards=[[9, 0.5, 0, -2]] * 5)
+    advantages = AdvantageEstimator(config).estimate(batch).advantages
+    assert advantages[:2].tolist() == [[0, 0.25, -0.5, -1], [0, 1, 0, 1]]
+    without = AdvantageEstimator(config).estimate(rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK))
+    assert without.advantages[:2].tolist() == [[0, 0.25, 0.5, 1], [0, 1.5, 0, 3]]
+    assert without.returns is None
+
+
+def test_an_estimator_of_values_brings_returns():
+    estimator = AdvantageEstimator(AdvantageConfig(estimator="gae", scale="none"))
+    assert estimator.needs_values
+    batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
+    advantaged = estimator.estimate(batch)
+    assert advantaged.advantages[:2].tolist() == [[0, -1, -2, -3], [0, 1, 0, -1]]
+    assert advantaged.returns.tolist()[:3] == [[0, 1, 1, 1], [0, 3, 0, 3], [0, 0, 0, 4]]
+
+
+def test_values_come_with_a_critic():
+    assert not AdvantageEstimator(AdvantageConfig()).needs_values
+    with pytest.raises(ValueError, match=r"takes values, .* come with a critic \(`advantage.estimator: gae`"):
+        AdvantageEstimator(AdvantageConfig(estimator="gae")).estimate(rewarded([1] * 5, [0] * 5, MASK))
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_SCALES)
+def test_every_built_in_estimator_takes_its_derived_scale(estimator):
+    batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
+    for scale in (None, *ADVANTAGE_SCALES[estimator]):
+        advantaged = AdvantageEstimator(AdvantageConfig(estimator=estimator, scale=scale)).estimate(batch)
+        assert advantaged.advantages[:2].any()
+        assert not advantaged.advantages[2].any()
+
+
 SOURCE = """
 import numpy as np
+from quatrain import TokenAdvantages
 
 def ranks(rewards, group_ids, *, power: float = 1.0):
     return np.nan_to_num(np.argsort(np.argsort(rewards)) ** power)
@@ -102,6 +146,19 @@ def words(rewards):
 def leaves(rewards):
     raise SystemExit
 
+def with_returns(rewards, completion_mask):
+    return TokenAdvantages(np.nan_to_num(rewards), np.where(completion_mask, 7.0, np.nan))
+
+def short_returns(rewards):
+    return TokenAdvantages(rewards, rewards)
+
+def infinite_returns(rewards, completion_mask):
+    return TokenAdvantages(rewards, np.full(completion_mask.shape, np.inf))
+
+def changes_token_rewards(rewards, token_rewards):
+    token_rewards[:] = 1
+    return rewards
+
 def without_rewards(group_ids):
     return group_ids * 1.0
 """
@@ -121,6 +178,12 @@ def test_an_estimator_of_ones_own_gives_a_number_to_each_sequence(own):
     assert advantaged.advantages[0].tolist() == [0, 9, 9, 9]
 
 
+def test_an_estimator_of_ones_own_gives_returns(own):
+    advantaged = own("with_returns").estimate(rewarded([1, 0, 2, 0, np.nan], [5, 5, 8, 8, 9], MASK))
+    assert advantaged.advantages[:, 3].tolist() == [1, 0, 2, 0, 0]
+    assert advantaged.returns.tolist() == (7.0 * np.array(MASK)).tolist()
+
+
 def test_an_estimator_of_ones_own_gives_a_number_to_each_token(own):
     advantaged = own("by_position").estimate(rewarded([1, 0, 2, 0, np.nan], [5, 5, 8, 8, 9], MASK))
     assert advantaged.advantages.tolist() == [[0, 1, 2, 3], [0] * 4, [0, 0, 0, 2], [0] * 4, [0] * 4]
@@ -135,8 +198,11 @@ def test_an_estimator_of_ones_own_gives_a_number_to_each_token(own):
     [
         ("short", r"one per sequence \(5,\) or one per token \(5, 4\); it returned float32 of shape \(4,\)"),
         ("not_a_number", "must return finite advantages"),
+        ("changes_token_rewards", "its inputs cannot be changed: work on a copy"),
         ("changes", "its inputs cannot be changed: work on a copy"),
-        ("words", "must return numbers"),
+        ("words", "must return advantages as numbers"),
+        ("short_returns", r"must return returns as numbers, one per token \(5, 4\); it returned float32"),
+        ("infinite_returns", "must return finite returns"),
         ("leaves", "failed: SystemExit"),
     ],
 )

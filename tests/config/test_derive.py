@@ -36,6 +36,7 @@ def test_values_that_are_set_are_left_alone():
     )
     others = {"model.tokenizer", "sft.data", "critic.enabled", "logging.wandb"}
     assert values.keys() == {"logprob.micro_batch_size", *others}
+    assert values["logprob.micro_batch_size"] == 10
 
 
 def test_a_critic_has_the_sizes_of_the_policy():
@@ -57,7 +58,6 @@ def test_a_critic_has_the_sizes_of_the_policy():
     assert own["critic.forward_micro_batch_size"] == 10
     assert "critic.max_tokens_per_device" not in own
     assert "critic.epochs" not in own
-    assert values["logprob.micro_batch_size"] == 10
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_an_ordinary_configuration_gives_no_warning():
     assert warnings(rollout={"n": 1}, advantage={"estimator": "reinforce"}) == []
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "passk"]
+)
 def test_one_sample_with_a_group_estimator(estimator):
     (warning,) = warnings(rollout={"n": 1}, advantage={"estimator": estimator})
     assert "nothing will be learned" in warning

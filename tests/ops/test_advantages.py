@@ -1,17 +1,27 @@
-"""Advantage estimators: literal values by group, abstentions, groups of one, and the order of rows."""
+"""Advantage estimators: literal values, abstentions, groups of one, holes in the mask, the order of rows."""
+
+import inspect
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     ADVANTAGE_SCALES,
+    TokenAdvantages,
     check_scale,
     dr_grpo,
+    gae,
+    gpg,
     grpo,
+    opo,
+    passk,
     reinforce,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rewards_of_tokens,
     rloo,
 )
 
@@ -19,7 +29,34 @@ NAN = np.nan
 # Groups 7: 1, 2, 6 (mean 3, std sqrt(14/3)); -4: 0, 2 (mean 1, std 1); 900: 5 alone.
 REWARDS = np.array([1, 0, 2, 5, 6, 2], np.float32)
 GROUPS = np.array([7, -4, 7, 900, 7, -4])
+# Completion tokens: 1, 3, 2, 4, 1, 1; some rows with holes.
+MASK = np.array(
+    [[0, 1, 0, 0, 0], [0, 1, 1, 0, 1], [0, 0, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 1, 0, 0]],
+    bool,
+)
+TOKEN_REWARDS = np.where(MASK, np.arange(30).reshape(6, 5) % 7 - 3, 0).astype(np.float32)
+VALUES = np.where(MASK, np.arange(30).reshape(6, 5) % 5 - 1, 0).astype(np.float32)
 PAIRS = [(name, scale) for name, scales in ADVANTAGE_SCALES.items() for scale in scales]
+
+
+def estimated(
+    name,
+    scale,
+    rewards=REWARDS,
+    group_ids=GROUPS,
+    completion_mask=MASK,
+    token_rewards=TOKEN_REWARDS,
+    values=VALUES,
+):
+    """What the estimator `name` returns for those of the inputs that it names, as a tuple of arrays."""
+    inputs = locals()
+    function = ADVANTAGE_ESTIMATORS[name]
+    returned = function(
+        **{key: inputs[key] for key in inspect.signature(function).parameters if key in inputs}
+    )
+    arrays = tuple(returned) if isinstance(returned, TokenAdvantages) else (returned,)
+    assert all(array.dtype == np.float32 for array in arrays)
+    return arrays
 
 
 def test_grpo_by_group():
@@ -54,53 +91,185 @@ def test_reinforce():
     np.testing.assert_allclose(reinforce(REWARDS, GROUPS), expected, rtol=1e-6)
 
 
+def test_opo():
+    # Group 7: the baseline is (1 x 1 + 2 x 2 + 1 x 6) / 4; group -4: (3 x 0 + 1 x 2) / 4.
+    np.testing.assert_array_equal(opo(REWARDS, GROUPS, MASK), [-1.75, -0.5, -0.75, 0, 3.25, 1.5])
+
+
+def test_gpg_makes_up_for_groups_without_signal():
+    # Three groups, of which 7 and -4 have signal.
+    np.testing.assert_array_equal(gpg(REWARDS, GROUPS), [-3, -1.5, -1.5, 0, 4.5, 1.5])
+    assert gpg(np.ones(3, np.float32), np.arange(3)).tolist() == [0, 0, 0]
+
+
+def test_passk_is_for_the_best_of_a_group():
+    np.testing.assert_array_equal(passk(REWARDS, GROUPS, "none"), [0, 0, 0, 0, 4, 2])
+    expected = [0, 0, 0, 0, 4 / (np.sqrt(14 / 3) + 1e-4), 2 / 1.0001]
+    np.testing.assert_allclose(passk(REWARDS, GROUPS), expected, rtol=1e-6)
+    assert passk(np.array([1, 1, 0], np.float32), np.zeros(3, int)).tolist() == [0, 0, 0]
+    assert passk(np.array([1], np.float32), np.zeros(1, int)).tolist() == [0]
+
+
+HOLED = np.array([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]], bool)
+SPARSE = np.array([[7, 0.5, 9, 0, 0], [0, -0.5, 1, 8, 8], [0, 5, 5, 0, 0]], np.float32)
+OUTCOMES = np.array([2, -1, NAN], np.float32)
+
+
+def test_the_rewards_of_tokens():
+    expected = [[0, 0.5, 0, 0, 2], [0, -0.5, 0, 0, 0], [0, 5, 5, 0, 0]]
+    assert rewards_of_tokens(OUTCOMES, HOLED, SPARSE).tolist() == expected
+    assert rewards_of_tokens(OUTCOMES, np.zeros_like(HOLED), SPARSE).tolist() == np.zeros((3, 5)).tolist()
+    with pytest.raises(ValueError, match=r"got shapes \(3,\), \(3, 5\) and \(3, 4\)"):
+        rewards_of_tokens(OUTCOMES, HOLED, SPARSE[:, :4])
+
+
+def test_reinforce_pp():
+    # Discounted by 0.5 over completion tokens: 2, 0 + 1, 0.5 + 0.5; and 0, -0.5.
+    returns = reinforce_pp(OUTCOMES, HOLED, SPARSE, 0.5, "none")
+    np.testing.assert_array_equal(returns, [[0, 1, 0, 1, 2], [0, -0.5, 0, 0, 0], [0] * 5])
+    std = np.sqrt(0.76) + 1e-4  # of 1, 1, 2, -0.5, 0, whose mean is 0.7
+    expected = np.array([[0, 0.3, 0, 0.3, 1.3], [0, -1.2, -0.7, 0, 0], [0] * 5]) / std
+    np.testing.assert_allclose(reinforce_pp(OUTCOMES, HOLED, SPARSE, 0.5), expected, rtol=1e-6)
+
+
+def test_reinforce_pp_baseline():
+    rewards, groups = np.array([1, 3, 5, NAN], np.float32), np.array([4, 4, 9, 9])
+    mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 0, 1]], bool)
+    zeros = np.zeros(mask.shape, np.float32)
+    raw = reinforce_pp_baseline(rewards, groups, mask, zeros, scale="none")
+    np.testing.assert_array_equal(raw, [[0, -1, -1], [0, 1, 0], [0] * 3, [0] * 3])
+    std = np.sqrt(8 / 9) + 1e-4  # of -1, -1, 1; the third row has nobody to be compared with
+    expected = np.array([[0, -2 / 3, -2 / 3], [0, 4 / 3, 0], [0] * 3, [0] * 3]) / std
+    np.testing.assert_allclose(reinforce_pp_baseline(rewards, groups, mask, zeros), expected, rtol=1e-6)
+
+
+def test_gae():
+    values = np.array([[0, 1, 7, 2, 0], [0, 0, 4, 7, 7], [0, 3, 6, 0, 0]], np.float32)
+    # Deltas with gamma 0.5: 0.5 + 1 - 1, 0 + 0 - 2, 2 - 0; and -0.5 + 2 - 0, 0 - 4. Summed with 0.25.
+    raw = gae(OUTCOMES, HOLED, SPARSE, values, 0.5, 0.5, "none")
+    np.testing.assert_array_equal(raw.advantages, [[0, 0.125, 0, -1.5, 2], [0, 0.5, -4, 0, 0], [0] * 5])
+    returns = [[0, 1.125, 0, 0.5, 2], [0, 0.5, 0, 0, 0], [0, 3, 6, 0, 0]]
+    np.testing.assert_array_equal(raw.returns, returns)
+    whitened = gae(OUTCOMES, HOLED, SPARSE, values, 0.5, 0.5)
+    std = np.std([0.125, -1.5, 2, 0.5, -4]) + 1e-4  # their mean is -0.575
+    expected = np.array([[0, 0.7, 0, -0.925, 2.575], [0, 1.075, -3.425, 0, 0], [0] * 5]) / std
+    np.testing.assert_allclose(whitened.advantages, expected, rtol=1e-6)
+    np.testing.assert_array_equal(whitened.returns, returns)
+
+
+def test_gae_without_discount_is_the_return_minus_the_value():
+    values = np.where(HOLED, 3, 0).astype(np.float32)
+    advantages, returns = gae(OUTCOMES, HOLED, SPARSE, values, scale="none")
+    np.testing.assert_array_equal(returns[:2], [[0, 2.5, 0, 2, 2], [0, -0.5, 0, 0, 0]])
+    np.testing.assert_array_equal(advantages[:2], np.where(HOLED[:2], returns[:2] - 3, 0))
+
+
+@pytest.mark.parametrize(("name", "bad"), [("gamma", 1.5), ("gamma", -0.1), ("lam", 2.0), ("lam", NAN)])
+def test_discounts_are_fractions(name, bad):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be in \[0, 1\], got {bad}; set advantage.args.{name}"
+    ):
+        gae(OUTCOMES, HOLED, SPARSE, SPARSE, **{name: bad})
+    if name == "gamma":
+        with pytest.raises(ValueError, match="gamma must be in"):
+            reinforce_pp(OUTCOMES, HOLED, SPARSE, bad)
+
+
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
 def test_an_abstained_row_is_as_if_it_were_not_there(name, scale):
-    estimator = ADVANTAGE_ESTIMATORS[name]
-    with_nan = estimator(
-        np.insert(REWARDS, [0, 3, 6], NAN), np.insert(GROUPS, [0, 3, 6], [7, 900, 1234]), scale
+    inserted = (0, 3, 6)
+    with_nan = estimated(
+        name,
+        scale,
+        np.insert(REWARDS, inserted, NAN),
+        np.insert(GROUPS, inserted, [7, 900, 1234]),
+        *(np.insert(columns, inserted, columns[3], axis=0) for columns in (MASK, TOKEN_REWARDS, VALUES)),
     )
-    assert with_nan[[0, 4, 8]].tolist() == [0, 0, 0]
-    np.testing.assert_array_equal(np.delete(with_nan, [0, 4, 8]), estimator(REWARDS, GROUPS, scale))
+    assert not with_nan[0][[0, 4, 8]].any()
+    for got, expected in zip(with_nan, estimated(name, scale)):
+        np.testing.assert_array_equal(np.delete(got, [0, 4, 8], axis=0), expected)
 
 
-@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
-def test_groups_of_one_learn_nothing(estimator):
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "passk", "reinforce_pp_baseline"])
+def test_groups_of_one_learn_nothing(name):
     rewards, groups = np.array([3.0, -1.0, 2.0, NAN], np.float32), np.array([1, 2, 3, 3])
-    assert estimator(rewards, groups).tolist() == [0, 0, 0, 0]
+    rows = (MASK[:4], TOKEN_REWARDS[:4], VALUES[:4])
+    (advantages,) = estimated(name, ADVANTAGE_SCALES[name][0], rewards, groups, *rows)
+    assert not advantages.any()
 
 
-@pytest.mark.parametrize(("name", "scale"), [p for p in PAIRS if p != ("reinforce", "none")])
+UNCENTRED = [(name, "none") for name in ("reinforce", "reinforce_pp", "gae")]
+
+
+@pytest.mark.parametrize(("name", "scale"), [p for p in PAIRS if p not in UNCENTRED])
 def test_equal_rewards_give_exactly_zero(name, scale):
-    advantages = ADVANTAGE_ESTIMATORS[name](np.full(7, 0.1, np.float32), np.full(7, 3), scale)
-    assert advantages.tolist() == [0] * 7
+    mask = np.tril(np.ones((7, 8), bool), 0)
+    none = np.zeros(mask.shape, np.float32)
+    advantages, *_ = estimated(name, scale, np.full(7, 0.1, np.float32), np.full(7, 3), mask, none, none)
+    assert not advantages.any()
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_order_of_rows_and_names_of_groups_change_nothing(name, scale, data):
-    estimator = ADVANTAGE_ESTIMATORS[name]
     size = data.draw(st.integers(1, 12))
     reward = st.one_of(st.floats(-1e3, 1e3, width=32), st.just(NAN), st.sampled_from([0.0, 0.1, 1.0]))
     rewards = np.array(data.draw(st.lists(reward, min_size=size, max_size=size)), np.float32)
     groups = np.array(data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
     names = np.array(data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=4, max_size=4, unique=True)))
     order = np.array(data.draw(st.permutations(range(size))))
-    advantages = estimator(rewards, groups, scale)
-    np.testing.assert_array_equal(estimator(rewards[order], names[groups][order], scale), advantages[order])
-    assert np.isfinite(advantages).all()
-    if name in ("grpo", "dr_grpo", "rloo"):
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    mask = rng.random((size, 4)) < 0.6
+    columns = [mask, *(np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(2))]
+    arrays = estimated(name, scale, rewards, groups, *columns)
+    permuted = estimated(name, scale, rewards[order], names[groups][order], *(c[order] for c in columns))
+    for got, expected in zip(permuted, arrays):
+        np.testing.assert_array_equal(got, expected[order])
+        assert np.isfinite(expected).all()
+    if name in ("grpo", "dr_grpo", "rloo", "gpg"):
         for group in range(4):
-            assert abs(advantages[groups == group].sum()) <= 1e-5 * np.abs(advantages).sum()
+            assert abs(arrays[0][groups == group].sum()) <= 1e-5 * np.abs(arrays[0]).sum()
+
+
+@pytest.mark.parametrize(("name", "scale"), PAIRS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_positions_outside_the_mask_do_not_exist(name, scale, data):
+    """Wherever columns that no completion has are put between the others, whatever stands in them."""
+    places = data.draw(st.lists(st.integers(0, MASK.shape[1]), max_size=4))
+    wide = [
+        np.insert(columns, places, filling, axis=1)
+        for columns, filling in ((MASK, False), (TOKEN_REWARDS, 100), (VALUES, -50))
+    ]
+    kept = np.insert(np.ones(MASK.shape[1], bool), places, False)
+    for got, expected in zip(estimated(name, scale, REWARDS, GROUPS, *wide), estimated(name, scale)):
+        if got.ndim == 2:
+            assert not got[:, ~kept].any()
+            got = got[:, kept]
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
 def test_no_rows(name, scale):
-    assert ADVANTAGE_ESTIMATORS[name](np.zeros(0, np.float32), np.zeros(0, np.int64), scale).shape == (0,)
+    rows = (array[:0] for array in (REWARDS, GROUPS, MASK, TOKEN_REWARDS, VALUES))
+    assert all(len(array) == 0 for array in estimated(name, scale, *rows))
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("rloo", "group"), ("dr_grpo", "batch"), ("reinforce", "group"), ("grpo", "std")]
+    ("name", "scale"),
+    [
+        ("rloo", "group"),
+        ("dr_grpo", "batch"),
+        ("reinforce", "group"),
+        ("grpo", "std"),
+        ("reinforce_pp", "group"),
+        ("reinforce_pp_baseline", "group"),
+        ("opo", "group"),
+        ("gpg", "batch"),
+        ("passk", "batch"),
+        ("gae", "group"),
+    ],
 )
 def test_a_scale_that_does_not_go_with_the_estimator(name, scale):
     message = (
@@ -109,7 +278,7 @@ def test_a_scale_that_does_not_go_with_the_estimator(name, scale):
     with pytest.raises(ValueError, match=message):
         check_scale(name, scale)
     with pytest.raises(ValueError, match=message):
-        ADVANTAGE_ESTIMATORS[name](REWARDS, GROUPS, scale)
+        estimated(name, scale)
 
 
 def test_shapes_must_fit():

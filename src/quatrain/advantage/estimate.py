@@ -12,19 +12,29 @@ import numpy as np
 
 from quatrain.config.schema import AdvantageConfig
 from quatrain.metrics import Metric, describe
-from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_SCALES, check_scale
+from quatrain.ops.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    ADVANTAGE_SCALES,
+    TokenAdvantages,
+    check_scale,
+)
 from quatrain.types import AdvantagedBatch, RewardedBatch
 from quatrain.user_code import find_function, own_arguments
 
-INPUTS = ("rewards", "group_ids", "completion_mask")
-"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool."""
+INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values")
+"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool; and, both
+[B, T] float32 and 0 outside the completion mask, rewards of single tokens and a critic's values.
+
+For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence.
+"""
 
 
 class AdvantageEstimator:
     """The estimator named in `config`, with its arguments; a null scale is the estimator's own default.
 
     An estimator is a function of some of `INPUTS`, and of arguments from `advantage.args`, which returns one
-    advantage per sequence [B] or one per token [B, T]; entries outside the completion mask are ignored.
+    advantage per sequence [B] or one per token [B, T], or `TokenAdvantages`: advantages of either shape and
+    the returns [B, T] that a critic is trained on. Entries outside the completion mask are ignored.
     Raises ValueError for an estimator that cannot be imported, and for arguments that it does not take.
     """
 
@@ -48,6 +58,11 @@ class AdvantageEstimator:
                 f"its inputs are {', '.join(INPUTS)}"
             )
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether the estimator names `values`, so that the run needs a critic."""
+        return "values" in self._inputs
+
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
 
@@ -57,43 +72,67 @@ class AdvantageEstimator:
         inputs, or returns another shape or a value that is not finite.
         """
         rollouts = rewarded.rollouts
-        estimated = self._estimated(rewarded)
         mask = rollouts.completion_mask
+        returned = self._returned(rewarded)
+        returns = None
+        if isinstance(returned, TokenAdvantages):
+            returned, returns = returned
+            returns = np.where(mask, self._checked(returns, "returns", mask, (mask.shape,)), np.float32(0))
+        estimated = self._checked(returned, "advantages", mask, (mask.shape[:1], mask.shape))
         advantages = np.where(mask, estimated.reshape(len(mask), -1), np.float32(0))
         scored = ~np.isnan(rewarded.rewards)
         described = estimated[scored] if estimated.ndim == 1 else advantages[mask & scored[:, None]]
         metrics = describe("advantage", described, ("mean", "std", "min", "max"))
         signal = np.asarray((estimated if estimated.ndim == 1 else advantages.any(axis=1)) != 0)
         metrics["advantage/zero_signal_fraction"] = _zero_signal(signal, rollouts.group_ids)
-        return AdvantagedBatch(rewarded, advantages, metrics)
+        return AdvantagedBatch(rewarded, advantages, metrics, returns)
 
-    def _estimated(self, rewarded: RewardedBatch) -> np.ndarray:
-        """What the estimator returns: [B] or [B, T] float32, finite on completion tokens."""
+    def _returned(self, rewarded: RewardedBatch) -> Any:
+        """What the estimator returns for its inputs, unchecked."""
+        if self.needs_values and rewarded.values is None:
+            raise ValueError(
+                f"{self._name} takes values, and the batch has none; values come with a critic "
+                "(`advantage.estimator: gae` brings one)"
+            )
         mask = rewarded.rollouts.completion_mask
+        rewards, token_rewards = rewarded.rewards, rewarded.token_rewards
+        if token_rewards is None:
+            token_rewards = np.zeros(mask.shape, np.float32)
+        elif "token_rewards" not in self._inputs:
+            rewards = (rewards + token_rewards.sum(axis=1, dtype=np.float64)).astype(np.float32)
         inputs = {
-            "rewards": rewarded.rewards,
+            "rewards": rewards,
             "group_ids": rewarded.rollouts.group_ids,
             "completion_mask": mask,
+            "token_rewards": token_rewards,
+            "values": rewarded.values,
         }
+        for values in (rewards, token_rewards):
+            values.setflags(write=False)
         try:
-            returned: Any = self._function(**{name: inputs[name] for name in self._inputs}, **self._arguments)
+            return self._function(**{name: inputs[name] for name in self._inputs}, **self._arguments)
         except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)
             remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""
             raise ValueError(f"{self._name} failed: {type(error).__name__}: {error}{remedy}") from error
-        estimated = np.asarray(returned)
-        shapes = [mask.shape[:1], mask.shape]
-        if estimated.shape not in shapes or not np.issubdtype(estimated.dtype, np.number):
+
+    def _checked(
+        self, returned: Any, what: str, mask: np.ndarray, shapes: tuple[tuple[int, ...], ...]
+    ) -> np.ndarray:
+        """`returned` as float32, of one of `shapes` and finite on completion tokens."""
+        values = np.asarray(returned)
+        if values.shape not in shapes or not np.issubdtype(values.dtype, np.number):
+            forms = [f"one per {'sequence' if len(shape) == 1 else 'token'} {shape}" for shape in shapes]
             raise ValueError(
-                f"{self._name} must return numbers, one per sequence {shapes[0]} or one per token "
-                f"{shapes[1]}; it returned {estimated.dtype} of shape {estimated.shape}"
+                f"{self._name} must return {what} as numbers, {' or '.join(forms)}; it returned "
+                f"{values.dtype} of shape {values.shape}"
             )
-        if not np.isfinite(estimated if estimated.ndim == 1 else estimated[mask]).all():
+        if not np.isfinite(values if values.ndim == 1 else values[mask]).all():
             raise ValueError(
-                f"{self._name} must return finite advantages; among them is NaN or infinity; a reward is NaN "
+                f"{self._name} must return finite {what}; among them is NaN or infinity; a reward is NaN "
                 "where nothing was scored: give such a sequence 0"
             )
-        return estimated.astype(np.float32)
+        return values.astype(np.float32)
 
 
 def _zero_signal(signal: np.ndarray, group_ids: np.ndarray) -> Metric:

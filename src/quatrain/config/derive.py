@@ -21,7 +21,7 @@ CRITIC_ESTIMATOR = "gae"
 """The built-in advantage estimator that needs a critic."""
 HELDOUT = "-heldout"
 WANDB_MODES = ("disabled", "offline", "online")
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "passk")
 # bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
 # around 0.02, and an adamw update is about as large as the learning rate.
 LEAST_BFLOAT16_RATE = 1e-4

@@ -63,6 +63,12 @@ ADVANTAGE_SCALES = {
     "dr_grpo": ("none",),
     "rloo": ("none",),
     "reinforce": ("batch", "none"),
+    "reinforce_pp": ("batch", "none"),
+    "reinforce_pp_baseline": ("batch", "none"),
+    "opo": ("none",),
+    "gpg": ("none",),
+    "passk": ("group", "none"),
+    "gae": ("batch", "none"),
 }
 """The values of `advantage.scale` that each estimator of `ops/advantages.py` accepts, its default first."""
 POLICY_LOSSES = ("ppo_clip",)
@@ -378,7 +384,8 @@ class AdvantageConfig(Section):
 
     estimator: EstimatorName = Field(
         "grpo",
-        description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce` (formulas: "
+        description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp`, "
+        "`reinforce_pp_baseline`, `opo`, `gpg`, `passk`, `gae` (formulas: "
         "[algorithms.md](algorithms.md#advantage-estimators)), or a function of your own as "
         "`path/file.py:function` or `package.module:function`.",
     )
@@ -388,10 +395,10 @@ class AdvantageConfig(Section):
     )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
-        description="Standard deviation that divides the advantage: of the group's rewards, of the batch's "
-        "rewards, or none; [algorithms.md](algorithms.md#advantage-estimators) shows which of these an "
-        "estimator accepts; derived: `group` for `grpo`, `batch` for `reinforce`, `none` for `dr_grpo` and "
-        "`rloo`.",
+        description="Standard deviation that divides the advantage: of the group's rewards, of the whole "
+        "batch, or none; [algorithms.md](algorithms.md#advantage-estimators) shows which of these an "
+        "estimator accepts; derived: `group` for `grpo` and `passk`, `batch` for `reinforce`, "
+        "`reinforce_pp`, `reinforce_pp_baseline` and `gae`, `none` for `dr_grpo`, `rloo`, `opo` and `gpg`.",
     )
 
 

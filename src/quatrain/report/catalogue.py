@@ -178,8 +178,8 @@ CATALOGUE: dict[str, MetricDoc] = {
     "reward/kl": MetricDoc(
         "nats",
         "mean",
-        "KL to the frozen reference per token (k1), mean over a sequence's tokens, then over sequences; logged "
-        "if `reward.kl_coef` is above 0.",
+        "KL to the frozen reference per token (k1), mean over a sequence's tokens, then over sequences; "
+        "logged if `reward.kl_coef` is above 0.",
     ),
     "reward/kl_coef": MetricDoc("1", "mean", "Coefficient of the KL in the reward."),
     "reward/kl_penalty": MetricDoc("reward", "mean", "Reward subtracted from a sequence for its KL."),
