@@ -22,6 +22,7 @@ from quatrain.cluster import processes as hosts
 from quatrain.config.load import load_config
 from quatrain.config.schema import (
     AdvantageConfig,
+    CriticConfig,
     LogprobConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -35,8 +36,9 @@ from quatrain.policy import role_meshes
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
-from quatrain.update.learner import Learner
-from quatrain.update.specs import PolicySpec
+from quatrain.update.critic import Critic
+from quatrain.update.learner import KLReward, Learner
+from quatrain.update.specs import CriticSpec, PolicySpec
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
 COMMON_PREFIX = (5, 9)
@@ -56,6 +58,8 @@ ARCHITECTURES = {
 """Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
 REMAT = {"rows": "layer", "tokens": "dots"}
 SMALL_NUMBERS = 32
+ESTIMATORS = {"rows": "grpo", "tokens": "gae"}
+"""`gae` brings a critic, and here KL in the reward, with a coefficient that adapts."""
 LOSSES = {"rows": "ppo_clip", "tokens": f"{Path(__file__).parents[1]}/sequence_loss.py:sequence_ratio"}
 
 
@@ -95,11 +99,29 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     meshes, offload = role_meshes(config), config.offload
     arch = architecture(mode)
     update, logprob = MODES[mode]
+    config_of_update = UpdateConfig(
+        mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, loss=LOSSES[mode], **update
+    )
+    optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
+    critic, critic_params = None, None
+    if ESTIMATORS[mode] == "gae":
+        critic_arch = dataclasses.replace(arch, head="score", num_layers=1, layer_types=arch.layer_types[:1])
+        forward = {f"forward_{name}": size for name, size in logprob.items()}
+        critic = Critic(
+            CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.train),
+            CriticConfig(mini_batch_size=3, epochs=1, **update, **forward),
+            config_of_update,
+            optimizer,
+            max_new_tokens=LONGEST,
+            total_steps=2 * STEPS,
+            seed=4,
+        )
+        critic_params = init_params(critic_arch, jax.random.key(2), mesh=meshes.train)
     learner = Learner(
         PolicySpec(arch, remat=REMAT[mode], mesh=meshes.train),
-        UpdateConfig(mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, loss=LOSSES[mode], **update),
+        config_of_update,
         LogprobConfig(**logprob),
-        OptimizerConfig(learning_rate=3e-3, eps=1e-3),
+        optimizer,
         max_new_tokens=LONGEST,
         total_steps=2 * STEPS,
         seed=3,
@@ -107,14 +129,17 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
             "host" if offload.reference else "device",
             init_params(arch, jax.random.key(1), mesh=meshes.reference),
         ),
+        critic=critic,
+        kl_reward=KLReward(0.05, target=0.01, horizon=100) if critic else None,
         optimizer_memory="host" if offload.optimizer else "device",
     )
+    estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
     engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
     greedy = dataclasses.replace(engine.sampling, temperature=0.0, n=1)
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = to_host(params["layers"][0]["qkv"])
-    state = learner.init(params)
+    state = learner.init(params, critic_params)
     before = [leaf.sharding for leaf in jax.tree.leaves((state.params, state.opt_state))]
     result = {}
     for step in range(STEPS):
@@ -123,10 +148,15 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         result |= sampled(f"{step}", rollouts) | sampled(
             f"{step} greedy", engine.generate(prompts(step), sampling=greedy)
         )
-        state = learner.step(state, AdvantageEstimator(AdvantageConfig()).estimate(rewarded(rollouts)))
+        state = learner.step(state, estimator.estimate(learner.score_tokens(state, rewarded(rollouts))))
         for name in ("loss", "update/grad_norm", "update/kl", "update/entropy", "update/ratio_max"):
             result[f"{name} {step}"] = np.float64(state.metrics[name].result())
         result |= arrays(f"gradients {step}", optax.tree.get(state.opt_state, "mu"))
+        if state.critic is not None:
+            for name in ("critic/loss", "critic/grad_norm", "critic/explained_variance"):
+                result[f"{name} {step}"] = np.float64(state.metrics[name].result())
+            result[f"kl_coef {step}"] = np.float64(state.reward_kl_coef)
+            result |= arrays(f"critic gradients {step}", optax.tree.get(state.critic.opt_state, "mu"))
     for leaf, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), before, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
     result["steps"] = np.array(state.step)
@@ -135,6 +165,8 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     result["moved"] = np.abs(to_host(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         result[f"held {jax.tree_util.keystr(path)}"] = np.array(leaf.addressable_shards[0].data.size)
+    if state.critic is not None:
+        result |= arrays("critic weights", state.critic.params)
     return result | arrays("weights", state.params)
 
 
