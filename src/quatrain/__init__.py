@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
     from quatrain.ops.tokens import TokenLoss as TokenLoss
+    from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
     from quatrain.policy import LoadedPolicy as LoadedPolicy
     from quatrain.policy import load_policy as load_policy
     from quatrain.rollout.interface import Completion as Completion
@@ -46,7 +47,7 @@ _MODULES = {
     "export": ("export_policy",),
     "metrics": ("Metric",),
     "ops.advantages": ("TokenAdvantages",),
-    "ops.tokens": ("ScoredTokens", "TokenLoss"),
+    "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),
     "policy": ("LoadedPolicy", "load_policy"),
     "rollout.interface": ("Completion", "Rollouts", "Sampling", "rollout_batch"),
     "stages": ("Stages", "build_stages"),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_loss
@@ -24,6 +25,7 @@ OBJECTIVES = {
     "asymmetric dual clip": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
     "kl and entropy": {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2},
 }
+ARGUMENTS = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}}  # so that some sequences are not clipped
 SEQUENCE_LOSS = f"{sequence_loss.__file__}:sequence_ratio"
 LONGEST = 9
 """Completion tokens of `make_batch`'s longest sequences; its prompts have up to 6."""
@@ -102,7 +104,7 @@ MORE_CUTTINGS = (
 @pytest.mark.parametrize(
     "cuttings", [CUTTINGS, pytest.param(MORE_CUTTINGS, marks=pytest.mark.slow)], ids=["three", "more"]
 )
-@pytest.mark.parametrize("loss", [*POLICY_LOSSES, SEQUENCE_LOSS])
+@pytest.mark.parametrize("loss", ["ppo_clip", SEQUENCE_LOSS])
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize(
     "name",
@@ -118,6 +120,28 @@ def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss,
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
     assert table.lengths.max() == LONGEST_SEQUENCE
     for cutting in cuttings:
+        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
+
+
+def _chosen(table: TokenTable, seed: int) -> np.ndarray:
+    """In place of the tokens that `clip_cov` and `kl_cov` choose from a whole mini-batch: any of them."""
+    rng = np.random.default_rng(seed)
+    return (table.completion_mask & (rng.random(table.completion_mask.shape) < 0.3)).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_no_cut_changes_the_gradient_of_any_loss(small_arch, small_params, make_batch, loss):
+    config = UpdateConfig(
+        loss=loss, loss_args=ARGUMENTS.get(loss, {}), kl_coef=0.3, kl_estimator="k3_straight"
+    )
+    objective = PolicyObjective.of(config, on_policy=False)
+    table = _table(small_arch, small_params, make_batch(20), 1).weighted("seq_mean_token_mean", LONGEST)
+    if objective.mini_batch_columns is not None:
+        table = table.with_columns(high_covariance=_chosen(table, 2))
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
+    for cutting in CUTTINGS:
         _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
 
@@ -178,6 +202,79 @@ def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
                 seen += len(rows)
         assert seen == len(table)
     assert np.abs(values.sum(axis=1)).max() > 0.5
+
+
+SCORED = (24, 80)
+"""Rows and tokens to which the next test pads micro-batches, so that each loss is compiled once."""
+
+
+@jax.jit
+def _losses_and_gradients(mask, sequence_ids, columns):
+    """By loss: each token's loss, and the gradient of the weighted sum in each token's log-probability."""
+
+    def weighted(logprobs, objective):
+        tokens = ScoredTokens(logprobs, jnp.zeros_like(logprobs), mask, sequence_ids, columns)
+        loss = objective(tokens).loss
+        return jnp.where(mask, columns["weights"] * loss, 0).sum(), loss
+
+    results = {}
+    for name in POLICY_LOSSES:
+        config = UpdateConfig(loss=name, loss_args=ARGUMENTS.get(name, {}))
+        objective = PolicyObjective.of(config, on_policy=False)
+        gradient, loss = jax.grad(weighted, has_aux=True)(columns["logprobs"], objective)
+        results[name] = {"loss": loss, "gradient": gradient}
+    return results
+
+
+def _by_token(mask, sequence_ids, columns, num_tokens: int) -> dict[str, dict[str, np.ndarray]]:
+    """What `_losses_and_gradients` finds, in the order of the column `places`."""
+    room = [(0, whole - size) for whole, size in zip(SCORED, mask.shape)]
+    scored = jax.tree.map(lambda x: np.pad(np.asarray(x), room), (mask, sequence_ids, dict(columns)))
+    places = scored[2]["places"][scored[0]].astype(int)
+
+    def ordered(values):
+        result = np.zeros(num_tokens)
+        result[places] = np.asarray(values)[scored[0]]
+        return result
+
+    return jax.tree.map(ordered, _losses_and_gradients(*scored))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_each_loss_of_each_token_is_the_same_under_any_partition(make_batch, seed):
+    """Every built-in loss, without a model: 5 partitions, packed or padded, with prompts shared or not."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(80 + seed, groups=int(rng.integers(2, 6)), holes=bool(seed % 2))
+    table = _plain_table(batch)
+    logprobs = -rng.exponential(size=table.input_ids.shape)
+    columns = {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape),
+        "rollout_logprobs": logprobs,
+        "advantages": batch.advantages,
+        "high_covariance": _chosen(table, seed),
+        "places": np.arange(logprobs.size).reshape(logprobs.shape),
+    }
+    columns = {
+        name: np.where(table.completion_mask, values, 0).astype(np.float32)
+        for name, values in columns.items()
+    }
+    table = table.with_columns(**columns).weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
+    sequence_ids = np.zeros(table.completion_mask.shape, np.int32)
+    expected = _by_token(table.completion_mask, sequence_ids, table.columns, logprobs.size)
+    for name, results in expected.items():
+        assert all(np.abs(values).max() > 1e-3 for values in results.values()), name
+    for _ in range(5):
+        got = jax.tree.map(np.zeros_like, expected)
+        for part in _random_partition(rng, table):
+            for _, micro in micro_batches(part, _random_cutting(rng, part), one_device()):
+                found = _by_token(micro.mask, micro.sequence_ids, micro.columns, logprobs.size)
+                got = jax.tree.map(np.add, got, found)
+        for name, results in expected.items():
+            for kind, values in results.items():
+                np.testing.assert_allclose(
+                    got[name][kind], values, rtol=1e-5, atol=1e-6, err_msg=f"{name} {kind}"
+                )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     [
         ("k1", [0.0, 0.6931472, -0.6931472]),
         ("k2", [0.0, 0.2402265, 0.2402265]),
+        ("k3_straight", [0.0, 0.1931472, 0.3068528]),
         ("k3", [0.0, 0.1931472, 0.3068528]),  # exp(-d) - 1 + d at d = log 2, -log 2
     ],
 )
@@ -24,7 +25,7 @@ def test_literal_values(name, expected):
     np.testing.assert_allclose(KL_ESTIMATORS[name](logprobs, reference), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
+@pytest.mark.parametrize("name", ["k1", "k3", "k3_straight"])
 def test_unbiased_values(name):
     values = KL_ESTIMATORS[name](jnp.log(jnp.asarray(POLICY)), jnp.log(jnp.asarray(REFERENCE)))
     np.testing.assert_allclose(
@@ -49,6 +50,7 @@ def test_gradients_are_what_the_docstrings_say():
     np.testing.assert_allclose(gradient_as_loss("k1"), 0.0, atol=1e-6)
     np.testing.assert_allclose(gradient_as_loss("k2"), reverse, atol=1e-6)
     np.testing.assert_allclose(gradient_as_loss("k3"), forward, atol=1e-6)
+    np.testing.assert_allclose(gradient_as_loss("k3_straight"), reverse, atol=1e-6)
 
 
 def test_k3_stays_finite_and_keeps_its_gradient_where_nothing_overflows():
@@ -57,6 +59,12 @@ def test_k3_stays_finite_and_keeps_its_gradient_where_nothing_overflows():
     assert gradient == 0
     value, gradient = jax.value_and_grad(lambda x: KL_ESTIMATORS["k3"](x, jnp.float32(-300)))(jnp.float32(0))
     assert (value, gradient) == (299, 1)
+
+
+def test_k3_straight_keeps_a_finite_value_and_the_gradient_of_k2():
+    estimator = KL_ESTIMATORS["k3_straight"]
+    value, gradient = jax.value_and_grad(lambda x: estimator(x, jnp.float32(0)))(jnp.float32(-300))
+    np.testing.assert_allclose((value, gradient), (np.exp(20) - 21, -300), rtol=1e-6)
 
 
 def test_k3_is_never_negative_near_zero():

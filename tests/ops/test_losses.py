@@ -1,4 +1,4 @@
-"""Clipped policy loss and token weights, against numbers worked out by hand."""
+"""Policy losses and token weights, against numbers worked out by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from quatrain.ops.losses import LOSS_AGGREGATIONS, ppo_clip, token_weights
+from quatrain.ops.losses import (
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    cispo,
+    clip_cov,
+    gmpo,
+    gpg,
+    gspo,
+    kl_cov,
+    ppo_clip,
+    reinforce,
+    sapo,
+    token_weights,
+)
 from quatrain.ops.tokens import ScoredTokens
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
@@ -96,6 +109,135 @@ def test_equals_the_max_and_min_of_the_papers(log_ratio, advantages, dual_clip):
     if dual_clip is not None:
         expected = np.where(advantages < 0, np.minimum(expected, -dual_clip * advantages), expected)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def measured(loss, log_ratios, advantages, ids=None, chosen=None, **arguments):
+    """Loss, gradient of its sum, and means, of one row of tokens whose old log-probability is -1.5."""
+    old = jnp.full((1, len(log_ratios)), -1.5)
+    columns = {"old_logprobs": old, "advantages": jnp.asarray([advantages], jnp.float32)}
+    if chosen is not None:
+        columns["high_covariance"] = jnp.asarray([chosen], jnp.float32)
+    ids = jnp.asarray([ids if ids else [0] * len(log_ratios)])
+
+    def total(logprobs):
+        result = loss(ScoredTokens(logprobs, old, ids >= 0, ids, columns), **arguments)
+        return result.loss.sum(), result
+
+    gradient, result = jax.grad(total, has_aux=True)(old + jnp.asarray([log_ratios], jnp.float32))
+    return result.loss[0], gradient[0], {name: mean[0].tolist() for name, mean in result.means.items()}
+
+
+LOG_2, LOG_8 = np.log(2), np.log(8)
+
+
+@pytest.mark.parametrize("loss", [reinforce, gpg])
+def test_reinforce(loss):
+    value, gradient, means = measured(loss, [0.5, -0.5], [2, -3])
+    np.testing.assert_allclose(value, [2.0, -6.0])
+    np.testing.assert_allclose(gradient, [-2.0, 3.0])
+    assert means == {}
+
+
+def test_gspo_has_one_ratio_for_a_sequence():
+    log_ratios, ids = [0.2, -0.2, 0.4, 0.1], [3, 1, 3, 1]  # means 0.3 and -0.05
+    value, gradient, means = measured(gspo, log_ratios, [1, 1, 1, 1], ids)
+    np.testing.assert_allclose(value, [-1.0004, -np.exp(-0.05), -1.0004, -np.exp(-0.05)], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0, -np.exp(-0.05), 0, -np.exp(-0.05)], rtol=1e-6)
+    assert means["clip_high_fraction"] == means["clip_fraction"] == [1, 0, 1, 0]
+    value, gradient, means = measured(gspo, log_ratios, [-2, -2, -2, -2], ids)
+    np.testing.assert_allclose(value, [2 * np.exp(0.3), 1.9994, 2 * np.exp(0.3), 1.9994], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [2 * np.exp(0.3), 0, 2 * np.exp(0.3), 0], rtol=1e-6)
+    assert means["clip_low_fraction"] == means["clip_fraction"] == [0, 1, 0, 1]
+    value, _, _ = measured(gspo, log_ratios, [1, 1, 1, 1], ids, clip_low=0.0, clip_high=1.0)
+    np.testing.assert_allclose(value[0], -np.exp(0.3), rtol=1e-6)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    log_ratios, advantages = [-LOG_2, LOG_2, LOG_8, LOG_8], [1, -1, 1, -1]
+    weights = np.array([0.5, 2, 5, 5])
+    value, gradient, means = measured(cispo, log_ratios, advantages)
+    np.testing.assert_allclose(gradient, -weights * advantages, rtol=1e-6)
+    np.testing.assert_allclose(value, -weights * advantages * (np.array(log_ratios) - 1.5), rtol=1e-6)
+    assert means["clip_high_fraction"] == means["clip_fraction"] == [0, 0, 1, 1]
+    _, gradient, means = measured(cispo, log_ratios, advantages, clip_low=0.2, clip_high=0.5)
+    np.testing.assert_allclose(gradient, [-0.8, 1.5, -1.5, 1.5], rtol=1e-6)
+    assert means["clip_low_fraction"] == [1, 0, 0, 0]
+
+
+def test_sapo():
+    value, gradient, means = measured(sapo, [0.0, 0.0], [3, -3])
+    np.testing.assert_allclose(value, [-6, 6 / 1.05], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-3, 3], rtol=1e-6)
+    assert means == {}
+    # sigmoid(1) = 0.7310586, sigmoid(-1) = 0.2689414, their derivative 0.1966119.
+    value, gradient, _ = measured(sapo, [LOG_2, -LOG_2], [1, -2], tau_neg=2.0)
+    np.testing.assert_allclose(value, [-4 * 0.7310586, 2 * 2 * 0.2689414], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-4 * 0.1966119 * 2, 4 * 0.1966119 * 0.5 * 2], rtol=1e-6)
+    for name in ("tau_pos", "tau_neg"):
+        with pytest.raises(ValueError, match=f"{name} must be above 0, got 0.0; set update.loss_args.{name}"):
+            measured(sapo, [0.0], [1], **{name: 0.0})
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    # Sequence 0: min(0.6, 0.4) and -1.0, mean -0.3; sequence 1: max(-0.6, -0.4) and 1.0, mean 0.3.
+    value, gradient, means = measured(gmpo, [0.6, -0.6, -1.0, 1.0], [1, -1, 1, -1], [0, 1, 0, 1])
+    np.testing.assert_allclose(value, np.exp([-0.3, 0.3, -0.3, 0.3]) * [-1, 1, -1, 1], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0, 0, -np.exp(-0.3), np.exp(0.3)], rtol=1e-6)
+    assert means["clip_high_fraction"] == [1, 0, 0, 0]
+    assert means["clip_low_fraction"] == [0, 1, 0, 0]
+    value, _, means = measured(gmpo, [0.6, -1.0], [1, 1], clip_high=0.8)
+    np.testing.assert_allclose(value, [-np.exp(-0.2)] * 2, rtol=1e-6)
+    assert means["clip_fraction"] == [0, 0]
+
+
+def test_clip_cov_leaves_out_the_chosen_tokens():
+    log_ratios, advantages = [0.1, 0.1, 1.0, -LOG_2], [1, 1, 2, -1]
+    value, gradient, means = measured(clip_cov, log_ratios, advantages, chosen=[0, 1, 0, 1], **CLIP)
+    np.testing.assert_allclose(value, [-np.exp(0.1), 0, -2.6, 0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-np.exp(0.1), 0, 0, 0], rtol=1e-6)
+    assert means["high_covariance_fraction"] == [0, 1, 0, 1]
+    assert means["clip_high_fraction"] == [0, 0, 1, 0]
+
+
+def test_kl_cov_makes_the_chosen_tokens_pay():
+    value, gradient, means = measured(
+        kl_cov, [LOG_2, LOG_2, -LOG_2, 0.0], [1, 1, -1, 1], chosen=[0, 1, 1, 1], ppo_kl_coef=0.5
+    )
+    np.testing.assert_allclose(value, [-2, -2 + 0.5 * LOG_2, 0.5 + 0.5 * LOG_2, -1], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-2, -1.5, 0.5 - 0.5, -1], rtol=1e-6, atol=1e-7)
+    assert means == {"high_covariance_fraction": [0, 1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gspo", [-np.exp(-20), np.exp(20)]),
+        ("sapo", [-4 / (1 + np.e), 4 / 1.05]),
+        ("gmpo", [-np.exp(-20), np.exp(20)]),
+        ("clip_cov", [-np.exp(-20), np.exp(20)]),
+        ("kl_cov", [-np.exp(-20) + 20, np.exp(20) + 20]),
+    ],
+)
+def test_the_log_ratio_of_every_loss_stops_at_twenty(name, expected):
+    chosen = {"clip_cov": [0, 0], "kl_cov": [1, 1]}.get(name)
+    arguments = CLIP if name == "clip_cov" else {}
+    log_ratios, ids = [-5000.0, 5000.0], [0, 1]
+    value, gradient, _ = measured(POLICY_LOSSES[name], log_ratios, [1, -1], ids, chosen, **arguments)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_array_equal(gradient, [0, 0])
+
+
+def test_the_weight_of_cispo_is_bounded():
+    _, gradient, _ = measured(cispo, [-5000.0, 5000.0], [1, -1], clip_high=1e12)
+    np.testing.assert_allclose(gradient, [-np.exp(-20), np.exp(20)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(name):
+    chosen = [0, 0, 0] if name.endswith("_cov") else None
+    arguments = CLIP if name in ("ppo_clip", "clip_cov") else {}
+    _, gradient, _ = measured(POLICY_LOSSES[name], [0, 0, 0], [3, 3, -1], [0, 0, 1], chosen, **arguments)
+    np.testing.assert_allclose(gradient, [-3, -3, 1], rtol=1e-6)
 
 
 MASK = np.array([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)  # n = 3, 1, 0; N = 4; B' = 2

@@ -295,3 +295,27 @@ def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, ma
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)} == {"device"}
     assert _changes(states["device"].params, states["host"].params) == 0
     assert _changes(states["device"].params, small_params) > 0.01
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_tokens_chosen_over_the_mini_batch_do_not_depend_on_the_cut(
+    make_learner, make_batch, small_params, loss
+):
+    """Two mini-batches: the second chooses by log-probabilities after the first optimizer step."""
+    some = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0}}
+    update = {"loss": loss, "loss_args": some.get(loss, {"kl_cov_ratio": 0.2})}
+    batch = make_batch(11, groups=6)
+    states = [
+        learner.step(learner.init(_copy(small_params)), batch)
+        for learner in (
+            make_learner(update, mini_batch_size=3, micro_batch_size=100),
+            make_learner(update, mini_batch_size=3, micro_batch_size=2),
+            make_learner(update, mini_batch_size=3, max_tokens=40),
+        )
+    ]
+    chosen = [state.metrics["update/high_covariance_fraction"].result() for state in states]
+    assert 0 < chosen[0] < 1
+    assert chosen == [pytest.approx(chosen[0])] * 3
+    for state in states[1:]:
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(states[0].params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -1,16 +1,32 @@
-"""Policy losses of one's own: what they may do, and what is refused before anything is computed."""
+"""Policy losses, built in and of one's own: their arguments, and what is refused before anything runs."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quatrain.config.schema import UpdateConfig
+from quatrain.config.schema import POLICY_LOSSES, UpdateConfig
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.update.objective import PolicyObjective
 
 SOURCE = """
 import jax.numpy as jnp
-from quatrain.ops.tokens import TokenLoss
+import numpy as np
+from quatrain.ops.tokens import TokenLoss, with_mini_batch_columns
+
+def longest(logprobs, advantages, mask, rng, *, factor, sign):
+    return {"longest": np.full(mask.shape, factor * sign * mask.sum(axis=1).max(), np.float32)}
+
+@with_mini_batch_columns(longest)
+def by_longest(tokens, *, sign: int, factor: float = 0.5, unused: int = 1):
+    return TokenLoss(tokens.logprobs / tokens.column("longest"))
+
+@with_mini_batch_columns(lambda logprobs, advantages, mask, rng: {"short": logprobs[1:]})
+def short_columns(tokens):
+    return TokenLoss(tokens.logprobs)
+
+@with_mini_batch_columns(lambda logprobs, advantages, mask: {})
+def few_inputs(tokens):
+    return TokenLoss(tokens.logprobs)
 
 def scaled(tokens, *, scale: float = 2.0, sign: int):
     return TokenLoss(sign * scale * tokens.logprobs, {"scaled": tokens.logprobs}, {"most": tokens.entropy})
@@ -77,6 +93,45 @@ def test_a_loss_of_ones_own_gets_its_arguments_and_logs_its_metrics(objective):
     assert dict(objective("scaled", loss_args={"sign": 1, "scale": 3}).arguments) == {"sign": 1, "scale": 3}
 
 
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_every_built_in_loss_can_be_used(loss, on_policy):
+    made = PolicyObjective.of(
+        UpdateConfig(loss=loss, kl_coef=0.1, kl_estimator="k3_straight"), on_policy=on_policy
+    )
+    made.check()
+    assert (made.mini_batch_columns is not None) == loss.endswith("_cov")
+
+
+def test_columns_of_a_mini_batch_get_the_arguments_of_the_loss():
+    config = UpdateConfig(loss="kl_cov", loss_args={"kl_cov_ratio": 0.5})
+    columns = PolicyObjective.of(config, on_policy=False).mini_batch_columns
+    logprobs = np.array([[0, -1, -2], [0, -3, 0]], np.float32)
+    advantages = np.array([[0, 2, 2], [0, -2, 0]], np.float32)
+    mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
+    # Covariances: advantages 4/3, 4/3, -8/3 times log-probabilities 1, 0, -1.
+    chosen = columns(logprobs, advantages, mask, np.random.default_rng(0))
+    assert chosen["high_covariance"].tolist() == [[0, 0, 0], [0, 1, 0]]
+
+
+def test_columns_of_a_loss_of_ones_own(objective):
+    mine = objective("by_longest", loss_args={"sign": -1})
+    zeros = np.zeros((2, 3), np.float32)
+    columns = mine.mini_batch_columns(zeros, zeros, zeros == 0, np.random.default_rng(0))
+    assert columns["longest"].tolist() == [[-1.5] * 3] * 2
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "gmpo"])
+def test_a_loss_with_bounds_of_its_own_does_not_take_those_of_the_update(loss):
+    made = PolicyObjective.of(UpdateConfig(loss=loss, loss_args={"clip_low": 0.1}), on_policy=False)
+    assert dict(made.arguments) == {"clip_low": 0.1}
+    message = rf"update.clip_low is 0.3, which .*{loss}' does not take; .*; set update.loss_args.clip_low"
+    for arguments in ({}, {"clip_low": 0.1}):
+        config = UpdateConfig(loss=loss, clip_low=0.3, loss_args=arguments)
+        with pytest.raises(ValueError, match=message):
+            PolicyObjective.of(config, on_policy=False)
+
+
 def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(objective):
     assert dict(objective("clipped", clip_high=0.9).arguments) == {"clip_high": 0.9}
     own = objective("clipped", loss_args={"clip_low": 0.1})
@@ -97,6 +152,8 @@ def test_an_argument_without_a_default_is_the_key_of_the_update_of_that_name(obj
         ("wants_values", {}, r"got 'values'; they have logprobs, entropy, mask, advantages"),
         ("one_number", {}, r"one number per token, shape \(2, 8\); 'loss' has shape \(\)"),
         ("metric_of_another_shape", {}, r"'short' has shape \(1, 8\)"),
+        ("short_columns", {}, r"float32 of its shape \(2, 8\); 'short' is float32 of shape \(1, 8\)"),
+        ("few_inputs", {}, r"failed: TypeError"),
         ("bare", {}, "must return a TokenLoss; it returned"),
         ("changes", {}, "immutable"),
         ("leaves", {}, "failed: SystemExit"),
@@ -115,7 +172,10 @@ def test_the_reference_is_there_with_a_kl_coefficient(objective):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("ppo", "update.loss must be ppo_clip, or a function of your own as path/file.py:function"),
+        (
+            "ppo",
+            "update.loss must be one of ppo_clip, reinforce, .*, or a function of your own as path/file.py",
+        ),
         ("no/such/file.py:f", "no such file"),
         ("no.such.module:f", "no.such.module cannot be imported"),
     ],

@@ -66,6 +66,7 @@ class AdvantageEstimator:
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
 
+        The estimator's returns, if it has any, are those of the result.
         A batch in which every group has zero signal is no error: its advantages are all 0 and
         `advantage/zero_signal_fraction` is 1. The other metrics are over the sequences with a reward (their
         tokens, where the estimator returns [B, T]). Raises ValueError where the estimator fails, changes its

@@ -156,7 +156,7 @@ def _about_learning(config: Config) -> list[str]:
         warnings.append(
             f"update.kl_estimator is k1 and update.kl_coef {config.update.kl_coef:g}: used as a loss term, "
             "k1 has a gradient of mean zero, which does not pull the policy towards the reference; set "
-            "update.kl_estimator to k2 or k3"
+            "update.kl_estimator to k2, k3 or k3_straight"
         )
     if config.update.kl_coef > 0 and config.reward.kl_coef > 0:
         warnings.append(

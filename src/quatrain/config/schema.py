@@ -71,7 +71,17 @@ ADVANTAGE_SCALES = {
     "gae": ("batch", "none"),
 }
 """The values of `advantage.scale` that each estimator of `ops/advantages.py` accepts, its default first."""
-POLICY_LOSSES = ("ppo_clip",)
+POLICY_LOSSES = (
+    "ppo_clip",
+    "reinforce",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+)
 """The built-in values of `update.loss`, implemented in `ops/losses.py`."""
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
 """Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
@@ -85,8 +95,8 @@ def _names_function(builtin: Iterable[str]) -> AfterValidator:
         if value not in names and ":" not in value:
             raise PydanticCustomError(
                 "function_name",
-                "must be {names}, or a function of your own as path/file.py:function",
-                {"names": " or ".join(names)},
+                "must be one of {names}, or a function of your own as path/file.py:function",
+                {"names": ", ".join(names)},
             )
         return value
 
@@ -432,7 +442,8 @@ class UpdateConfig(Section):
     )
     loss: LossName = Field(
         "ppo_clip",
-        description="Policy loss: `ppo_clip` (formula: [algorithms.md](algorithms.md#policy-loss)), or a "
+        description="Policy loss: `ppo_clip`, `reinforce`, `gspo`, `cispo`, `sapo`, `gmpo`, `gpg`, "
+        "`clip_cov`, `kl_cov` (formulas: [algorithms.md](algorithms.md#policy-losses)), or a "
         "function of your own as `path/file.py:function` or `package.module:function`.",
     )
     loss_args: dict[Text, Argument] = Field(
@@ -459,7 +470,11 @@ class UpdateConfig(Section):
         ge=0,
         description="Weight of the KL to the frozen reference in the loss; 0: no reference is loaded.",
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL to the reference.")
+    kl_estimator: Literal["k1", "k2", "k3", "k3_straight"] = Field(
+        "k3",
+        description="Estimator of the KL to the reference; its value and gradient: "
+        "[algorithms.md](algorithms.md#kl-to-the-reference).",
+    )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",

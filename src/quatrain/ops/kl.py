@@ -67,4 +67,20 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, num_sequences: int
     return coef * (1 + error * num_sequences / horizon)
 
 
-KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
+def k3_straight(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """The value of `k3` with the gradient of `k2`: k2 - sg(k2) + sg(k3), sg stopping the gradient.
+
+    Any shape in, the same shape out, in nats. On the policy's own samples the value is an unbiased estimate
+    of KL(policy || reference), and the gradient is its unbiased gradient (arXiv 2506.09477; `k3+` in verl).
+    """
+    straight = k2(logprobs, ref_logprobs)
+    value = k3(logprobs, ref_logprobs)
+    return straight - jax.lax.stop_gradient(straight) + jax.lax.stop_gradient(value)
+
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3_straight": k3_straight,
+}

@@ -6,12 +6,13 @@ policy loss, built in (`ops/losses.py`) or a user's own -> `TokenLoss`, which is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BROUGHT_BY = {
     "advantages": "the advantage stage",
@@ -149,3 +150,28 @@ class TokenLoss:
     """Logged as `update/<name>`: the mean over tokens."""
     peaks: Mapping[str, jax.Array] = field(default_factory=dict)
     """Logged as `update/<name>`: the largest over tokens."""
+
+
+MiniBatchColumns = Callable[..., dict[str, np.ndarray]]
+"""(logprobs, advantages, mask, rng, **arguments of the loss that it names) -> columns by name.
+
+Host-side: `logprobs` [B, T] float32 of the policy at the start of the optimizer step, `advantages` [B, T]
+float32 and `mask` [B, T] bool of the completion tokens, for the whole mini-batch, and a numpy random
+generator. Each column is [B, T] float32, 0 outside the mask.
+"""
+
+
+def with_mini_batch_columns(
+    function: MiniBatchColumns,
+) -> Callable[[Callable[..., TokenLoss]], Callable[..., TokenLoss]]:
+    """A decorator for a loss that needs statistics of its whole mini-batch, which no micro-batch has.
+
+    `function` computes columns before the mini-batch is cut into micro-batches; the loss reads them as
+    `tokens.column(name)`. So the loss stays a sum over micro-batches, however the mini-batch is cut.
+    """
+
+    def decorated(loss: Callable[..., TokenLoss]) -> Callable[..., TokenLoss]:
+        loss.mini_batch_columns = function  # type: ignore[attr-defined]
+        return loss
+
+    return decorated

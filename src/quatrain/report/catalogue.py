@@ -53,13 +53,25 @@ CATALOGUE: dict[str, MetricDoc] = {
         "fraction", "mean", "Fraction of tokens whose ratio was clipped, in any of the following three ways."
     ),
     "update/clip_low_fraction": MetricDoc(
-        "fraction", "mean", "Fraction of tokens clipped at 1 - `update.clip_low`."
+        "fraction",
+        "mean",
+        "Fraction of tokens clipped at the lower bound of the ratio: with `ppo_clip` and `clip_cov`, "
+        "1 - `update.clip_low`.",
     ),
     "update/clip_high_fraction": MetricDoc(
-        "fraction", "mean", "Fraction of tokens clipped at 1 + `update.clip_high`."
+        "fraction",
+        "mean",
+        "Fraction of tokens clipped at the upper bound of the ratio: with `ppo_clip` and `clip_cov`, "
+        "1 + `update.clip_high`.",
     ),
     "update/clip_dual_fraction": MetricDoc(
         "fraction", "mean", "Fraction of tokens whose loss was bounded by `update.dual_clip`."
+    ),
+    "update/high_covariance_fraction": MetricDoc(
+        "fraction",
+        "mean",
+        "Fraction of tokens that `clip_cov` or `kl_cov` chose by the covariance of their log-probability and "
+        "advantage.",
     ),
     "update/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the gradient before clipping, mean over optimizer steps."

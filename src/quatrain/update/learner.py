@@ -30,6 +30,9 @@ from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
+LOSS_STREAM = 1
+"""Separates the random numbers of a loss from those that draw mini-batches."""
+
 
 @dataclass(frozen=True)
 class TrainState(ModelState):
@@ -212,6 +215,7 @@ class Learner:
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
+            mini = self._with_own_columns(state, mini, totals)
             mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals)
             if totals.bad and self._too_many_bad_steps(state):
@@ -224,6 +228,18 @@ class Learner:
             "time/update_logprobs_s": Metric(prepared - began),
             "time/shard_s": Metric(totals.shard_s),
         }
+
+    def _with_own_columns(self, state: TrainState, mini: TokenTable, totals: StepTotals) -> TokenTable:
+        """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut."""
+        columns_of = self.objective.mini_batch_columns
+        if columns_of is None:
+            return mini
+        number = totals.applied + totals.bad + totals.skipped
+        known = mini.columns.get("old_logprobs") if self.config.old_logprobs != "rollout" else None
+        if known is None or totals.applied:
+            known = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+        rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
+        return mini.with_columns(**columns_of(known, mini.columns["advantages"], mini.completion_mask, rng))
 
     def _critic_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals

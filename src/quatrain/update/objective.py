@@ -6,17 +6,20 @@ Made by `learner.py` of its configuration, run by `gradient.py` on each micro-ba
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quatrain.config.schema import SHARED_LOSS_ARGUMENTS, UpdateConfig
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 from quatrain.ops.losses import POLICY_LOSSES
-from quatrain.ops.tokens import ScoredTokens, TokenLoss
+from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
 from quatrain.user_code import find_function, own_arguments, tokens_parameter
 
 
@@ -50,7 +53,7 @@ class PolicyObjective:
             given=config.loss_args,
             key="update.loss_args",
         )
-        _refuse_unused(config, name, arguments)
+        _refuse_unused(config, name, loss)
         return cls(
             name,
             loss,
@@ -60,6 +63,21 @@ class PolicyObjective:
             config.kl_estimator,
             config.entropy_coef,
         )
+
+    @property
+    def mini_batch_columns(self) -> MiniBatchColumns | None:
+        """What computes the loss's columns from a whole mini-batch; None for a loss without such columns.
+
+        A function `(logprobs, advantages, mask, rng) -> columns`, described in `ops/tokens.py`: the one that
+        `with_mini_batch_columns` gave the loss, with those of the loss's arguments that it names.
+        """
+        function = getattr(self.loss, "mini_batch_columns", None)
+        if function is None:
+            return None
+        parameters = inspect.signature(self.loss).parameters.values()
+        arguments = {p.name: p.default for p in parameters} | dict(self.arguments)
+        named = [name for name in inspect.signature(function).parameters if name in arguments]
+        return partial(function, **{name: arguments[name] for name in named})
 
     def __call__(self, tokens: ScoredTokens) -> TokenLoss:
         """Token loss [R, K] and its metrics under the names they are logged with."""
@@ -107,7 +125,7 @@ class PolicyObjective:
         """Trace the objective on abstract tokens, as a run would: raises ValueError where the loss fails.
 
         What it asks for and does not have, what it returns in another shape, and what it raises is an error
-        before anything is computed.
+        before anything is computed. The names of the loss's own columns come from a mini-batch of zeros.
         """
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
@@ -115,23 +133,41 @@ class PolicyObjective:
         mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:
+            columns |= dict.fromkeys(self._names_of_columns(), floats)
             jax.eval_shape(self, ScoredTokens(floats, floats, mask, ids, columns))
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         except (Exception, SystemExit) as error:
             raise ValueError(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
+    def _names_of_columns(self) -> list[str]:
+        if self.mini_batch_columns is None:
+            return []
+        zeros = np.zeros((2, 8), np.float32)
+        columns = self.mini_batch_columns(zeros, zeros, zeros == 0, np.random.default_rng(0))
+        for name, values in columns.items():
+            if np.shape(values) != zeros.shape or np.asarray(values).dtype != np.float32:
+                raise ValueError(
+                    f"the columns of a mini-batch must be float32 of its shape {zeros.shape}; {name!r} is "
+                    f"{np.asarray(values).dtype} of shape {np.shape(values)}"
+                )
+        return list(columns)
+
 
 def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:
     return replace(tokens, columns={**tokens.columns, "old_logprobs": old_logprobs})
 
 
-def _refuse_unused(config: UpdateConfig, name: str, arguments: dict[str, Any]) -> None:
+def _refuse_unused(config: UpdateConfig, name: str, loss: Callable[..., TokenLoss]) -> None:
     """Raises ValueError where a key of the update was changed that the loss does not read."""
+    parameters = inspect.signature(loss).parameters
     for key in SHARED_LOSS_ARGUMENTS:
         value, default = getattr(config, key), UpdateConfig.model_fields[key].default
-        if key not in arguments and value != default:
-            raise ValueError(
-                f"update.{key} is {value}, which {name} does not take; leave it at its default ({default}), "
-                f"or set update.loss_args.{key} where the loss has an argument of that name"
-            )
+        own = parameters[key].default if key in parameters else None
+        if value == default or (key in parameters and own is inspect.Parameter.empty):
+            continue
+        remedy = f"; set update.loss_args.{key}, whose default is {own}" if key in parameters else ""
+        raise ValueError(
+            f"update.{key} is {value}, which {name} does not take; leave it at its default ({default})"
+            f"{remedy}"
+        )
