@@ -57,7 +57,11 @@ def _steady(rows):
 def finished(tmp_path_factory):
     """A run with every optional part of the update on, and its summary."""
     folder = tmp_path_factory.mktemp("runs")
-    options = ("update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2")
+    options = (
+        "update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2",
+        "advantage.estimator=gae", "critic.epochs=1", "critic_optimizer.learning_rate=1e-3",
+        "reward.kl_coef=0.05", "reward.kl_target=0.01", "reward.kl_horizon=100",
+    )  # fmt: skip
     return train(_resolved(folder, "whole", *options)), options
 
 
