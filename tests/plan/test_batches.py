@@ -196,6 +196,32 @@ def test_sweeps_of_log_probabilities(update, sweeps):
     assert planned({f"update.{key}": value for key, value in update.items()})["logprob_sweeps"] == sweeps
 
 
+def test_the_critic_has_rows_of_its_own():
+    values = {
+        "advantage": {"estimator": "gae"},
+        "critic": {"mini_batch_size": 4, "epochs": 3, "micro_batch_size": 8},
+        "data": {"batch_size": 8},
+        "rollout": {"n": 4},
+    }
+    found = planned(values, devices=2)
+    assert found["critic_optimizer_steps_per_train_step"] == 3 * 2
+    assert found["critic_mini_batch_sequences"] == 4 * 4
+    assert found["critic_micro_batch_sequences"] == 8
+    assert found["critic_max_tokens_per_device"] is None
+    assert found["critic_micro_batches_per_optimizer_step"] == 1
+    assert found["critic_forward_micro_batch_sequences"] == 16
+    assert found["critic_forward_passes"] == 1
+    assert not any(row.key.startswith("critic") for row in planned().rows)
+
+
+@pytest.mark.parametrize(
+    ("update", "kl_coef", "sweeps"), [({}, 0.1, 2), ({"old_logprobs": "rollout"}, 0.1, 1), ({}, 0.0, 0)]
+)
+def test_kl_in_the_reward_needs_old_and_reference_log_probabilities(update, kl_coef, sweeps):
+    found = planned({"update": {"kl_coef": 0.0, **update}, "reward": {"kl_coef": kl_coef}})
+    assert found["logprob_sweeps"] == sweeps
+
+
 def test_the_layout_of_the_devices():
     meshes = {"mesh": "2,-1,2", "rollout.mesh": "-1,1,4"}
     found = planned({"data.batch_size": 5, "rollout.n": 3, **meshes}, devices=8, processes=2)

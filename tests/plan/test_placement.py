@@ -18,7 +18,7 @@ from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
 from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
-from quatrain.plan.device_memory import parse_bytes, render
+from quatrain.plan.device_memory import PHASES, parse_bytes, render
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import _zero_total, gradient_program, init_optimizer
 from quatrain.update.micro_batch import MicroBatch
@@ -313,7 +313,7 @@ def test_a_cache_that_the_engine_would_refuse(final):
     config = final(SMALL, *sizes, *many)
     memory = 80 * 2**20
     found = placement(config, device_memory=memory)
-    held = sum(part.num_bytes for part in found.parts if len(part.phases) == 3)
+    held = sum(part.num_bytes for part in found.parts if part.phases == PHASES)
     fitting = (memory - held) // 2 // (64 * 2 * 2 * 2 * 16 * 4)
     (sentence,) = found.warnings
     assert f"enough for {fitting} sequences on each rollout replica" in sentence
@@ -332,3 +332,39 @@ def test_a_table(final):
 def test_tp_that_does_not_divide_the_heads(final):
     with pytest.raises(ValueError, match=r"divides the 4 query heads.*got tp 3; choose one of 1, 2, 4"):
         placement(final(SMALL, "mesh=1,1,3"), devices=3)
+
+
+def test_a_critic_has_weights_state_gradients_and_activations_of_its_own(final, tmp_path):
+    """In float32 with adamw; its activations are never in memory together with the policy's."""
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1}))
+    parts = {}
+    for name, overrides in {
+        "none": (),
+        "policy's": ("advantage.estimator=gae",),
+        "smaller": ("advantage.estimator=gae", f"critic.path={half}"),
+        "offloaded": ("advantage.estimator=gae", "offload.critic=true"),
+    }.items():
+        found = placement(final(SMALL, *overrides), devices=2)
+        parts[name] = {part.key: part for part in found.parts} | {"totals": found.totals()}
+    policy, critic, smaller = parts["none"], parts["policy's"], parts["smaller"]
+    assert not any(key.startswith("critic") for key in (*policy, *policy["totals"]))
+    assert critic["activations"] == policy["activations"]
+    # The score head of 64 weights is the only difference; it is not sharded.
+    same = policy["weights"].num_bytes - (SMALL.get("tie_word_embeddings") is not True) * 4 * 64 * (
+        SMALL["vocab_size"] // 2
+    )
+    assert critic["critic_weights"].num_bytes == same + 4 * 64
+    assert critic["critic_gradients"].num_bytes == critic["critic_weights"].num_bytes
+    assert critic["critic_optimizer_state"].num_bytes == 2 * critic["critic_weights"].num_bytes + 8
+    assert smaller["critic_weights"].num_bytes < critic["critic_weights"].num_bytes
+    assert smaller["critic_activations"].num_bytes < critic["critic_activations"].num_bytes
+    together = critic["totals"]["total_in_critic_gradient"][2]
+    held = policy["totals"]["total_in_rollout"][2] - policy["kv_cache"].num_bytes
+    assert together == held + sum(
+        critic[f"critic_{name}"].num_bytes
+        for name in ("weights", "optimizer_state", "gradients", "activations")
+    )
+    waiting = parts["offloaded"]["totals"]["total_in_rollout"][2]
+    assert waiting == critic["totals"]["total_in_rollout"][2] - critic["critic_optimizer_state"].num_bytes

@@ -70,7 +70,7 @@ def activations(
     - `layer`: (6 D + 3 Q + K + 6 F) b, less what `dots` or `none` stores
     - norms of queries and keys add (Q + K) b, norms after attention and MLP add 2 D b: once to `kept` of
       `dots`, twice to `kept` of `none` and to `layer`
-    - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`)
+    - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`), which a `score` head has none of
 
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
     or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
@@ -92,7 +92,9 @@ def activations(
     whole_head = table * (b * cast + own_b * sharded + FLOAT32)
     together = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
     layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
-    head = tokens * 5 * n.hidden * b + 3 * FLOAT32 * together + whole_head
+    head = tokens * 5 * n.hidden * b
+    if arch.head == "vocabulary":
+        head += 3 * FLOAT32 * together + whole_head
     return Activations(
         num_layers=arch.num_layers,
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),

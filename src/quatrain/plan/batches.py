@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
-from quatrain.config.schema import Config, LogprobConfig, UpdateConfig
+from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
@@ -103,6 +103,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
         _rollout_rows(config, layout),
         _update_rows(config, layout, steps, prompts, sequences),
         _logprob_rows(config, layout, steps),
+        _critic_rows(config, layout),
     )
     return BatchPlan(tuple(rows), tuple(_warnings(config, layout, sequences)))
 
@@ -190,7 +191,7 @@ def _update_rows(
         "sequences",
         f"B: mini_batch_prompts x G = {_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
     )
-    stage = _Stage.of(config, "update", "B", sequences, shards)
+    stage = _Stage.of(config, "update.", update, "B", sequences, shards)
     yield stage.per_shard("sequences_per_shard")
     yield stage.per_micro_batch("micro_batch_sequences")
     yield stage.budget("max_tokens_per_device")
@@ -199,16 +200,54 @@ def _update_rows(
 
 def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
     total = config.data.batch_size * config.rollout.n
-    stage = _Stage.of(config, "logprob", "P x G", _Span(total, total), layout.shards)
-    yield _sweeps(config.update, config.update.epochs * count)
+    whole = _Span(total, total)
+    stage = _Stage.of(config, "logprob.", config.logprob, "P x G", whole, layout.shards)
+    yield _sweeps(config, config.update.epochs * count)
     yield stage.per_micro_batch("logprob_micro_batch_sequences")
     yield stage.budget("logprob_max_tokens_per_device")
     yield stage.passes("logprob_forward_passes")
 
 
-def _sweeps(update: UpdateConfig, steps: int) -> Row:
-    old = update.old_logprobs == "recompute" or (update.old_logprobs == "auto" and steps > 1)
-    reference = update.kl_coef > 0
+def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
+    """The critic's optimizer steps and values; nothing without a critic."""
+    critic, n, whole = config.critic, config.rollout.n, config.data.batch_size
+    if not critic.enabled:
+        return
+    assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
+    assert critic.epochs is not None, "epochs are derived before they come here"
+    count = _ceil(whole, critic.mini_batch_size)
+    prompts = _Span(whole // count, _ceil(whole, count))
+    parts = f"ceil({whole} / {critic.mini_batch_size})"
+    yield Row(
+        "critic_optimizer_steps_per_train_step",
+        critic.epochs * count,
+        "steps",
+        f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size",
+    )
+    sequences = _Span(prompts.low * n, prompts.high * n)
+    stage = _Stage.of(config, "critic.", critic, "B", sequences, layout.shards)
+    yield Row(
+        "critic_mini_batch_sequences",
+        sequences.value,
+        "sequences",
+        f"B of the critic: prompts of an optimizer step x G = "
+        f"{_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
+    )
+    yield stage.per_micro_batch("critic_micro_batch_sequences")
+    yield stage.budget("critic_max_tokens_per_device")
+    yield stage.passes("critic_micro_batches_per_optimizer_step")
+    total = _Span(whole * n, whole * n)
+    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", total, layout.shards)
+    yield values.per_micro_batch("critic_forward_micro_batch_sequences")
+    yield values.budget("critic_forward_max_tokens_per_device")
+    yield values.passes("critic_forward_passes")
+
+
+def _sweeps(config: Config, steps: int) -> Row:
+    update, in_reward = config.update, config.reward.kl_coef > 0
+    several = update.old_logprobs == "auto" and (steps > 1 or in_reward)
+    old = update.old_logprobs == "recompute" or several
+    reference = config.needs_reference
     reason = {
         "recompute": "update.old_logprobs is recompute",
         "rollout": "update.old_logprobs is rollout",
@@ -218,7 +257,8 @@ def _sweeps(update: UpdateConfig, steps: int) -> Row:
         "logprob_sweeps",
         old + reference,
         "sweeps",
-        f"old + reference = {old:d} + {reference:d}; {reason}; update.kl_coef is {update.kl_coef:g}",
+        f"old + reference = {old:d} + {reference:d}; {reason}; update.kl_coef is {update.kl_coef:g}"
+        + (f"; reward.kl_coef is {config.reward.kl_coef:g}" if in_reward else ""),
     )
 
 
@@ -235,7 +275,8 @@ class _Stage:
     upper one if all have the longest.
     """
 
-    section: str
+    keys: str
+    """The beginning of its keys, such as `update.`."""
     total: str
     """Symbol of `sequences` in formulas."""
     rows: int | None
@@ -246,12 +287,19 @@ class _Stage:
     shared: bool
 
     @classmethod
-    def of(cls, config: Config, section: str, total: str, sequences: _Span, shards: int) -> _Stage:
-        sizes: UpdateConfig | LogprobConfig = getattr(config, section)
+    def of(
+        cls,
+        config: Config,
+        keys: str,
+        sizes: UpdateConfig | LogprobConfig | CriticConfig,
+        total: str,
+        sequences: _Span,
+        shards: int,
+    ) -> _Stage:
         rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
         assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
         shared = config.update.shares_prompts(config.model.attention)
-        return cls(section, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
+        return cls(keys, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
     def per_shard(self, key: str) -> Row:
         """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
@@ -279,7 +327,7 @@ class _Stage:
 
     def _per_micro_batch_in_fixed_mode(self, key: str) -> Row:
         assert self.rows is not None
-        name, largest = f"{self.section}.micro_batch_size", _ceil(self.sequences.high, self.shards)
+        name, largest = f"{self.keys}micro_batch_size", _ceil(self.sequences.high, self.shards)
         if largest >= self.rows:
             return Row(key, self.rows, "sequences", f"m: {name}")
         numbers = f"min({self.rows}, ceil({self.sequences.high} / {self.shards}))"
@@ -287,8 +335,8 @@ class _Stage:
 
     def budget(self, key: str) -> Row:
         """Maximum tokens per shard in one micro-batch."""
-        name = f"{self.section}.max_tokens_per_device"
-        fixed = f"not used: {self.section}.micro_batch_size is set"
+        name = f"{self.keys}max_tokens_per_device"
+        fixed = f"not used: {self.keys}micro_batch_size is set"
         return Row(key, self.tokens, "tokens", fixed if self.tokens is None else f"C: {name}")
 
     def passes(self, key: str) -> Row:

@@ -19,7 +19,10 @@ from quatrain.plan.batches import GAP, WIDTH
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 TRAIN, REFERENCE = "train", "reference"
-PHASES = ROLLOUT, GRADIENT, STEP = "rollout", "gradient", "optimizer_step"
+CRITIC = "critic_"
+"""The beginning of the keys of the critic's parts."""
+CRITIC_PHASES = CRITIC_GRADIENT, CRITIC_STEP = "critic_gradient", "critic_optimizer_step"
+PHASES = ROLLOUT, GRADIENT, STEP, *_ = "rollout", "gradient", "optimizer_step", *CRITIC_PHASES
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ class Placement:
             together[role.devices] = (*together.get(role.devices, ()), name)
         return tuple(together.values())
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The stages of a training step; without a critic, none of its stages."""
+        critic = any(part.key.startswith(CRITIC) for part in self.parts)
+        return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
+
     def parts_of(self, phase: str, roles: tuple[str, ...]) -> list[Part]:
         """The parts on the devices of `roles` in `phase`."""
         return [part for part in self.parts if phase in part.phases and part.role in roles]
@@ -72,7 +81,7 @@ class Placement:
         """(phase, roles, total bytes on one of their devices) by key; totals of 0 bytes are left out."""
         one = len(self.role_groups) == 1
         found = {}
-        for phase in PHASES:
+        for phase in self.phases:
             for roles in self.role_groups:
                 size = sum(part.num_bytes for part in self.parts_of(phase, roles))
                 if size:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
-from quatrain.config.schema import Config
+from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
@@ -25,6 +25,8 @@ from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_sp
 from quatrain.ops.ladder import round_up
 from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
 from quatrain.plan.device_memory import (
+    CRITIC_GRADIENT,
+    CRITIC_STEP,
     GRADIENT,
     PHASES,
     REFERENCE,
@@ -55,7 +57,7 @@ def placement(
     """
     roles = resolve_roles(config, devices, processes)
     plan = _Plan(config, _architecture(config), roles)
-    parts = (*plan.persistent_parts(), *plan.update_parts())
+    parts = (*plan.persistent_parts(), *plan.update_parts(), *plan.critic_parts())
     result = Placement(roles, tuple(plan.kinds()), parts, device_memory)
     fitting = None
     if device_memory is not None:
@@ -71,7 +73,12 @@ def _architecture(config: Config) -> Architecture:
     path = config.model.path
     if not path.startswith(BUILTIN):
         return load_architecture(path)
-    return load_architecture(path, vocab_size=len(load_tokenizer(config.model.tokenizer or path)))
+    return _architecture_at(path, len(load_tokenizer(config.model.tokenizer or path)))
+
+
+def _architecture_at(path: str, vocab_size: int) -> Architecture:
+    """The architecture of the model at `path`; `vocab_size` is that of a built-in model."""
+    return load_architecture(path, vocab_size=vocab_size if path.startswith(BUILTIN) else None)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class _Plan:
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
-        model, update = self.config.model, self.config.update
+        model = self.config.model
         weights = self._weights(self.mesh, model.param_dtype)
         yield Part(
             "weights", weights, f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}"
@@ -114,8 +121,9 @@ class _Plan:
         yield self._rollout_weights()
         host = self.config.offload.optimizer
         why = f"{self.config.optimizer.name}, in float32{OFFLOADED if host else ''}"
-        yield Part("optimizer_state", self._optimizer_state(), why, (STEP,) if host else PHASES)
-        if update.kl_coef > 0:
+        state = self._optimizer_state(self.config.optimizer, self.arch)
+        yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
+        if self.config.needs_reference:
             yield self._reference()
 
     def update_parts(self) -> Iterator[Part]:
@@ -123,14 +131,44 @@ class _Plan:
         sums = self._weights(self.mesh, "float32")
         each = "accumulated over micro-batches, in float32"
         yield Part("gradients", sums, each, (GRADIENT, STEP))
-        size, tokens = self._activations()
+        update = self.config.update
+        size, tokens = self._activations(self.arch, update, update.mini_batch_size)
+        yield Part("activations", size.total, self._parts_of(size, tokens), (GRADIENT,))
+        if self.mesh.dp > 1:
+            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (STEP,))
+
+    def critic_parts(self) -> Iterator[Part]:
+        """The parts of the critic; nothing without one."""
+        critic, dtype = self.config.critic, self.config.model.param_dtype
+        if not critic.enabled:
+            return
+        own = self.arch if critic.path is None else _architecture_at(critic.path, self.arch.vocab_size)
+        arch = replace(own, head="score")
+        weights = replace(self, arch=arch)._weights
+        yield Part(
+            "critic_weights",
+            weights(self.mesh, dtype),
+            f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}",
+        )
+        host, optimizer = self.config.offload.critic, self.config.critic_optimizer
+        why = f"{optimizer.name}, in float32{OFFLOADED if host else ''}"
+        phases = (CRITIC_STEP,) if host else PHASES
+        yield Part("critic_optimizer_state", self._optimizer_state(optimizer, arch), why, phases)
+        sums = weights(self.mesh, "float32")
+        accumulated = "accumulated over micro-batches, in float32"
+        yield Part("critic_gradients", sums, accumulated, (CRITIC_GRADIENT, CRITIC_STEP))
+        size, tokens = self._activations(arch, critic, critic.mini_batch_size)
+        yield Part("critic_activations", size.total, self._parts_of(size, tokens), (CRITIC_GRADIENT,))
+        if self.mesh.dp > 1:
+            why = f"sum of the gradients of {self.mesh.dp} dp replicas"
+            yield Part("critic_gradient_sum", sums, why, (CRITIC_STEP,))
+
+    def _parts_of(self, size: Activations, tokens: str) -> str:
+        """The parts of an estimate of activations, in words."""
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {self.config.model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
-        why = f"estimate, error {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
-        yield Part("activations", size.total, why, (GRADIENT,))
-        if self.mesh.dp > 1:
-            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (STEP,))
+        return f"estimate, error {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
 
     def cache(self, sequences: int) -> Part:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
@@ -179,7 +217,9 @@ class _Plan:
     def _reference(self) -> Part:
         """The reference policy: a copy of the parameters on the devices of its role."""
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
-        why = f"update.kl_coef is {self.config.update.kl_coef:g}; on mesh {format_mesh(mesh)}"
+        coefs = {"update.kl_coef": self.config.update.kl_coef, "reward.kl_coef": self.config.reward.kl_coef}
+        used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
+        why = f"{used}; on mesh {format_mesh(mesh)}"
         size = self._weights(mesh, model.param_dtype)
         phases = () if host else PHASES
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
@@ -205,34 +245,36 @@ class _Plan:
         why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
         return Part(key, sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
 
-    def _optimizer_state(self) -> int:
+    def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
         """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
-        optimizer = build_optimizer(self.config.optimizer, total_steps=1)
-        state = jax.eval_shape(optimizer.init, abstract_params(self.arch, jnp.float32))
+        optimizer = build_optimizer(config, total_steps=1)
+        state = jax.eval_shape(optimizer.init, abstract_params(arch, jnp.float32))
         own = optax.tree_map_params(
             optimizer,
             lambda x, place: elements_on_device(x.shape, place, self.mesh) * x.dtype.itemsize,
             state,
-            partition(self.arch, self.mesh),
+            partition(arch, self.mesh),
             transform_non_params=lambda x: x.size * x.dtype.itemsize,
         )
         return sum(jax.tree.leaves(own))
 
-    def _activations(self) -> tuple[Activations, str]:
+    def _activations(
+        self, arch: Architecture, sizes: UpdateConfig | CriticConfig, mini_batch_size: int | None
+    ) -> tuple[Activations, str]:
         """The activations of the largest micro-batch, and a description of its size."""
-        model, update, n = self.config.model, self.config.update, self.config.rollout.n
+        model, n = self.config.model, self.config.rollout.n
         longest = longest_sequence(self.config)
-        prompts = update.mini_batch_size or self.config.data.batch_size
-        if update.micro_batch_size is None:
-            assert update.max_tokens_per_device is not None, "batch sizes are derived before they come here"
-            tokens = min(update.max_tokens_per_device, round_up(prompts * n * longest))
+        prompts = mini_batch_size or self.config.data.batch_size
+        if sizes.micro_batch_size is None:
+            assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
+            tokens = min(sizes.max_tokens_per_device, round_up(prompts * n * longest))
             words = f"{tokens} tokens"
         else:
-            rows = min(update.micro_batch_size, -(-prompts * n // self.mesh.num_data_shards))
+            rows = min(sizes.micro_batch_size, -(-prompts * n // self.mesh.num_data_shards))
             tokens = rows * round_up(longest)
             words = f"{rows} x {round_up(longest)} tokens"
         size = activations(
-            self.arch,
+            arch,
             tokens=tokens,
             remat=model.remat,
             dtype=model.dtype,
@@ -273,11 +315,13 @@ class _Plan:
         if phase == ROLLOUT:
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of mesh and rollout.mesh, or lower {sizes}"
-        if phase == STEP:
+        if phase in (STEP, CRITIC_STEP):
             return "raise fsdp or tp of mesh, and lower dp if it is more than 1"
-        size = "micro_batch_size" if self.config.update.micro_batch_size else "max_tokens_per_device"
+        section = "critic" if phase == CRITIC_GRADIENT else "update"
+        in_rows = (self.config.critic if section == "critic" else self.config.update).micro_batch_size
+        size = "micro_batch_size" if in_rows else "max_tokens_per_device"
         remat = "" if self.config.model.remat == "layer" else ", or set model.remat to layer"
-        return f"raise fsdp or tp of mesh, or lower update.{size}{remat}"
+        return f"raise fsdp or tp of mesh, or lower {section}.{size}{remat}"
 
 
 def _not_fitting(parts: list[Part], memory: int) -> Iterator[str]:
