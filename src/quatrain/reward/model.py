@@ -31,7 +31,7 @@ from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import DATA_AXES, data_sharding, mesh_shape, one_device, place, to_memory
 from quatrain.reward.scorer import Scores
 from quatrain.types import PromptText, RolloutBatch
-from quatrain.weights.load import load_classifier, model_directory
+from quatrain.weights.load import load_classifier
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,8 @@ def load_reward_models(
         assert budget is not None, "batch sizes are derived before they come here"
         try:
             loaded = load_classifier(path, dtype=model.param_dtype, mesh=mesh)
-            tokenizer = _own_tokenizer(path, loaded.arch)
+            tokenizer = load_tokenizer(path)
+            _check_vocabulary(len(tokenizer), loaded.arch.vocab_size)
         except ValueError as error:
             raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
         spec = ScoreSpec(loaded.arch, model.dtype, mesh)
@@ -237,13 +238,9 @@ def load_reward_models(
     return models
 
 
-def _own_tokenizer(path: str, arch: Architecture) -> Any:
-    """The tokenizer in the folder or hub repository of the reward model at `path`."""
-    tokenizer = load_tokenizer(str(model_directory(path)))
-    if len(tokenizer) > arch.vocab_size:
+def _check_vocabulary(num_tokens: int, vocab_size: int) -> None:
+    if num_tokens > vocab_size:
         raise ValueError(
-            f"a tokenizer must not have more tokens than its model's vocabulary: it has {len(tokenizer)} "
-            f"tokens, the model {arch.vocab_size}; save the tokenizer that the model was trained with in its "
-            "folder"
+            f"a tokenizer must not have more tokens than its model's vocabulary: it has {num_tokens} tokens, "
+            f"the model {vocab_size}; save the tokenizer that the model was trained with in its folder"
         )
-    return tokenizer
