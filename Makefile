@@ -47,5 +47,6 @@ oracles:        ## regenerate tests/golden/ with torch and transformers, in a se
 	$(ORACLES)/bin/python -m pip install --quiet -c constraints.txt -e '.[gguf]' accelerate sentencepiece
 	$(ORACLES)/bin/python scripts/fetch_smollm2.py
 	$(ORACLES)/bin/python tests/oracles/make_goldens.py
+	$(ORACLES)/bin/python tests/oracles/make_score_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_smollm2_goldens.py
 	$(ORACLES)/bin/python tests/oracles/make_sentencepiece_golden.py

@@ -1,7 +1,8 @@
 """What the golden files rest on: weights drawn by name from fixed seeds, and how the files are read.
 
-`tests/oracles/make_goldens.py` feeds these weights to transformers and keeps its logits; the tests feed the
-same weights to quatrain. Neither the weights nor torch need to be at hand.
+`tests/oracles/make_goldens.py` feeds these weights to transformers and keeps its logits, and
+`make_score_goldens.py` keeps the scores of its sequence-classification models; the tests feed the same
+weights to quatrain. Neither the weights nor torch need to be at hand.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ CASES = (
     "gemma3_text_rope_linear",
 )
 
+SCORE_CASES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
+
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The weight called `name`: the same on any machine, as RandomState never changes its streams."""
@@ -41,16 +44,12 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Golden:
-    """One model of the reference implementation: what went in, and the logits that came out."""
+class GoldenModel:
+    """One model of the reference implementation, without its weights, which are drawn again."""
 
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     weights_crc: int
-    input_ids: np.ndarray
-    attention_mask: np.ndarray
-    position_ids: np.ndarray
-    logits: np.ndarray
 
     def weights(self) -> dict[str, np.ndarray]:
         """The state dict, in Hugging Face's names."""
@@ -64,13 +63,47 @@ class Golden:
         return directory
 
 
+@dataclass(frozen=True)
+class Golden(GoldenModel):
+    """What went into a language model, and the logits that came out."""
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    position_ids: np.ndarray
+    logits: np.ndarray
+
+
+@dataclass(frozen=True)
+class ScoreGolden(GoldenModel):
+    """What went into a sequence-classification model, right-padded, and the scores that came out."""
+
+    input_ids: np.ndarray  # [B, T]
+    lengths: np.ndarray  # [B]
+    scores: np.ndarray  # [B]
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The token ids of each sequence, without padding."""
+        return [ids[:length].tolist() for ids, length in zip(self.input_ids, self.lengths, strict=True)]
+
+
 def read_golden(case: str) -> Golden:
-    """The golden file of `case`."""
-    with np.load(GOLDEN / f"{case}.npz") as file:
+    """The golden file of `case`, one of `CASES`."""
+    return Golden(*_read(case, "input_ids", "attention_mask", "position_ids", "logits"))
+
+
+def read_score_golden(case: str) -> ScoreGolden:
+    """The golden file of the classifier of `case`, one of `SCORE_CASES`."""
+    return ScoreGolden(*_read(f"score_{case}", "input_ids", "lengths", "scores"))
+
+
+def _read(name: str, *arrays: str) -> tuple[Any, ...]:
+    """Config, shapes and checksum of the model in a golden file, and then its `arrays`."""
+    with np.load(GOLDEN / f"{name}.npz") as file:
         text = json.loads(str(file["about"]))
-        arrays = {key: file[key] for key in ("input_ids", "attention_mask", "position_ids", "logits")}
+        values = [file[key] for key in arrays]
     shapes = {name: tuple(shape) for name, shape in text["shapes"].items()}
-    return Golden(text["config"], shapes, text["weights_crc"], **arrays)
+    return text["config"], shapes, text["weights_crc"], *values
 
 
 def weights_crc(weights: dict[str, np.ndarray]) -> int:

@@ -12,9 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from rollouts import make_rollouts
 
 from quatrain.config.load import load_config
+from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
+from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types import RolloutBatch
 
@@ -89,3 +92,25 @@ def test_gsm8k_demonstrations_show_the_calculations_in_the_format(tmp_path):
     completion = "<think>48/2=24, 48+24=72</think>\n<answer>72</answer>"
     assert json.loads(line) == rows[0] | {"completion": completion}
     assert has_format(completion)
+
+
+def test_the_reward_model_that_the_example_writes_can_be_used(tmp_path):
+    path = EXAMPLES / "reward_model.py"
+    _, _, *arguments = command_of(path, "python ")
+    small = path.read_text("utf-8").replace("STEPS, PAIRS, WIDTH = 200, 32,", "STEPS, PAIRS, WIDTH = 50, 2,")
+    (tmp_path / "small.py").write_text(small, "utf-8")
+    done = subprocess.run(
+        [sys.executable, "small.py", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert re.fullmatch(r"step 50: loss \d\.\d{3}\n", done.stdout)
+    options = command_of(path, "quatrain ")
+    settings = [
+        value.replace("model:", f"model:{tmp_path}/") for flag, value in pairwise(options) if flag == "--set"
+    ]
+    config = load_config(None, settings, environ={}).config
+    (entry,) = config.reward.models
+    model = load_reward_models(config.reward, config.model, mesh=one_device())[entry]
+    prompt = ({"role": "user", "content": "Tom has 3 eggs and finds 4 more. How many now?"},)
+    model.check_prompt(prompt)
+    one, other = model.score(make_rollouts([GOOD, GOOD.replace("7", "8")], [prompt, prompt])).values
+    assert one != other

@@ -16,7 +16,7 @@ from quatrain.config.load import Resolved
 from quatrain.config.schema import EvalConfig
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.metrics import Metric
-from quatrain.policy import build_engine, load_policy
+from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
 from quatrain.reward.functions import has_format, is_correct
@@ -132,13 +132,14 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
     loaded = load_policy(config)
-    scorer = RewardScorer(config.reward, decide=decided_by_main)
+    scorer = build_scorer(config, loaded)
     source = load_prompts(
         config.data.eval,
         config.data,
         loaded.tokenizer,
         seed=config.seed,
         required_columns=scorer.required_columns,
+        check_prompt=scorer.check_prompt,
     )
     prompts = source.head(config.eval.final_num_prompts)
     total = len(prompts) * (2 if config.eval.n else 1)

@@ -21,7 +21,7 @@ ANY_DEVICES = (
     "rollout.mesh=null",
     "rollout.max_concurrency=null",
     *(f"placement.{role}=null" for role in ("train", "rollout", "reference")),
-    *(f"offload.{what}=false" for what in ("reference", "optimizer")),
+    *(f"offload.{what}=false" for what in ("reference", "optimizer", "reward_models")),
 )
 """Overrides of a run's configuration that allow exporting on other devices than those used for training."""
 

@@ -1,6 +1,6 @@
-"""Loads the policy given by the configuration (tokenizer, architecture, parameters) and builds its engine.
+"""Loads the policy given by the configuration (tokenizer, architecture, parameters), and the reward models.
 
-Used by training, evaluation, warm start and export.
+Builds the policy's engine and the scorer of rewards. Used by training, evaluation, warm start and export.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
-from quatrain.cluster.processes import num_processes
+from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.derive import longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
@@ -20,6 +20,8 @@ from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
+from quatrain.reward.model import load_reward_models
+from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, load_model
@@ -61,7 +63,7 @@ def load_policy(config: Config) -> LoadedPolicy:
     tokens than the model has positions, or the kernel `model.attention` cannot run the model.
     """
     meshes = role_meshes(config)
-    if config.offload.reference or config.offload.optimizer:
+    if any(config.offload.model_dump().values()):
         to_memory("host", {})
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
@@ -185,6 +187,23 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
         attention=config.model.attention,
         mesh=loaded.meshes.train,
     )
+
+
+def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
+    """The reward stage, with its reward models loaded on the training mesh.
+
+    In a run of several processes, only the main process calls the reward functions, and all compute the
+    scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
+    for a reward model that is missing, damaged or of an unsupported kind.
+    """
+    models = load_reward_models(
+        config.reward,
+        config.model,
+        mesh=loaded.meshes.train,
+        memory="host" if config.offload.reward_models else "device",
+        longest=longest_sequence(config),
+    )
+    return RewardScorer(config.reward, models=models, decide=decided_by_main)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

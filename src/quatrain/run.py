@@ -31,14 +31,14 @@ from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
-from quatrain.policy import build_engine, load_policy
+from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
-from quatrain.stages import Stages, build_advantage, build_learner, build_scorer
+from quatrain.stages import Stages, build_advantage, build_learner
 from quatrain.types import AdvantagedBatch, Prompt
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
@@ -108,7 +108,7 @@ class Run:
             self._check_resumable()
         self.timer = StageTimer()
         self.loaded = load_policy(config)
-        self.scorer = build_scorer(config)
+        self.scorer = build_scorer(config, self.loaded)
         self.prompts = self._load_prompts(config.data.train)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(
@@ -142,6 +142,7 @@ class Run:
             self.loaded.tokenizer,
             seed=self.config.seed,
             required_columns=self.scorer.required_columns,
+            check_prompt=self.scorer.check_prompt,
         )
 
     def announce(self, plan: str) -> None:

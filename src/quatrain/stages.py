@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.cluster.processes import decided_by_main
 from quatrain.config.schema import Config
-from quatrain.policy import LoadedPolicy, build_critic_spec, build_engine, build_policy_spec
+from quatrain.policy import (
+    LoadedPolicy,
+    build_critic_spec,
+    build_engine,
+    build_policy_spec,
+    build_scorer,
+)
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress
 from quatrain.rollout.interface import Rollouts
@@ -43,19 +48,14 @@ def build_stages(
 
     `reference`: frozen parameters of the reference policy, needed for KL in the loss or in the reward. The
     rollout calls `on_progress` after each decode call. Raises ValueError for a reward function, estimator or
-    loss that cannot be imported or has an invalid signature.
+    loss that cannot be imported or has an invalid signature, and for a reward model that cannot be loaded.
     """
     return Stages(
         build_engine(config, loaded, on_progress=on_progress),
-        build_scorer(config),
+        build_scorer(config, loaded),
         build_advantage(config),
         build_learner(config, loaded, steps=steps, reference=reference),
     )
-
-
-def build_scorer(config: Config) -> RewardScorer:
-    """The reward stage; in a run of several processes only the main process calls the reward functions."""
-    return RewardScorer(config.reward, decide=decided_by_main)
 
 
 def build_advantage(config: Config) -> AdvantageEstimator:

@@ -168,3 +168,11 @@ def test_an_argument_of_a_function_is_a_scalar():
     with pytest.raises(ValidationError, match="must be a number, text, true, false or null") as error:
         AdvantageConfig(args={"x": [1, 2]})
     assert error.value.error_count() == 1
+
+
+def test_reward_models_are_named_by_their_paths():
+    functions = {"correct": 1.0, "model:models/judge": 0.5, "model:org/name": 2.0}
+    reward = Config(reward={"functions": functions}).reward
+    assert reward.models == {"model:models/judge": "models/judge", "model:org/name": "org/name"}
+    with pytest.raises(ValidationError, match="must name a reward model with its path"):
+        Config(reward={"functions": {"model:": 1.0}})

@@ -3,6 +3,7 @@ from datetime import UTC, datetime
 import pytest
 
 from quatrain.config.derive import derived_values, warnings_about
+from quatrain.config.errors import ConfigError
 from quatrain.config.schema import Config
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -84,6 +85,26 @@ def test_the_token_budget_holds_the_longest_sequence(prompt, completion, budget)
 def test_log_probabilities_take_the_mode_of_the_update_unless_they_have_one(update, logprob, sizes):
     values = derived(update=update, logprob=logprob)
     assert {key: value for key, value in values.items() if "micro_batch" in key or "tokens" in key} == sizes
+
+
+@pytest.mark.parametrize(
+    ("sections", "budget"),
+    [
+        ({}, 32768),
+        ({"logprob": {"max_tokens_per_device": 4096}}, 4096),
+        ({"update": {"max_tokens_per_device": 1000}}, 2000),
+        ({"update": {"micro_batch_size": 5}}, 32768),
+        ({"update": {"micro_batch_size": 5}, "rollout": {"max_new_tokens": 32000}}, 65024),
+    ],
+)
+def test_reward_models_take_the_budget_of_log_probabilities(sections, budget):
+    reward = {"functions": {"model:judge": 1.0}}
+    assert derived(reward=reward, **sections)["reward.model_max_tokens_per_device"] == budget
+
+
+def test_a_budget_of_reward_models_below_the_longest_sequence_is_an_error():
+    with pytest.raises(ConfigError, match=r"reward\.model_max_tokens_per_device=512 cannot hold one"):
+        derived(reward={"functions": {"model:judge": 1.0}, "model_max_tokens_per_device": 512})
 
 
 @pytest.mark.parametrize(
@@ -178,6 +199,7 @@ def test_a_kl_without_a_gradient():
 def test_other_surprises():
     assert "every reward is 0" in warnings(reward={"functions": {"correct": 0.0}})[0]
     assert "does not change the weights" in warnings(optimizer={"learning_rate": 0.0})[0]
+    assert "has no reward model" in warnings(reward={"model_max_tokens_per_device": 1000})[0]
     assert "data.eval is null" in warnings(data={"eval": None})[0]
     assert "run.epochs (2) has no effect" in warnings(run={"steps": 5, "epochs": 2.0})[0]
     (mode,) = warnings({"WANDB_MODE": "dryrun"}, logging={"wandb": "disabled"})

@@ -49,6 +49,16 @@ def test_messages_are_rendered(dataset, tokenizer):
     assert decoded(tokenizer, [prompt]) == ["<|user|>hi 1<|assistant|>"]
 
 
+def test_a_prompt_that_rewards_cannot_score_is_named_by_its_row(dataset, tokenizer):
+    def check(prompt):
+        if prompt == "bad":
+            raise ValueError("no")
+
+    spec = dataset({"prompt": "good"}, {"prompt": "bad"})
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: no"):
+        load_prompts(spec, DataConfig(), tokenizer, seed=0, check_prompt=check)
+
+
 @pytest.mark.parametrize(
     ("row", "data", "text"),
     [

@@ -17,7 +17,13 @@ import transformers
 
 from quatrain.data import tokenizer as module
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
-from quatrain.data.tokenizer import load_tokenizer, render, save_tokenizer, stop_token_ids
+from quatrain.data.tokenizer import (
+    load_tokenizer,
+    render,
+    render_completed,
+    save_tokenizer,
+    stop_token_ids,
+)
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -283,6 +289,15 @@ def test_malformed_prompts_are_refused(prompt: Any, message: str) -> None:
     tokenizer = gguf_tokenizer(byte_level())
     with pytest.raises(ValueError, match=message):
         render(tokenizer, prompt)
+
+
+def test_a_prompt_and_its_completion_are_rendered_as_one_conversation() -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    conversation = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n12<|im_end|>\n"
+    assert tokenizer.decode(render_completed(tokenizer, HI, "12")) == conversation
+    assert render_completed(tokenizer, "hi ", "12") == tokenizer.encode("hi 12")
+    with pytest.raises(ValueError, match="a message must have"):
+        render_completed(tokenizer, [{"role": "user"}], "12")
 
 
 def test_messages_that_the_template_refuses_are_an_error() -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from goldens import CASES, read_golden
+from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
 from quatrain.models.families import (
     FAMILIES,
@@ -165,6 +165,14 @@ def test_old_layout_and_that_of_transformers_5_agree(family):
         **{k: v for k, v in new.items() if k not in unread},
         "architectures": [FAMILIES[family].hf_class],
     }
+
+
+@pytest.mark.parametrize("case", SCORE_CASES)
+def test_a_model_with_a_score_head_is_written_as_a_classifier_of_one_label(case):
+    read = read_score_golden(case).config
+    written = architecture_to_hf(replace(architecture_from_hf(read), head="score"))
+    for key in ("architectures", "id2label", "label2id"):
+        assert written[key] == read[key], key
 
 
 @pytest.mark.parametrize("case", CASES)

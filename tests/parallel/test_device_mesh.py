@@ -51,6 +51,6 @@ def test_a_backend_without_pinned_memory_is_named(monkeypatch):
     )
     monkeypatch.setattr(mesh.jax, "local_devices", lambda: [device])
     with pytest.raises(
-        ValueError, match=r"\(toaster\) have the memory kinds device; set offload.reference and offload.optim"
+        ValueError, match=r"\(toaster\) have the memory kinds device; set all keys of `offload` to false"
     ):
         to_memory("host", {"a": 1})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts import make_rollouts
 
 from quatrain.config.schema import RewardConfig
 from quatrain.reward import scorer as scorer_module
@@ -14,23 +15,6 @@ from quatrain.types import RolloutBatch
 
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
-
-
-def make_rollouts(completions, prompts=None, **columns):
-    rows = len(completions)
-    mask = np.tile([False, True], (rows, 1))
-    return RolloutBatch(
-        input_ids=np.ones((rows, 2), np.int32),
-        attention_mask=np.ones((rows, 2), np.bool_),
-        completion_mask=mask,
-        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.array(["stop"] * rows),
-        group_ids=np.arange(rows, dtype=np.int64),
-        prompts=tuple(prompts or ["q"] * rows),
-        completions=tuple(completions),
-        columns={name: tuple(values) for name, values in columns.items()},
-    )
 
 
 def make_scorer(tmp_path, source, *names, weight=1.0):

@@ -8,7 +8,7 @@ import pytest
 
 from quatrain.models.families import architecture_to_hf, builtin_architecture
 from quatrain.weights.hf import save_hf
-from quatrain.weights.load import load_architecture, load_model, model_directory
+from quatrain.weights.load import load_architecture, load_classifier, load_model, model_directory
 
 
 def test_builtin_model():
@@ -45,6 +45,17 @@ def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
         load_architecture("builtin:tiny")
     with pytest.raises(ValueError, match="no-such-model does not exist"):
         load_architecture("no-such-model")
+
+
+def test_weights_of_a_model_that_is_no_classifier_are_not_downloaded(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    arch = builtin_architecture("tiny", 20, (4,))
+    (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(arch)))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(tmp_path / name))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    with pytest.raises(ValueError, match="…ForSequenceClassification; it names LlamaForCausalLM"):
+        load_classifier("owner/name")
 
 
 def test_missing_directory_is_not_looked_for_on_the_hub(tmp_path):

@@ -34,6 +34,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     ConfigError if a token budget set by the user cannot hold the longest possible sequence.
     """
     _budgets_hold_a_sequence(config)
+    sizes = _micro_batches(config)
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
@@ -41,8 +42,9 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "sft.data": config.data.train,
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
         "update.mini_batch_size": config.data.batch_size,
-        **_micro_batches(config),
         **_critic(config),
+        **sizes,
+        "reward.model_max_tokens_per_device": _reward_model_tokens(config, sizes),
         "logging.wandb": _wandb(environ),
     }
     return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
@@ -90,6 +92,14 @@ def _critic(config: Config) -> dict[str, Any]:
     return values
 
 
+def _reward_model_tokens(config: Config, sizes: Mapping[str, int]) -> int | None:
+    """The derived token budget of reward models, a forward-only pass like those of `logprob`."""
+    if not config.reward.models:
+        return None
+    logprob = config.logprob.max_tokens_per_device or sizes.get("logprob.max_tokens_per_device")
+    return logprob or 2 * max(MICRO_BATCH_TOKENS, longest_sequence(config))
+
+
 def _budgets_hold_a_sequence(config: Config) -> None:
     longest = longest_sequence(config)
     budgets = {
@@ -97,6 +107,7 @@ def _budgets_hold_a_sequence(config: Config) -> None:
         "logprob.max_tokens_per_device": config.logprob.max_tokens_per_device,
         "critic.max_tokens_per_device": config.critic.max_tokens_per_device,
         "critic.forward_max_tokens_per_device": config.critic.forward_max_tokens_per_device,
+        "reward.model_max_tokens_per_device": config.reward.model_max_tokens_per_device,
     }
     problems = [
         f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
@@ -215,6 +226,11 @@ def _about_the_rest(config: Config, environ: Mapping[str, str]) -> list[str]:
         warnings.append("data.eval is null: there is no evaluation before, during or after training")
     if config.run.steps is not None and config.run.epochs != 1.0:
         warnings.append(f"run.epochs ({config.run.epochs:g}) has no effect, because run.steps is set")
+    if config.reward.model_max_tokens_per_device is not None and not config.reward.models:
+        warnings.append(
+            "reward.model_max_tokens_per_device has no effect, because reward.functions has no reward model "
+            "(model:PATH)"
+        )
     mode = environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":
         known = ", ".join(WANDB_MODES)

@@ -71,6 +71,8 @@ ADVANTAGE_SCALES = {
     "gae": ("batch", "none"),
 }
 """The values of `advantage.scale` that each estimator of `ops/advantages.py` accepts, its default first."""
+REWARD_MODEL = "model:"
+"""How an entry of `reward.functions` begins if it is the path of a reward model."""
 POLICY_LOSSES = (
     "ppo_clip",
     "reinforce",
@@ -300,6 +302,7 @@ class OffloadConfig(Section):
     critic: bool = Field(
         False, description="Offload the critic's optimizer state between its optimizer steps."
     )
+    reward_models: bool = Field(False, description="Offload the reward models while no scores are computed.")
 
 
 class RewardConfig(Section):
@@ -309,8 +312,9 @@ class RewardConfig(Section):
         {"correct": 1.0, "format": 0.5, "tag_count": 0.5},
         min_length=1,
         description="Mapping from reward functions to their weights. A function is a built-in name, "
-        "`package.module:function` or `path/file.py:function`. A configuration layer that sets the mapping "
-        "replaces the whole mapping.",
+        "`package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local "
+        "Hugging Face folder or on the Hub. A configuration layer that sets the mapping replaces the whole "
+        "mapping.",
     )
     kl_coef: float = Field(
         0.0,
@@ -327,6 +331,28 @@ class RewardConfig(Section):
     kl_horizon: Count = Field(
         10000, description="Sequences over which the coefficient adapts to `reward.kl_target`."
     )
+
+    model_max_tokens_per_device: Count | None = Field(
+        None,
+        description="Token budget of the reward models: maximum number of their tokens per data shard in one "
+        "forward pass. Derived if `reward.functions` has a reward model: `logprob.max_tokens_per_device`; if "
+        "that is null, 32768, or twice the length of the longest possible sequence if that is more.",
+    )
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The reward models: entry of `functions` -> path of the model."""
+        entries = (name for name in self.functions if name.startswith(REWARD_MODEL))
+        return {name: name.removeprefix(REWARD_MODEL) for name in entries}
+
+    @field_validator("functions")
+    @classmethod
+    def _models_have_paths(cls, functions: dict[str, float]) -> dict[str, float]:
+        if REWARD_MODEL in functions:
+            raise PydanticCustomError(
+                "reward_model", "must name a reward model with its path, as in model:PATH; one has none"
+            )
+        return functions
 
 
 class CriticConfig(Section):

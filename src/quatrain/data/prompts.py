@@ -106,6 +106,7 @@ def load_prompts(
     *,
     seed: int,
     required_columns: Mapping[str, str] | Collection[str] = (),
+    check_prompt: Callable[[PromptText], None] = lambda prompt: None,
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
@@ -115,14 +116,18 @@ def load_prompts(
     message is put first. All other columns, and a question column, are passed to the reward functions.
 
     `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
-    needs each. Raises ValueError for invalid data, naming the row, and if processes have read different data.
+    needs each. `check_prompt` is called with each prompt and raises ValueError if the rewards cannot score
+    it. Raises ValueError for invalid data, naming the row, and if processes have read different data.
     """
 
     def check_columns(row: Row) -> None:
         _check_columns(spec, row, data)
         _check_required(spec, row, required_columns)
 
-    return PromptSource(_load(spec, data, tokenizer, check_columns, _check_answers), seed=seed)
+    table = _load(spec, data, tokenizer, check_columns, _check_answers)
+    for row in table.own.values():
+        _check_prompt(spec, row, check_prompt)
+    return PromptSource(table, seed=seed)
 
 
 def load_demonstrations(
@@ -268,6 +273,13 @@ def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collectio
             needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
             columns = ", ".join(column for column in row if column != "prompt") or "none"
             raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {columns}")
+
+
+def _check_prompt(spec: str, row: TokenRow, check: Callable[[PromptText], None]) -> None:
+    try:
+        check(row.text)
+    except ValueError as error:
+        raise ValueError(f"{spec}, row {row.number}: {error}") from error
 
 
 def _check_answers(spec: str, rows: Sequence[Row]) -> None:

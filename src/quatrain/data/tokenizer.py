@@ -1,8 +1,8 @@
 """Loads tokenizers, renders prompts to token ids and finds the tokens that end a completion.
 
 Data flow: `model.tokenizer` -> `load_tokenizer`; a row's prompt -> `render` -> `Prompt.input_ids`; the
-model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine. transformers is imported on first use,
-because importing it is slow.
+model's end-of-sequence ids -> `stop_token_ids` -> the rollout engine; a prompt and its completion ->
+`render_completed` -> a reward model. transformers is imported on first use, because importing it is slow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
     if not any((Path(path) / name).is_file() for name in names):
         raise ValueError(
             f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; "
-            "set model.tokenizer to a folder or hub id that has one"
+            "save the tokenizer there with save_pretrained, or, for the policy, set model.tokenizer to a "
+            "folder or hub id that has one"
         )
     loader = _loader(has_json=(Path(path) / "tokenizer.json").is_file())
     try:
@@ -207,17 +208,39 @@ def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Map
     return ids
 
 
+def render_completed(
+    tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]], completion: str
+) -> list[int]:
+    """The token ids of a prompt followed by its completion, as a reward model reads them.
+
+    A string prompt and the completion are joined and tokenised with the special tokens that the tokenizer
+    adds around any text. Messages and the completion, as the assistant's message, are rendered with the chat
+    template, which writes all special tokens. Raises ValueError for messages that `render` refuses.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt + completion)
+    messages = [*_check_messages(prompt), {"role": "assistant", "content": completion}]
+    return _encode_messages(tokenizer, messages, add_generation_prompt=False)
+
+
 def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mapping[str, str]]) -> list[int]:
+    return _encode_messages(tokenizer, _check_messages(prompt), add_generation_prompt=True)
+
+
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], *, add_generation_prompt: bool
+) -> list[int]:
     import jinja2
 
-    messages = _check_messages(prompt)
     if not tokenizer.chat_template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except jinja2.TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(f"the chat template rejects messages with the roles {roles}: {error}") from error

@@ -246,7 +246,7 @@ def architecture_to_hf(arch: Architecture) -> Json:
     """
     eos = list(arch.eos_token_ids)
     config: Json = {
-        "architectures": [FAMILIES[arch.family].hf_class],
+        "architectures": [_hf_class(arch)],
         "model_type": arch.family,
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
@@ -262,6 +262,8 @@ def architecture_to_hf(arch: Architecture) -> Json:
         "pad_token_id": arch.pad_token_id,
         **_rope_to_hf(arch),
     }
+    if arch.head == "score":
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if arch.family != "qwen2":
         config |= {"head_dim": arch.head_dim, "attention_bias": arch.output_bias}
     elif arch.head_dim * arch.num_heads != arch.hidden_size:
@@ -285,6 +287,14 @@ def architecture_to_hf(arch: Architecture) -> Json:
         "attn_logit_softcapping": arch.attention_softcap,
         "final_logit_softcapping": arch.final_softcap,
     }
+
+
+def _hf_class(arch: Architecture) -> str:
+    """The class in transformers: with a score head, the sequence-classification class of the text model."""
+    name = FAMILIES[arch.family].hf_class
+    if arch.head == "vocabulary":
+        return name
+    return name.replace("Gemma3", "Gemma3Text").replace("CausalLM", "SequenceClassification")
 
 
 def _rope_to_hf(arch: Architecture) -> Json:

@@ -1,11 +1,13 @@
 """Floating-point operations of a model, computed from its architecture.
 
-Data flow: architecture and token counts -> benchmarks, which divide them by time and by the device's peak.
+Data flow: architecture and token counts -> benchmarks, which divide them by time and by the device's peak;
+architecture -> the packer of micro-batches, which balances the cost of sequences.
 """
 
 from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
+from quatrain.ops.packing import PackingCost
 
 
 def linear_parameters(arch: Architecture) -> int:
@@ -13,6 +15,12 @@ def linear_parameters(arch: Architecture) -> int:
     heads, kv_heads = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads + 2 * kv_heads)
     return arch.num_layers * (attention + 3 * arch.hidden_size * arch.intermediate_size)
+
+
+def packing_cost(arch: Architecture) -> PackingCost:
+    """Multiplications of one layer for a sequence, which the packer balances over data shards."""
+    per_token = linear_parameters(arch) / arch.num_layers
+    return PackingCost(linear=per_token, quadratic=float(arch.num_heads * arch.head_dim))
 
 
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:

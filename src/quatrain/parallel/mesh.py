@@ -126,7 +126,7 @@ def to_memory(where: Literal["device", "host"], arrays: Any) -> Any:
     if kind not in there:
         raise ValueError(
             f"offloading needs devices with pinned host memory; devices of this kind ({device.device_kind}) "
-            f"have the memory kinds {', '.join(there)}; set offload.reference and offload.optimizer to false"
+            f"have the memory kinds {', '.join(there)}; set all keys of `offload` to false"
         )
     return reshard(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 

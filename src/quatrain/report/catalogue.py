@@ -196,10 +196,22 @@ CATALOGUE: dict[str, MetricDoc] = {
     "reward/kl_coef": MetricDoc("1", "mean", "Coefficient of the KL in the reward."),
     "reward/kl_penalty": MetricDoc("reward", "mean", "Reward subtracted from a sequence for its KL."),
     "reward/<name>/errors": MetricDoc(
-        "sequences", "sum", "Sequences on which this reward function failed, each scored -1."
+        "sequences",
+        "sum",
+        "Sequences on which this reward function failed, each scored -1; of a reward model: sequences whose "
+        "score is not finite, which get none.",
     ),
     "reward/<name>/abstained": MetricDoc(
-        "sequences", "sum", "Sequences on which this reward function abstained (returned None)."
+        "sequences",
+        "sum",
+        "Sequences on which this reward function abstained (returned None); of a reward model: sequences "
+        "without a score.",
+    ),
+    "reward/<name>/too_long": MetricDoc(
+        "sequences",
+        "sum",
+        "Sequences without a score of this reward model, because they are longer than its positions or "
+        "`reward.model_max_tokens_per_device`.",
     ),
     **_stats("advantage", "1", "a sequence's advantage"),
     "advantage/zero_signal_fraction": MetricDoc(

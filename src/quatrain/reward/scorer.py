@@ -1,4 +1,4 @@
-"""Scores completions with the configured reward functions and computes the weighted sum of their rewards.
+"""Scores completions with reward functions and reward models, and computes the weighted sum of their rewards.
 
 Stage 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedBatch`.
 """
@@ -10,16 +10,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from quatrain.config.schema import RewardConfig
 from quatrain.metrics import Metric, describe
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
-from quatrain.types import REWARD_ARGUMENTS, RewardedBatch, RolloutBatch
+from quatrain.types import REWARD_ARGUMENTS, PromptText, RewardedBatch, RolloutBatch
 from quatrain.user_code import VARIADIC, find_function
+
+if TYPE_CHECKING:
+    from quatrain.reward.model import RewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -28,34 +32,65 @@ ERROR_REWARD = -1.0
 _STATS = ("mean", "std", "min", "max")
 
 
-class RewardScorer:
-    """The reward functions of `config` with their weights.
+class Scores(NamedTuple):
+    """What one reward function or reward model says of B sequences."""
 
-    `decide` calls its argument and returns the result. In a run of several processes it must do so in one
-    process and broadcast the result (`cluster.processes.decided_by_main`), because users' functions may
-    return different values in different processes. Raises ValueError if a function cannot be imported or
-    called.
+    values: Sequence[float] | np.ndarray
+    """[B] raw rewards, NaN for an abstention."""
+    counts: Mapping[str, int]
+    """Numbers of sequences, by the last part of the metric `reward/<name>/…`."""
+
+
+class RewardScorer:
+    """The reward functions and reward models of `config` with their weights.
+
+    `models` are the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
+    needs all processes of a run. `decide` calls its argument and returns the result. In a run of several
+    processes it must do so in one process and broadcast the result (`cluster.processes.decided_by_main`),
+    because users' functions may return different values in different processes. Raises ValueError if a
+    function cannot be imported or called, and if `models` lacks a reward model.
     """
 
-    def __init__(self, config: RewardConfig, *, decide: Callable[[Callable[[], Any]], Any] = lambda f: f()):
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        models: Mapping[str, RewardModel] = MappingProxyType({}),
+        decide: Callable[[Callable[[], Any]], Any] = lambda f: f(),
+    ):
         self._decide = decide
-        names = _short_names(list(config.functions))
-        self._functions = [_load(spec, names[spec], weight) for spec, weight in config.functions.items()]
+        missing = config.models.keys() - models.keys()
+        if missing:
+            raise ValueError(
+                f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
+                "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
+            )
+        names = _short_names(config)
+        self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
+        self._models = {names[spec]: models[spec] for spec in config.models}
+        functions = (spec for spec in config.functions if spec not in config.models)
+        self._functions = [_load(spec, names[spec]) for spec in functions]
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
         """Data columns that at least one reward function requires."""
 
+    def check_prompt(self, prompt: PromptText) -> None:
+        """Raises ValueError if a reward model cannot score the completions of `prompt`."""
+        for model in self._models.values():
+            model.check_prompt(prompt)
+
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
 
         If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
-        sum; `reward/<name>/abstained` counts these samples. If a function raises an error or returns a
-        non-finite value, the raw reward of each failing sample is `ERROR_REWARD`, counted in
-        `reward/<name>/errors`. Raises ValueError if a function returns the wrong number of values or values
-        that are not numbers, if it needs a column that the rollouts lack, and if a column has the name of an
-        argument passed to every reward function (`REWARD_ARGUMENTS`).
+        sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
+        cannot score (`RewardModel.score`). If a function raises an error or returns a non-finite value, the
+        raw reward of each failing sample is `ERROR_REWARD`, counted in `reward/<name>/errors`. Raises
+        ValueError if a function returns the wrong number of values or values that are not numbers, if it
+        needs a column that the rollouts lack, and if a column has the name of an argument passed to every
+        reward function (`REWARD_ARGUMENTS`).
         """
         for name in REWARD_ARGUMENTS:
             if name in rollouts.columns:
@@ -69,22 +104,24 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
-        scores = self._decide(lambda: self._scores(rollouts))
-        raw = np.array([values for values, _ in scores], np.float32).reshape(len(scores), len(rollouts))
+        scores = {name: Scores(*each) for name, each in self._decide(lambda: self._called(rollouts)).items()}
+        scores |= {name: model.score(rollouts) for name, model in self._models.items()}
+        raw = np.array([scores[name].values for name in self._weights], np.float32)
+        raw = raw.reshape(len(self._weights), len(rollouts))
         metrics: dict[str, Metric] = {}
-        for row, (_, errors), function in zip(raw, scores, self._functions, strict=True):
-            metrics |= describe(f"reward/{function.name}", row, _STATS)
-            metrics[f"reward/{function.name}/errors"] = Metric(errors, reduction="sum")
-            metrics[f"reward/{function.name}/abstained"] = Metric(int(np.isnan(row).sum()), reduction="sum")
-        rewards = _weighted_sum(raw, [function.weight for function in self._functions])
-        names = tuple(function.name for function in self._functions)
-        return RewardedBatch(rollouts, rewards, raw, names, describe("reward", rewards, _STATS) | metrics)
+        for row, name in zip(raw, self._weights, strict=True):
+            metrics |= describe(f"reward/{name}", row, _STATS)
+            counts = {**scores[name].counts, "abstained": int(np.isnan(row).sum())}
+            metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
+        rewards = _weighted_sum(raw, list(self._weights.values()))
+        stats = describe("reward", rewards, _STATS)
+        return RewardedBatch(rollouts, rewards, raw, tuple(self._weights), stats | metrics)
 
-    def _scores(self, rollouts: RolloutBatch) -> list[tuple[list[float], int]]:
-        """(raw rewards, number of errors) of each function."""
+    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int]]]:
+        """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
         samples = _Samples.of(rollouts)
-        scores = (_score_function(function, samples) for function in self._functions)
-        return [(values.tolist(), errors) for values, errors in scores]
+        scores = {function.name: _score_function(function, samples) for function in self._functions}
+        return {name: (values.tolist(), {"errors": errors}) for name, (values, errors) in scores.items()}
 
 
 def call_reward(function: RewardFunction, arguments: Mapping[str, list]) -> Sequence[float | None]:
@@ -97,7 +134,6 @@ class _Function:
     spec: str
     name: str
     function: RewardFunction
-    weight: float
     accepts: frozenset[str] | None  # names of accepted arguments; None: any name
     required_columns: tuple[str, ...]
 
@@ -211,23 +247,27 @@ def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     return np.where(np.isnan(raw).all(axis=0), np.nan, total).astype(np.float32)
 
 
-def _short_names(specs: Sequence[str]) -> dict[str, str]:
-    """Spec -> name in metrics: the function's name, or the whole spec if two functions have the same name."""
-    short = {spec: spec.rpartition(":")[2] for spec in specs}
+def _short_names(config: RewardConfig) -> dict[str, str]:
+    """Spec -> name in metrics: the function's name, or the whole spec if two functions have the same name.
+
+    The name of a reward model is the last part of its path.
+    """
+    short = {spec: spec.rpartition(":")[2] for spec in config.functions}
+    short |= {spec: Path(path).name for spec, path in config.models.items()}
     shared = Counter(short.values())
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _load(spec: str, name: str, weight: float) -> _Function:
+def _load(spec: str, name: str) -> _Function:
     function = find_function(spec, BUILTIN_FUNCTIONS, "reward function")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # some callables written in C have no signature
-        return _Function(spec, name, function, weight, None, ())
+        return _Function(spec, name, function, None, ())
     if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
         raise ValueError(f"reward function {spec!r} takes positional-only arguments; it is called by keyword")
     named = [p for p in parameters if p.kind not in VARIADIC]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     required = [p.name for p in named if p.default is p.empty and p.name not in REWARD_ARGUMENTS]
     accepts = None if takes_any else frozenset(p.name for p in named)
-    return _Function(spec, name, function, weight, accepts, tuple(required))
+    return _Function(spec, name, function, accepts, tuple(required))

@@ -20,6 +20,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
+from quatrain.models.flops import packing_cost
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import token_logprobs
 from quatrain.ops.packing import PackingCost
@@ -77,11 +78,7 @@ class ModelSpec(ABC):
     @property
     def packing_cost(self) -> PackingCost:
         """Multiplications of a layer for a sequence: what the packer balances over devices."""
-        arch = self.arch
-        heads = arch.num_heads * arch.head_dim
-        linear = arch.hidden_size * (2 * heads + 2 * arch.num_kv_heads * arch.head_dim)
-        linear += 3 * arch.hidden_size * arch.intermediate_size
-        return PackingCost(linear=float(linear), quadratic=float(heads))
+        return packing_cost(self.arch)
 
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
         """Hidden states [R, T, D] after the final norm; in a function mapped over the mesh."""

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.config.places import local_path
+from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.families import (
     Architecture,
     Head,
@@ -42,6 +42,10 @@ BLOCK_BYTES = 64 * 2**20
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 SCORE = "score.weight"
 """The only tensor of a model that its directory may lack."""
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of sequence-classification classes in transformers end."""
+DEFAULT_LABELS = 2
+"""Labels of a classifier whose config.json names none: transformers does not write this number."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -138,13 +142,50 @@ def hub_architecture(model_id: str) -> Architecture:
 
     Raises ValueError in the same cases as `resolve_hub`.
     """
+    return architecture_from_hf(_hub_config(model_id))
+
+
+def check_classifier(path: str) -> None:
+    """Raises ValueError unless config.json describes a sequence-classification model with one label.
+
+    `path` is a local directory or a hub id, of which only config.json is downloaded. The model's class must
+    be called `…ForSequenceClassification`. As in transformers, a config.json without `id2label` has 2 labels.
+    """
+    local = local_path(path)
+    remote = not local.exists() and HUB_ID.fullmatch(path)
+    config = _hub_config(path) if remote else _read_json(local, "config.json")
+    classes = config.get("architectures") or ["none"]
+    if not any(str(name).endswith(CLASSIFIER) for name in classes):
+        raise ValueError(
+            f"a reward model must be a sequence-classification model: architectures in config.json must name "
+            f"a class …{CLASSIFIER}; it names {', '.join(map(str, classes))}; give the path of another model"
+        )
+    labels = len(config.get("id2label") or range(config.get("num_labels") or DEFAULT_LABELS))
+    if labels != 1:
+        missing = "" if config.get("id2label") else " (id2label is missing, which means 2)"
+        raise ValueError(
+            f"a reward model must have one label, whose logit is the reward; config.json has {labels} "
+            f"labels{missing}; give a model trained with num_labels=1"
+        )
+
+
+def check_score_head(directory: Path) -> None:
+    """Raises ValueError if the weights in `directory` lack `score.weight`, the head of a reward model."""
+    if SCORE not in _tensor_files(directory):
+        raise ValueError(
+            f"a reward model must have the tensor {SCORE}, its output head; the weights in {directory} lack "
+            "it; save the trained classifier with save_pretrained, including its head"
+        )
+
+
+def _hub_config(model_id: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     try:
         config = Path(hf_hub_download(model_id, "config.json"))
     except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
         raise _no_download(model_id, error) from error
-    return architecture_from_hf(_read_json(config.parent, config.name))
+    return _read_json(config.parent, config.name)
 
 
 def _no_download(model_id: str, error: Exception) -> ValueError:

@@ -16,7 +16,14 @@ from jax.typing import DTypeLike
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.families import Architecture, Head, builtin_architecture
 from quatrain.models.params import Params, init_params
-from quatrain.weights.hf import hub_architecture, load_hf, read_architecture, resolve_hub
+from quatrain.weights.hf import (
+    check_classifier,
+    check_score_head,
+    hub_architecture,
+    load_hf,
+    read_architecture,
+    resolve_hub,
+)
 
 BUILTIN = "builtin:"
 
@@ -56,6 +63,24 @@ def load_model(
 
         return Model(*load_gguf(local_path(path), dtype, mesh, head))
     return Model(*load_hf(model_directory(path), dtype, mesh, head))
+
+
+def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
+    """The sequence-classification model with one label at `path`, its parameters in `dtype` on `mesh`.
+
+    `path` is a local Hugging Face directory or a hub id; `Architecture.head` is `score`. Raises ValueError if
+    the model is missing, damaged, of an unsupported family, no sequence-classification model, or has several
+    labels or no head. config.json is checked before any weights are downloaded.
+    """
+    if path.startswith(BUILTIN) or path.endswith(".gguf"):
+        raise ValueError(
+            "a reward model must be a Hugging Face folder or a hub id of a sequence-classification model; "
+            f"{path} is neither; convert the model to such a folder"
+        )
+    check_classifier(path)
+    directory = model_directory(path)
+    check_score_head(directory)
+    return Model(*load_hf(directory, dtype, mesh, "score"))
 
 
 def load_architecture(

@@ -1,0 +1,30 @@
+"""Rollout batches of given texts, for tests of the reward stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quatrain.types import RolloutBatch
+
+
+def make_rollouts(
+    completions: Sequence[str], prompts: Sequence[Any] | None = None, **columns: Sequence[Any]
+) -> RolloutBatch:
+    """A batch with these texts; each sequence has one prompt token and one completion token."""
+    rows = len(completions)
+    mask = np.tile([False, True], (rows, 1))
+    return RolloutBatch(
+        input_ids=np.ones((rows, 2), np.int32),
+        attention_mask=np.ones((rows, 2), np.bool_),
+        completion_mask=mask,
+        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.array(["stop"] * rows),
+        group_ids=np.arange(rows, dtype=np.int64),
+        prompts=tuple(prompts or ["q"] * rows),
+        completions=tuple(completions),
+        columns={name: tuple(values) for name, values in columns.items()},
+    )
