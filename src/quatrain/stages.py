@@ -59,16 +59,20 @@ def build_stages(
 
 
 def build_advantage(config: Config) -> AdvantageEstimator:
-    """The advantage stage; raises ValueError for an estimator with values and no critic, and the reverse."""
+    """The advantage stage; raises ValueError where the estimator takes what the run does not bring."""
     estimator = AdvantageEstimator(config.advantage)
-    if estimator.needs_values != bool(config.critic.enabled):
-        takes = "takes" if estimator.needs_values else "does not take"
-        value = str(bool(config.critic.enabled)).lower()
-        raise ValueError(
-            "a critic is trained if, and only if, the advantage estimator takes values; "
-            f"advantage.estimator {config.advantage.estimator} {takes} values, and critic.enabled is "
-            f"{value}; change one of the two"
-        )
+    for name, key, brought in (
+        ("values", "critic.enabled", config.critic.enabled),
+        ("baseline_rewards", "rollout.greedy_baseline", config.rollout.greedy_baseline),
+    ):
+        takes = name in estimator.inputs
+        if takes != bool(brought):
+            verb = "takes" if takes else "does not take"
+            raise ValueError(
+                f"{key} must be true if the advantage estimator takes {name}, and only then; "
+                f"advantage.estimator {config.advantage.estimator} {verb} {name}, and {key} is "
+                f"{str(bool(brought)).lower()}; set {key} to {str(takes).lower()}, or take another estimator"
+            )
     return estimator
 
 

@@ -60,7 +60,8 @@ class RolloutBatch:
     with at least one prompt token. `completion_mask` is True for sampled tokens, the stop token included.
     `rollout_logprobs` are the log-probabilities (nats) of tokens in the sampled distribution, 0
     outside the mask. `policy_version` is the optimizer step of the weights that sampled a token, -1 outside
-    the mask. `finish_reason` is `stop` or `length` (cut at the maximum completion length).
+    the mask. `finish_reason` is `stop` or `length` (cut at the maximum completion length). `baseline` has one
+    greedy completion per group, which is scored and not trained on; None if none were drawn.
 
     Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """
@@ -76,6 +77,7 @@ class RolloutBatch:
     completions: tuple[str, ...]
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
+    baseline: RolloutBatch | None = None
 
     def __post_init__(self) -> None:
         check = _Checker("rollout")
@@ -99,6 +101,9 @@ class RolloutBatch:
         reasons.setflags(write=False)
         self._check_masks(check)
         self._check_groups(check)
+        if self.baseline is not None:
+            same = sorted(self.baseline.group_ids.tolist()) == np.unique(self.group_ids).tolist()
+            check.rule(same, "baseline", "one completion for each group", f"{len(self.baseline)} completions")
 
     def _check_groups(self, check: _Checker) -> None:
         prompt_of_group: dict[int, PromptText] = {}
@@ -169,7 +174,8 @@ class RewardedBatch:
     are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
     critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
     log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
-    update uses again; empty if there are none.
+    update uses again; empty if there are none. `baseline_rewards` are the rewards of the greedy completion of
+    each sequence's prompt, NaN where all functions abstained; None if none were drawn.
 
     Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, if `rewards` is NaN for other
     sequences than those on which all functions abstained, and for token rewards or values that are not
@@ -184,6 +190,7 @@ class RewardedBatch:
     token_rewards: np.ndarray | None = None  # [B, T] float32
     values: np.ndarray | None = None  # [B, T] float32
     token_logprobs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B, T] float32 each
+    baseline_rewards: np.ndarray | None = None  # [B] float32
 
     def __post_init__(self) -> None:
         check = _Checker("reward")
@@ -198,6 +205,8 @@ class RewardedBatch:
             "NaN exactly where every function abstained",
             f"NaN in {int(np.isnan(self.rewards).sum())} rows, {int(abstained.sum())} rows of abstentions",
         )
+        if self.baseline_rewards is not None:
+            check.array("baseline_rewards", self.baseline_rewards, (rows,), np.float32, allow_nan=True)
         for name, values in (("token_rewards", self.token_rewards), ("values", self.values)):
             if values is not None:
                 check.on_completions(name, values, self.rollouts.completion_mask)

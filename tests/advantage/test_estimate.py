@@ -1,5 +1,7 @@
 """The advantage stage: per-sequence estimates over completion tokens, and what it reports."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -98,7 +100,7 @@ def test_estimators_of_tokens_see_the_rewards_of_tokens():
 
 def test_an_estimator_of_values_brings_returns():
     estimator = AdvantageEstimator(AdvantageConfig(estimator="gae", scale="none"))
-    assert estimator.needs_values
+    assert "values" in estimator.inputs
     batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
     advantaged = estimator.estimate(batch)
     assert advantaged.advantages[:2].tolist() == [[0, -1, -2, -3], [0, 1, 0, -1]]
@@ -106,7 +108,7 @@ def test_an_estimator_of_values_brings_returns():
 
 
 def test_values_come_with_a_critic():
-    assert not AdvantageEstimator(AdvantageConfig()).needs_values
+    assert AdvantageEstimator(AdvantageConfig()).inputs == ("rewards", "group_ids")
     with pytest.raises(ValueError, match=r"takes values, .* come with a critic \(`advantage.estimator: gae`"):
         AdvantageEstimator(AdvantageConfig(estimator="gae")).estimate(rewarded([1] * 5, [0] * 5, MASK))
 
@@ -114,6 +116,7 @@ def test_values_come_with_a_critic():
 @pytest.mark.parametrize("estimator", ADVANTAGE_SCALES)
 def test_every_built_in_estimator_takes_its_derived_scale(estimator):
     batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
+    batch = replace(batch, baseline_rewards=np.array([2, 2, 0, 0, 0], np.float32))
     for scale in (None, *ADVANTAGE_SCALES[estimator]):
         advantaged = AdvantageEstimator(AdvantageConfig(estimator=estimator, scale=scale)).estimate(batch)
         assert advantaged.advantages[:2].any()

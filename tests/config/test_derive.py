@@ -24,6 +24,7 @@ def test_all_of_the_defaults():
         "update.max_tokens_per_device": 16384,
         "logprob.max_tokens_per_device": 32768,
         "critic.enabled": False,
+        "rollout.greedy_baseline": False,
         "logging.wandb": "disabled",
     }
 
@@ -35,9 +36,20 @@ def test_values_that_are_set_are_left_alone():
         update={"mini_batch_size": 3, "micro_batch_size": 5},
         advantage={"scale": "none"},
     )
-    others = {"model.tokenizer", "sft.data", "critic.enabled", "logging.wandb"}
+    others = {"model.tokenizer", "sft.data", "critic.enabled", "rollout.greedy_baseline", "logging.wandb"}
     assert values.keys() == {"logprob.micro_batch_size", *others}
     assert values["logprob.micro_batch_size"] == 10
+
+
+def test_overlong_begins_a_fifth_before_the_longest_completion():
+    functions = {"functions": {"overlong": 1.0}}
+    found = derived(reward=functions, rollout={"max_new_tokens": 100})
+    assert (found["reward.overlong_limit"], found["reward.overlong_buffer"]) == (100, 20)
+    assert derived(reward={**functions, "overlong_limit": 50})["reward.overlong_buffer"] == 10
+
+
+def test_remax_draws_greedy_completions():
+    assert derived(advantage={"estimator": "remax"})["rollout.greedy_baseline"] is True
 
 
 def test_a_critic_has_the_sizes_of_the_policy():

@@ -352,3 +352,19 @@ def test_a_mean_over_nothing_is_no_result():
     assert finite_numbers(metrics | {"eval/completion_length": Metric(float("nan"))}) == {
         "eval/num_prompts": 2.0
     }
+
+
+def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
+    """ReMax with every completion cut short: the baseline is scored, and nothing is trained on."""
+    options = (
+        "run.steps=1", "eval.every_steps=0", "advantage.estimator=remax", "update.mask_truncated=true",
+        "rollout.max_new_tokens=4", "reward.functions={tag_count: 1.0, overlong: 0.5}",
+        "reward.overlong_buffer=2",
+    )  # fmt: skip
+    summary = train(_resolved(tmp_path, "remax", *options))
+    row = read_metrics(summary.run / "metrics.jsonl")[-1]
+    assert row["reward/overlong/mean"] == -1.0
+    assert row["reward/greedy/mean"] == pytest.approx(row["reward/mean"], abs=0.3)
+    assert row["update/masked_sequences"] == 16
+    assert row["update/optimizer_steps"] == 0
+    assert row["update/skipped_steps"] == 1

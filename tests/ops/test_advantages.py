@@ -21,6 +21,7 @@ from quatrain.ops.advantages import (
     reinforce,
     reinforce_pp,
     reinforce_pp_baseline,
+    remax,
     rewards_of_tokens,
     rloo,
 )
@@ -47,8 +48,15 @@ def estimated(
     completion_mask=MASK,
     token_rewards=TOKEN_REWARDS,
     values=VALUES,
+    baseline_rewards=None,
 ):
     """What the estimator `name` returns for those of the inputs that it names, as a tuple of arrays."""
+    if baseline_rewards is None:  # one for each group, in the order of their numbers
+        _, groups = np.unique(group_ids, return_inverse=True)
+        baseline_rewards = np.zeros(len(rewards), np.float32)
+        for group in groups:
+            own = rewards[(groups == group) & ~np.isnan(rewards)]
+            baseline_rewards[groups == group] = own.max(initial=-np.inf) if len(own) else 0
     inputs = locals()
     function = ADVANTAGE_ESTIMATORS[name]
     returned = function(
@@ -173,6 +181,14 @@ def test_discounts_are_fractions(name, bad):
     if name == "gamma":
         with pytest.raises(ValueError, match="gamma must be in"):
             reinforce_pp(OUTCOMES, HOLED, SPARSE, bad)
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_completion():
+    rewards = np.array([1, 0, NAN, 5, 6], np.float32)
+    baseline = np.array([0.5, 0.5, 1, NAN, 7], np.float32)
+    got = remax(rewards, baseline)
+    assert got.tolist() == [0.5, -0.5, 0, 0, -1]
+    assert got.dtype == np.float32
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)

@@ -1,6 +1,6 @@
 import pytest
 
-from quatrain.reward.functions import correct, format, has_format, tag_count
+from quatrain.reward.functions import correct, format, has_format, overlong, tag_count
 
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 
@@ -54,3 +54,9 @@ def test_correct_is_lenient_about_the_format_and_abstains_without_a_gold_answer(
         None,
     ]
     assert correct(["q"] * 3, ["7"] * 3, answer=["", " \n", "it is ####"]) == [None, None, None]
+
+
+def test_overlong_falls_linearly_over_the_buffer():
+    lengths = (0, 6, 7, 8, 10, 12)
+    got = overlong([""] * 6, [[0] * length for length in lengths], limit=10, buffer=4)
+    assert got == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

@@ -319,3 +319,37 @@ def test_tokens_chosen_over_the_mini_batch_do_not_depend_on_the_cut(
     for state in states[1:]:
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(states[0].params), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_truncated_completions_are_left_out_of_numerator_and_denominator(
+    make_learner, make_batch, small_params
+):
+    """The same step as on the batch without these sequences."""
+    batch = make_batch(12, groups=3)
+    cut = np.zeros(len(batch.rollouts), bool)
+    cut[[1, 4, 5]] = True
+    reasons = np.where(cut, "length", "stop")
+    marked = replace(batch.rewarded, rollouts=replace(batch.rollouts, finish_reason=reasons))
+    rest = _rows(batch, np.flatnonzero(~cut))
+    update = {"epochs": 2, "loss_aggregation": "seq_mean_token_mean"}
+    states = []
+    for mask, each in ((True, replace(batch, rewarded=marked)), (False, rest)):
+        learner = make_learner(update | {"mask_truncated": mask}, mini_batch_size=3)
+        states.append(learner.step(learner.init(_copy(small_params)), each))
+    masked, expected = states
+    assert masked.metrics["update/masked_sequences"].result() == 3
+    assert masked.metrics["loss"].result() == pytest.approx(expected.metrics["loss"].result(), abs=1e-6)
+    for a, b in zip(jax.tree.leaves(masked.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def _rows(batch: AdvantagedBatch, rows: np.ndarray) -> AdvantagedBatch:
+    """The sequences `rows` of `batch`."""
+    r = batch.rollouts
+    arrays = ("input_ids", "attention_mask", "completion_mask", "rollout_logprobs", "policy_version")
+    taken = {name: getattr(r, name)[rows] for name in (*arrays, "finish_reason", "group_ids")}
+    texts = {name: ("",) * len(rows) for name in ("prompts", "completions")}
+    rewards = batch.rewarded.rewards[rows]
+    rollouts = replace(r, **taken, **texts)
+    rewarded = replace(batch.rewarded, rollouts=rollouts, rewards=rewards, rewards_per_function=rewards[None])
+    return AdvantagedBatch(rewarded, batch.advantages[rows])

@@ -21,9 +21,10 @@ from quatrain.ops.advantages import (
 from quatrain.types import AdvantagedBatch, RewardedBatch
 from quatrain.user_code import find_function, own_arguments
 
-INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values")
-"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool; and, both
-[B, T] float32 and 0 outside the completion mask, rewards of single tokens and a critic's values.
+INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values", "baseline_rewards")
+"""What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool; both [B, T]
+float32 and 0 outside the completion mask, rewards of single tokens and a critic's values; and [B] float32,
+the reward of the greedy completion of the same prompt.
 
 For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence.
 """
@@ -51,17 +52,14 @@ class AdvantageEstimator:
         self._arguments = own_arguments(
             self._function, self._name, inputs=INPUTS, shared={}, given=given, key="advantage.args"
         )
-        self._inputs = [name for name in INPUTS if name in inspect.signature(self._function).parameters]
-        if "rewards" not in self._inputs:
+        parameters = inspect.signature(self._function).parameters
+        self.inputs = tuple(name for name in INPUTS if name in parameters)
+        """The inputs that the estimator names."""
+        if "rewards" not in self.inputs:
             raise ValueError(
                 f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
                 f"its inputs are {', '.join(INPUTS)}"
             )
-
-    @property
-    def needs_values(self) -> bool:
-        """Whether the estimator names `values`, so that the run needs a critic."""
-        return "values" in self._inputs
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
@@ -90,16 +88,21 @@ class AdvantageEstimator:
 
     def _returned(self, rewarded: RewardedBatch) -> Any:
         """What the estimator returns for its inputs, unchecked."""
-        if self.needs_values and rewarded.values is None:
+        if "values" in self.inputs and rewarded.values is None:
             raise ValueError(
                 f"{self._name} takes values, and the batch has none; values come with a critic "
                 "(`advantage.estimator: gae` brings one)"
+            )
+        if "baseline_rewards" in self.inputs and rewarded.baseline_rewards is None:
+            raise ValueError(
+                f"{self._name} takes baseline_rewards, and the batch has none; they come with greedy "
+                "completions: set rollout.greedy_baseline to true"
             )
         mask = rewarded.rollouts.completion_mask
         rewards, token_rewards = rewarded.rewards, rewarded.token_rewards
         if token_rewards is None:
             token_rewards = np.zeros(mask.shape, np.float32)
-        elif "token_rewards" not in self._inputs:
+        elif "token_rewards" not in self.inputs:
             rewards = (rewards + token_rewards.sum(axis=1, dtype=np.float64)).astype(np.float32)
         inputs = {
             "rewards": rewards,
@@ -107,11 +110,12 @@ class AdvantageEstimator:
             "completion_mask": mask,
             "token_rewards": token_rewards,
             "values": rewarded.values,
+            "baseline_rewards": rewarded.baseline_rewards,
         }
         for values in (rewards, token_rewards):
             values.setflags(write=False)
         try:
-            return self._function(**{name: inputs[name] for name in self._inputs}, **self._arguments)
+            return self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
         except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)
             remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""

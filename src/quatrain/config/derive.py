@@ -17,6 +17,8 @@ from quatrain.config.schema import ADVANTAGE_SCALES, Config
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
 BUILTIN = "builtin:"
+GREEDY_ESTIMATOR = "remax"
+"""The built-in advantage estimator whose baseline is the reward of a greedy completion."""
 CRITIC_ESTIMATOR = "gae"
 """The built-in advantage estimator that needs a critic."""
 HELDOUT = "-heldout"
@@ -41,6 +43,8 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
+        "rollout.greedy_baseline": config.advantage.estimator == GREEDY_ESTIMATOR,
+        **_overlong(config),
         "update.mini_batch_size": config.data.batch_size,
         **_critic(config),
         **sizes,
@@ -48,6 +52,13 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "logging.wandb": _wandb(environ),
     }
     return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
+
+
+def _overlong(config: Config) -> dict[str, int]:
+    if "overlong" not in config.reward.functions:
+        return {}
+    limit = config.reward.overlong_limit or config.rollout.max_new_tokens
+    return {"reward.overlong_limit": limit, "reward.overlong_buffer": max(limit // 5, 1)}
 
 
 def longest_sequence(config: Config) -> int:

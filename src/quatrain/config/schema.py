@@ -66,6 +66,7 @@ ADVANTAGE_SCALES = {
     "reinforce_pp": ("batch", "none"),
     "reinforce_pp_baseline": ("batch", "none"),
     "opo": ("none",),
+    "remax": ("none",),
     "gpg": ("none",),
     "passk": ("group", "none"),
     "gae": ("batch", "none"),
@@ -265,6 +266,12 @@ class RolloutConfig(Section):
         description="Sequences that decode at the same time, on all replicas together; null: all sequences "
         "of a training step, or as many as the KV cache has memory for.",
     )
+    greedy_baseline: bool | None = Field(
+        None,
+        description="Whether a greedy completion of each prompt is drawn too, scored and not trained on; "
+        "derived: true for `advantage.estimator: remax`, else false. An estimator of your own that takes "
+        "`baseline_rewards` needs true.",
+    )
     mesh: Mesh | None = Field(
         None,
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
@@ -315,6 +322,16 @@ class RewardConfig(Section):
         "`package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local "
         "Hugging Face folder or on the Hub. A configuration layer that sets the mapping replaces the whole "
         "mapping.",
+    )
+    overlong_limit: Count | None = Field(
+        None,
+        description="Tokens of a completion at which the function `overlong` gives -1; derived if "
+        "`reward.functions` has `overlong`: `rollout.max_new_tokens`.",
+    )
+    overlong_buffer: Count | None = Field(
+        None,
+        description="Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 "
+        "to -1; derived if `reward.functions` has `overlong`: a fifth of the limit.",
     )
     kl_coef: float = Field(
         0.0,
@@ -507,6 +524,11 @@ class UpdateConfig(Section):
         description="Old log-probabilities, in the denominator of the probability ratio: `recompute`: "
         "computed by the trainer; `auto`: computed by the trainer only if a training step has several "
         "optimizer steps, else the ratio is 1; `rollout`: those of the sampler.",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator "
+        "and denominator; `update/masked_sequences` counts them. The critic's loss leaves them out too.",
     )
     max_bad_steps: Count = Field(
         5,
@@ -718,6 +740,35 @@ class Config(Section):
                         "to true for an estimator of your own, or leave this key at its default",
                         {"key": f"{section}.{key}", "value": value},
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_is_used(self) -> Self:
+        reward = self.reward
+        for key in ("overlong_limit", "overlong_buffer"):
+            if "overlong" not in reward.functions and getattr(reward, key) is not None:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect without the function overlong in reward.functions; add it, or set null",
+                    {"key": f"reward.{key}", "value": getattr(reward, key)},
+                )
+        limit, buffer = reward.overlong_limit or self.rollout.max_new_tokens, reward.overlong_buffer
+        if buffer is not None and buffer > limit:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be at most reward.overlong_limit ({limit} tokens); set a smaller number",
+                {"key": "reward.overlong_buffer", "value": buffer, "limit": limit},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_baseline_is_drawn(self) -> Self:
+        if self.advantage.estimator == "remax" and self.rollout.greedy_baseline is False:
+            raise PydanticCustomError(
+                "across_sections",
+                "must not be false for advantage.estimator remax, whose baseline it is; set true or null",
+                {"key": "rollout.greedy_baseline", "value": False},
+            )
         return self
 
     @model_validator(mode="after")

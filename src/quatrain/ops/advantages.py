@@ -117,6 +117,25 @@ def opo(
     )
 
 
+def remax(rewards: np.ndarray, baseline_rewards: np.ndarray, scale: str = "none") -> np.ndarray:
+    """A = r - r_greedy, the reward of the greedy completion of the same prompt (ReMax, arXiv 2310.10505).
+
+    A row whose reward or greedy reward is NaN has advantage 0. Groups play no part: a group of one keeps its
+    advantage.
+
+    Args:
+        rewards: [B] floats, NaN where nothing was scored.
+        baseline_rewards: [B] floats, NaN where the greedy completion was not scored.
+        scale: `none`.
+
+    Returns:
+        [B] float32.
+    """
+    check_scale("remax", scale)
+    difference = rewards.astype(np.float64) - baseline_rewards
+    return np.where(np.isnan(difference), 0, difference).astype(np.float32)
+
+
 def gpg(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> np.ndarray:
     """A = (r - mean_g) x (number of groups / number of groups with unequal rewards).
 
@@ -334,6 +353,7 @@ ADVANTAGE_SCALES: dict[str, tuple[str, ...]] = {
     "reinforce_pp": ("batch", "none"),
     "reinforce_pp_baseline": ("batch", "none"),
     "opo": ("none",),
+    "remax": ("none",),
     "gpg": ("none",),
     "passk": ("group", "none"),
     "gae": ("batch", "none"),
@@ -348,6 +368,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., np.ndarray | TokenAdvantages]] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "opo": opo,
+    "remax": remax,
     "gpg": gpg,
     "passk": passk,
     "gae": gae,

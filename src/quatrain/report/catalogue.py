@@ -84,6 +84,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/skipped_steps": MetricDoc(
         "steps", "sum", "Optimizer steps skipped because every advantage was 0, without a KL or entropy term."
     ),
+    "update/masked_sequences": MetricDoc(
+        "sequences", "sum", "Truncated completions left out of the loss (`update.mask_truncated`)."
+    ),
     "update/compilations": MetricDoc(
         "programs",
         "sum",
@@ -186,6 +189,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "reward/<name>",
         "reward",
         "a sequence's unweighted value of this reward function, without abstentions",
+    ),
+    "reward/greedy/mean": MetricDoc(
+        "reward", "mean", "Mean reward of the greedy completions (`rollout.greedy_baseline`)."
     ),
     "reward/kl": MetricDoc(
         "nats",

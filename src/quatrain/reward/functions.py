@@ -46,4 +46,18 @@ def tag_count(prompts: list, completions: list[str], **_: Any) -> list[float]:
     return [0.25 * sum(completion.count(tag) == 1 for tag in TAGS) for completion in completions]
 
 
-BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"correct": correct, "format": format, "tag_count": tag_count}
+def overlong(completions: list[str], completion_ids: list[list[int]], limit: int, buffer: int) -> list[float]:
+    """0 up to `limit - buffer` tokens, then falling linearly to -1 at `limit` tokens.
+
+    Source: DAPO, arXiv 2503.14476.
+    `limit` and `buffer` are the keys `reward.overlong_limit` and `reward.overlong_buffer`, in tokens.
+    """
+    return [-min(max((len(ids) - limit + buffer) / buffer, 0.0), 1.0) for ids in completion_ids]
+
+
+BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
+    "correct": correct,
+    "format": format,
+    "tag_count": tag_count,
+    "overlong": overlong,
+}

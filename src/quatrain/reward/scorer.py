@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from quatrain.config.schema import RewardConfig
 from quatrain.metrics import Metric, describe
-from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction, overlong
 from quatrain.types import REWARD_ARGUMENTS, PromptText, RewardedBatch, RolloutBatch
 from quatrain.user_code import VARIADIC, find_function
 
@@ -69,7 +70,7 @@ class RewardScorer:
         self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
         functions = (spec for spec in config.functions if spec not in config.models)
-        self._functions = [_load(spec, names[spec]) for spec in functions]
+        self._functions = [_load(spec, names[spec], config) for spec in functions]
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""
@@ -83,6 +84,8 @@ class RewardScorer:
 
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
+
+        If the rollouts have greedy completions as a baseline, these are scored too.
 
         If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
         sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
@@ -114,8 +117,18 @@ class RewardScorer:
             counts = {**scores[name].counts, "abstained": int(np.isnan(row).sum())}
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
-        stats = describe("reward", rewards, _STATS)
-        return RewardedBatch(rollouts, rewards, raw, tuple(self._weights), stats | metrics)
+        metrics |= describe("reward", rewards, _STATS)
+        baseline_rewards = None
+        if rollouts.baseline is not None:
+            greedy = self.score(rollouts.baseline).rewards
+            metrics |= describe("reward/greedy", greedy, ("mean",))
+            of_group = dict(zip(rollouts.baseline.group_ids.tolist(), greedy, strict=True))
+            baseline_rewards = np.array(
+                [of_group[group] for group in rollouts.group_ids.tolist()], np.float32
+            )
+        return RewardedBatch(
+            rollouts, rewards, raw, tuple(self._weights), metrics, baseline_rewards=baseline_rewards
+        )
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int]]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
@@ -258,8 +271,12 @@ def _short_names(config: RewardConfig) -> dict[str, str]:
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _load(spec: str, name: str) -> _Function:
+def _load(spec: str, name: str, config: RewardConfig) -> _Function:
     function = find_function(spec, BUILTIN_FUNCTIONS, "reward function")
+    if function is overlong:
+        assert config.overlong_limit is not None, "the limit is derived before it comes here"
+        assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
+        function = partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # some callables written in C have no signature

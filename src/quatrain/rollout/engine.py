@@ -95,6 +95,7 @@ class RolloutEngine:
         self.mesh = mesh or one_device()
         self._places = shardings(self.mesh, partition(arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
+        self._greedy_baseline = bool(config.greedy_baseline)
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
@@ -144,11 +145,20 @@ class RolloutEngine:
     ) -> RolloutBatch:
         """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
 
-        `step` is the training step that the randomness is derived from. An empty list of prompts returns an
-        empty batch. Groups that were submitted but not waited for are not affected. Raises AssertionError if
-        `sync_weights` was not called before, and ValueError if the KV cache does not fit.
+        `step` is the training step that the randomness is derived from. Without `sampling`, and with
+        `rollout.greedy_baseline`, the batch has a greedy completion of each prompt as its `baseline`. An
+        empty list of prompts returns an empty batch. Groups that were submitted but not waited for are not
+        affected. Raises AssertionError if `sync_weights` was not called before, and ValueError if the KV
+        cache does not fit.
         """
-        session = self._new_session(sampling or self.sampling)
+        batch = self._generated(prompts, step, sampling or self.sampling)
+        if sampling is None and self._greedy_baseline:
+            greedy = replace(self.sampling, n=1, temperature=0.0)
+            batch = replace(batch, baseline=self._generated(prompts, step, greedy))
+        return batch
+
+    def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
+        session = self._new_session(sampling)
         session.submit(prompts, step)
         return self._collect(session, len(prompts))
 

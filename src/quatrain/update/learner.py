@@ -184,6 +184,9 @@ class Learner:
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
             "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
         }
+        if self.config.mask_truncated:
+            masked = int((batch.rollouts.finish_reason == "length").sum())
+            metrics["update/masked_sequences"] = Metric(masked, reduction="sum")
         if self.critic is not None:
             metrics["time/critic_s"] = Metric(after_critic - began)
         state = replace(state, metrics=metrics)
@@ -252,7 +255,9 @@ class Learner:
             if batch.rewarded.values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
-        table = _table(batch.rollouts).with_columns(old_values=batch.rewarded.values, returns=batch.returns)
+        table = self._trained(batch.rollouts).with_columns(
+            old_values=batch.rewarded.values, returns=batch.returns
+        )
         critic, metrics = self.critic.step(
             state.critic,
             table,
@@ -287,7 +292,15 @@ class Learner:
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(rollouts) if ref is None else ref
-        return _table(rollouts).with_columns(**columns)
+        return self._trained(rollouts).with_columns(**columns)
+
+    def _trained(self, rollouts: RolloutBatch) -> TokenTable:
+        """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
+        table = _table(rollouts)
+        if not self.config.mask_truncated:
+            return table
+        complete = rollouts.finish_reason != "length"
+        return replace(table, completion_mask=table.completion_mask & complete[:, None])
 
     def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         if self.config.old_logprobs == "rollout":
