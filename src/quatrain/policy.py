@@ -104,7 +104,10 @@ def _load_critic(
         return None, None
     if path is None:
         return replace(policy, head="score"), None
-    own = load_tokenizer(path) if not path.startswith(BUILTIN) else tokenizer
+    try:
+        own = tokenizer if path.startswith(BUILTIN) else load_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"critic.path {path} must have the policy's tokenizer: {error}") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             "a critic must have the policy's tokenizer, because it reads the same token ids: that of "

@@ -204,3 +204,38 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
     resolved = load_config(None, [], environ)
     assert len(resolved.warnings) == len(set(resolved.warnings)) == 1
     assert environ == {"QUATRAIN__ROLLOUT__N": "1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("advantage.estimator=gae critic.enabled=false", "critic.enabled must not be false for "),
+        ("critic.epochs=2", "critic.epochs has no effect without a critic; set advantage.estimator to gae"),
+        ("critic_optimizer.name=sgd", "critic_optimizer.name has no effect without a critic"),
+        ("reward.kl_target=0.1", "reward.kl_target needs reward.kl_coef above 0"),
+        ("reward.overlong_buffer=5", "reward.overlong_buffer has no effect without the function overlong"),
+        ("rollout.greedy_baseline=false advantage.estimator=remax", "rollout.greedy_baseline must not be "),
+        ("update.share_prompts=true update.micro_batch_size=2", "update.share_prompts needs a token budget"),
+        (
+            "advantage.estimator=gae critic.micro_batch_size=2 critic.max_tokens_per_device=99",
+            "critic.micro_batch_size must be null if critic.max_tokens_per_device ",
+        ),
+        (
+            "advantage.estimator=gae critic.max_tokens_per_device=9",
+            "critic.max_tokens_per_device=9 cannot hold one sequence",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_give_one_sentence(settings, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, settings.split(), {})
+    (problem,) = error.value.problems
+    assert problem.startswith(message)
+    assert "must be needs" not in problem
+
+
+def test_kl_in_the_loss_and_in_the_reward_is_warned_about():
+    both = load_config(None, ["update.kl_coef=0.1", "reward.kl_coef=0.1"], {}).warnings
+    assert any("the KL to the reference counts twice" in warning for warning in both)
+    one = load_config(None, ["update.kl_coef=0", "reward.kl_coef=0.1"], {}).warnings
+    assert not any("counts twice" in warning for warning in one)

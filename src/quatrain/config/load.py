@@ -162,6 +162,8 @@ def _rule(detail: Any) -> str:
     if known:
         return known
     text = detail["msg"]
+    if detail["type"] == "across_sections":
+        return text
     for beginning in ("Input should be ", "Value error, "):
         text = text.removeprefix(beginning)
     return text if text.startswith("must") else f"must be {text}"
