@@ -343,6 +343,26 @@ def test_truncated_completions_are_left_out_of_numerator_and_denominator(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_groups_without_signal_are_left_out_of_numerator_and_denominator(
+    make_learner, make_batch, small_params
+):
+    """The same step as on the batch without that group."""
+    batch = make_batch(13, groups=3)
+    silent = batch.rollouts.group_ids == batch.rollouts.group_ids[4]
+    batch = replace(batch, advantages=np.where(silent[:, None], np.float32(0), batch.advantages))
+    rest = _rows(batch, np.flatnonzero(~silent))
+    states = []
+    for mask, each in ((True, batch), (False, rest)):
+        learner = make_learner({"mask_zero_signal": mask, "entropy_coef": 0.1}, mini_batch_size=3)
+        states.append(learner.step(learner.init(_copy(small_params)), each))
+    masked, expected = states
+    assert masked.metrics["update/masked_groups"].result() == 1
+    assert "update/masked_groups" not in expected.metrics
+    assert masked.metrics["loss"].result() == pytest.approx(expected.metrics["loss"].result(), abs=1e-6)
+    for a, b in zip(jax.tree.leaves(masked.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def _rows(batch: AdvantagedBatch, rows: np.ndarray) -> AdvantagedBatch:
     """The sequences `rows` of `batch`."""
     r = batch.rollouts

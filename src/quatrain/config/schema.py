@@ -530,6 +530,12 @@ class UpdateConfig(Section):
         description="Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator "
         "and denominator; `update/masked_sequences` counts them. The critic's loss leaves them out too.",
     )
+    mask_zero_signal: bool = Field(
+        False,
+        description="Leave the groups in which every advantage is 0 out of the policy's loss, numerator and "
+        "denominator, so that the other groups weigh more; `update/masked_groups` counts them. KL and "
+        "entropy terms leave them out too.",
+    )
     max_bad_steps: Count = Field(
         5,
         description="The run stops after this many optimizer steps in a row with a non-finite loss or "

@@ -87,6 +87,11 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/masked_sequences": MetricDoc(
         "sequences", "sum", "Truncated completions left out of the loss (`update.mask_truncated`)."
     ),
+    "update/masked_groups": MetricDoc(
+        "groups",
+        "sum",
+        "Groups in which every advantage is 0, left out of the loss (`update.mask_zero_signal`).",
+    ),
     "update/compilations": MetricDoc(
         "programs",
         "sum",

@@ -204,6 +204,7 @@ class Learner:
         num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
         on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
         table = self._policy_table(state.params, batch, on_policy)
+        table = self._without_zero_signal(table, totals)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for rows in mini_batches_of_step(
@@ -255,7 +256,7 @@ class Learner:
             if batch.rewarded.values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
-        table = self._trained(batch.rollouts).with_columns(
+        table = self._without_truncated(batch.rollouts).with_columns(
             old_values=batch.rewarded.values, returns=batch.returns
         )
         critic, metrics = self.critic.step(
@@ -292,15 +293,25 @@ class Learner:
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(rollouts) if ref is None else ref
-        return self._trained(rollouts).with_columns(**columns)
+        return self._without_truncated(rollouts).with_columns(**columns)
 
-    def _trained(self, rollouts: RolloutBatch) -> TokenTable:
+    def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
         """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
         table = _table(rollouts)
         if not self.config.mask_truncated:
             return table
         complete = rollouts.finish_reason != "length"
         return replace(table, completion_mask=table.completion_mask & complete[:, None])
+
+    def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
+        """`table` without the completion tokens of groups in which every advantage is 0, if configured."""
+        if not self.config.mask_zero_signal:
+            return table
+        assert table.group_ids is not None
+        _, groups = np.unique(table.group_ids, return_inverse=True)
+        signal = np.bincount(groups, table.columns["advantages"].any(axis=1)) > 0
+        totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
+        return replace(table, completion_mask=table.completion_mask & signal[groups][:, None])
 
     def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         if self.config.old_logprobs == "rollout":
