@@ -1,6 +1,7 @@
 """The pages that `scripts/document.py` makes from the code."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,20 @@ def test_both_pages_are_written(document, tmp_path, monkeypatch):
     document.main()
     assert (tmp_path / "config.md").read_text(encoding="utf-8") == document.config_page()
     assert (tmp_path / "metrics.md").read_text(encoding="utf-8") == document.metrics_page()
+
+
+def test_the_page_for_other_libraries_names_keys_that_exist():
+    page = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    keys, header = set(), ""
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells:
+            header = ""
+        header = header or (cells[0] if cells else "")
+        if header.startswith("quatrain"):
+            keys |= set(re.findall(r"`([a-z_]+\.[a-z_0-9.]+)[`:]", cells[0] if line != header else ""))
+    files = {key for key in keys if key.endswith(".py")}
+    sections = {key.split(".")[0] for key in valid_keys()}
+    assert len(keys) > 50
+    assert {key for key in keys - files if key.split(".")[0] in sections} <= {*valid_keys()}
+    assert {key.split(".")[0] for key in keys - files} <= sections

@@ -1,17 +1,71 @@
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from quatrain import cli
 from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+ALGORITHMS = ("ppo", "gspo", "cispo", "dr_grpo", "rloo")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@EACH
 def test_each_loads_without_a_warning(path):
     assert load_config(path, [], {}).warnings == []
+
+
+@EACH
+def test_each_is_planned_without_a_warning(path, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quatrain", "plan", str(path), "--devices", "1", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    captured = capsys.readouterr()
+    plan = json.loads(captured.out)
+    assert (plan["warnings"], captured.err) == ([], "")
+    config = load_config(path, [], {}).config
+    assert plan["optimizer_steps_per_train_step"] == config.data.batch_size // config.update.mini_batch_size
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_recipe_differs_from_the_grpo_one_only_in_its_algorithm(name):
+    recipe, grpo = (
+        load_config(CONFIGS / f"{stem}.yaml", [], {}).config
+        for stem in (f"{name}_gsm8k_qwen25_0p5b", "gsm8k_qwen25_0p5b")
+    )
+    assert (recipe.model, recipe.eval, recipe.checkpoint) == (grpo.model, grpo.eval, grpo.checkpoint)
+    assert (recipe.data.system_prompt, recipe.reward.functions) == (
+        grpo.data.system_prompt,
+        grpo.reward.functions,
+    )
+    assert recipe.optimizer.learning_rate == grpo.optimizer.learning_rate
+    passes = recipe.data.batch_size / recipe.run.epochs
+    assert passes == grpo.data.batch_size / grpo.run.epochs, "as many training steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "loss", "aggregation", "kl_in_reward", "optimizer_steps"),
+    [
+        ("ppo", "gae", "ppo_clip", "token_mean", 0.001, 4),
+        ("gspo", "grpo", "gspo", "seq_mean_token_mean", 0, 4),
+        ("cispo", "grpo", "cispo", "token_mean", 0, 4),
+        ("dr_grpo", "dr_grpo", "ppo_clip", "seq_mean_token_sum_norm", 0, 1),
+        ("rloo", "rloo", "reinforce", "seq_mean_token_sum", 0.05, 1),
+    ],
+)
+def test_the_recipes_are_as_announced(name, estimator, loss, aggregation, kl_in_reward, optimizer_steps):
+    config = load_config(CONFIGS / f"{name}_gsm8k_qwen25_0p5b.yaml", [], {}).config
+    assert (config.advantage.estimator, config.update.loss) == (estimator, loss)
+    assert config.update.loss_aggregation == aggregation
+    assert (config.reward.kl_coef, config.update.kl_coef) == (kl_in_reward, 0)
+    assert config.data.batch_size // config.update.mini_batch_size == optimizer_steps
+    assert config.critic.enabled == (name == "ppo")
 
 
 def test_the_quickstart_is_the_embedded_one():

@@ -1,4 +1,4 @@
-"""The configuration for Qwen2.5-0.5B on GSM8K, run to its end on a small random Qwen2."""
+"""The configurations for Qwen2.5-0.5B on GSM8K, run to their ends on a small random Qwen2."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_tokenizer
@@ -14,7 +15,10 @@ from quatrain.models.params import init_params
 from quatrain.report.metrics import read_metrics
 from quatrain.train import train
 
-CONFIG = Path(__file__).parents[2] / "configs" / "gsm8k_qwen25_0p5b.yaml"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "gsm8k_qwen25_0p5b.yaml"
+# A random model earns almost no reward from the recipes' own functions; here, short completions earn more.
+BREVITY = f"reward.functions.{ROOT / 'examples' / 'custom_reward.py'}:brevity=1.0"
 SMALL = (
     "run.steps=2",
     "data.batch_size=4",
@@ -43,17 +47,22 @@ def _problems(path: Path, count: int) -> str:
     return str(path)
 
 
+def _settings(folder: Path, arch, name: str) -> tuple[str, ...]:
+    """The keys that make a recipe small: model and data in `folder`, few prompts, short completions."""
+    _qwen2(folder / "model", arch)
+    return (
+        *SMALL,
+        f"model.path={folder / 'model'}",
+        f"data.train={_problems(folder / 'train.jsonl', 16)}",
+        f"data.eval={_problems(folder / 'test.jsonl', 6)}",
+        f"run.dir={folder / 'runs'}",
+        f"run.name={name}",
+    )
+
+
 def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    _qwen2(tmp_path / "model", small_arch)
-    settings = (
-        *SMALL,
-        f"model.path={tmp_path / 'model'}",
-        f"data.train={_problems(tmp_path / 'train.jsonl', 16)}",
-        f"data.eval={_problems(tmp_path / 'test.jsonl', 6)}",
-        f"run.dir={tmp_path / 'runs'}",
-        "run.name=qwen",
-    )
+    settings = _settings(tmp_path, small_arch, "qwen")
     summary = train(load_config(CONFIG, settings, environ={}))
     rows = read_metrics(summary.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -62,3 +71,30 @@ def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch
     assert sum(row["update/optimizer_steps"] + row["update/skipped_steps"] for row in steps) == 4
     assert all(row["rollout/logprob_diff_max"] < 0.2 for row in steps if "rollout/logprob_diff_max" in row)
     assert json.loads((summary.run / "final" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "gspo", "cispo", "dr_grpo"))
+
+
+@pytest.mark.parametrize("name", ["rloo", *SLOW])
+def test_a_recipe_runs_on_a_small_qwen2(name, tmp_path, small_arch, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    path = ROOT / "configs" / f"{name}_gsm8k_qwen25_0p5b.yaml"
+    recipe = load_config(path, [], environ={}).config
+    optimizer_steps = recipe.data.batch_size // recipe.update.mini_batch_size
+    settings = (
+        *_settings(tmp_path, small_arch, name),
+        BREVITY,
+        f"rollout.n={min(recipe.rollout.n, 4)}",
+        f"update.mini_batch_size={4 // optimizer_steps}",
+    )
+    summary = train(load_config(path, settings, environ={}))
+    rows = read_metrics(summary.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert (row["update/optimizer_steps"], row.get("update/skipped_steps", 0)) == (optimizer_steps, 0)
+        assert row["update/grad_norm"] > 0
+        assert np.isfinite(row["update/policy_loss"])
+    in_reward = [key for key in rows[-1] if key.startswith("reward/kl")]
+    assert bool(in_reward) == (recipe.reward.kl_coef > 0)
+    assert ("critic/loss" in rows[-1]) == recipe.critic.enabled

@@ -82,7 +82,7 @@ def gspo(tokens: ScoredTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
         As `ppo_clip`; with one advantage per sequence, all its tokens are clipped or none.
 
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_mean`. verl
-    always aggregates so, and clamps the log-ratio at 10.
+    clamps the log-ratio at 10.
     """
     logprobs = tokens.logprobs
     mean = jax.lax.stop_gradient(tokens.sequence_mean(logprobs - tokens.old_logprobs))
@@ -149,7 +149,7 @@ def gmpo(tokens: ScoredTokens, *, clip_low: float = 0.4, clip_high: float = 0.4)
         `clip_high_fraction` (A > 0) and their sum, `clip_fraction`.
 
     The paper's objective is a mean over sequences: `update.loss_aggregation: seq_mean_token_mean`. verl
-    always aggregates so, and does not clamp the log-ratio.
+    always takes the mean over the sequences of a micro-batch, and does not clamp the log-ratio.
     """
     advantages, log_ratio = tokens.advantages, _log_ratio(tokens)
     low = (advantages < 0) & (log_ratio < -clip_low)
