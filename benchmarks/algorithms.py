@@ -266,8 +266,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     columns = 5
     panels: list[tuple[str, list[Row]] | None] = []
     for kind in KINDS:
-        mine = [(f"{kind} {name}", group) for name, group in _by_variant(rows, kind).items()]
-        panels += [*mine, *[None] * (-len(mine) % columns)]
+        prefix = "loss " if kind == "loss" else ""
+        groups = [(f"{prefix}{name}", group) for name, group in _by_variant(rows, kind).items()]
+        panels += [*groups, *[None] * (-len(groups) % columns)]
     height = len(panels) // columns
     if not height:
         return

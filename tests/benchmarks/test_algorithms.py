@@ -42,7 +42,7 @@ def test_a_variant_is_trained_once_and_its_result_kept(script, tmp_path, capsys)
     assert row["train_s"] > 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[2].startswith("| `rloo` |")
-    assert "estimator rloo" in figure.read_text("utf-8")
+    assert ">rloo</text>" in figure.read_text("utf-8")
     assert script.main(arguments) == 0
     assert len(script.read_rows(out)) == 1
     assert capsys.readouterr().out == printed
