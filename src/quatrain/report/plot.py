@@ -41,8 +41,8 @@ def plot_run(run_dir: str | Path, output: str | Path) -> None:
     figure = Figure(figsize=(8, 3.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _style(left, "Training reward, mean of a step")
-    _style(right, "Held-out accuracy")
+    style_axes(left, "Training reward, mean of a step")
+    style_axes(right, "Held-out accuracy")
     if rewards[0]:
         left.plot(*rewards, color=_BLUE, linewidth=1.6)
     for (label, (steps, values)), color in zip(accuracies.items(), (_BLUE, _ORANGE)):
@@ -60,7 +60,7 @@ def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _style(axes: Any, title: str) -> None:
+def style_axes(axes: Any, title: str) -> None:
     axes.set_title(title, fontsize=9, color=_INK, loc="left")
     axes.set_xlabel("step", fontsize=8, color=_MUTED)
     axes.tick_params(labelsize=8, colors=_MUTED, length=0)
