@@ -11,7 +11,7 @@ from quatrain.config.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-ALGORITHMS = ("ppo", "gspo", "cispo", "dr_grpo", "rloo")
+ALGORITHMS = ("ppo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
 
 
 @EACH
@@ -57,6 +57,7 @@ def test_a_recipe_differs_from_the_grpo_one_only_in_its_algorithm(name):
         ("cispo", "grpo", "cispo", "token_mean", 0, 4),
         ("dr_grpo", "dr_grpo", "ppo_clip", "seq_mean_token_sum_norm", 0, 1),
         ("rloo", "rloo", "reinforce", "seq_mean_token_sum", 0.05, 1),
+        ("remax", "remax", "reinforce", "seq_mean_token_sum", 0.05, 1),
     ],
 )
 def test_the_recipes_are_as_announced(name, estimator, loss, aggregation, kl_in_reward, optimizer_steps):

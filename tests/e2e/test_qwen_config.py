@@ -73,7 +73,7 @@ def test_the_whole_chain_runs_on_a_small_qwen2(tmp_path, small_arch, monkeypatch
     assert json.loads((summary.run / "final" / "config.json").read_text())["model_type"] == "qwen2"
 
 
-SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "gspo", "cispo", "dr_grpo"))
+SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "gspo", "cispo", "dr_grpo", "remax"))
 
 
 @pytest.mark.parametrize("name", ["rloo", *SLOW])
