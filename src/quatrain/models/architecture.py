@@ -52,7 +52,7 @@ class Architecture:
     local_rope_theta: float | None = None
     """RoPE theta of sliding-window layers, without scaling; None: as in layers with full attention."""
     head: Head = "vocabulary"
-    """What is computed from a hidden state: logits of the vocabulary, or one number (critic, reward model)."""
+    """What a hidden state becomes: logits of the vocabulary, or one number (critics, reward models)."""
     tie_embeddings: bool = False
     """Whether the output head of the vocabulary is the embedding matrix."""
     qkv_bias: bool = False

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quatrain.models.architecture import LAYER_TYPES, Architecture, Head, RopeScaling
+from quatrain.models.architecture import LAYER_TYPES, Architecture, RopeScaling
 
 Json = dict[str, Any]
 Path = tuple[str | int, ...]

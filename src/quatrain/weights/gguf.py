@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture, Head, RopeScaling, TensorName, tensor_names
+from quatrain.models.architecture import Head
+from quatrain.models.families import Architecture, RopeScaling, TensorName, tensor_names
 from quatrain.models.layers import rope_frequencies
 from quatrain.models.params import Params, assemble
 from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header

@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.places import HUB_ID, local_path
+from quatrain.models.architecture import Head
 from quatrain.models.families import (
     Architecture,
-    Head,
     TensorName,
     architecture_from_hf,
     architecture_to_hf,

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.families import Architecture, Head, builtin_architecture
+from quatrain.models.architecture import Head
+from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.params import Params, init_params
 from quatrain.weights.hf import (
     check_classifier,
