@@ -343,6 +343,19 @@ def test_truncated_completions_are_left_out_of_numerator_and_denominator(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_signal_in_truncated_completions_alone_is_no_signal(make_learner, make_batch, small_params):
+    batch = make_batch(14)
+    cut = np.arange(len(batch.rollouts)) % 2 == 0
+    rollouts = replace(batch.rollouts, finish_reason=np.where(cut, "length", "stop"))
+    advantages = np.where(cut[:, None], batch.advantages, np.float32(0))
+    assert advantages.any()
+    marked = AdvantagedBatch(replace(batch.rewarded, rollouts=rollouts), advantages)
+    learner = make_learner({"mask_truncated": True})
+    state = learner.step(learner.init(_copy(small_params)), marked)
+    assert state.metrics["update/skipped_steps"].result() == 1
+    assert _changes(small_params, state.params) == 0.0
+
+
 def test_groups_without_signal_are_left_out_of_numerator_and_denominator(
     make_learner, make_batch, small_params
 ):

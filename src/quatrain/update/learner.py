@@ -215,7 +215,8 @@ class Learner:
             train_step=state.train_step,
         ):
             mini = table.take(rows)
-            signal = mini.columns["advantages"].any() or self.config.kl_coef or self.config.entropy_coef
+            advantages = mini.columns["advantages"][mini.completion_mask]
+            signal = advantages.any() or self.config.kl_coef or self.config.entropy_coef
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
