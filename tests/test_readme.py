@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts import make_rollouts
 
 from quatrain.config.load import load_config
 from quatrain.config.schema import RewardConfig
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types import RolloutBatch
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -34,23 +34,6 @@ def commands(page):
     return [shlex.split(line, comments=True) for line in lines if line.startswith("quatrain ")]
 
 
-def rollouts(completions, answers):
-    rows = len(completions)
-    mask = np.tile([False, True], (rows, 1))
-    return RolloutBatch(
-        input_ids=np.ones((rows, 2), np.int32),
-        attention_mask=np.ones((rows, 2), np.bool_),
-        completion_mask=mask,
-        rollout_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.full(rows, "stop"),
-        group_ids=np.arange(rows, dtype=np.int64),
-        prompts=("How many?",) * rows,
-        completions=tuple(completions),
-        columns={"answer": tuple(answers)},
-    )
-
-
 def test_the_reward_function_in_the_readme_scores(tmp_path):
     (source,) = [block for block in blocks(README, "python") if "def " in block]
     assert len(source.splitlines()) == 8
@@ -60,7 +43,8 @@ def test_the_reward_function_in_the_readme_scores(tmp_path):
     assert scorer.required_columns == {"answer"}
 
     completions = ["<think>3+4=7</think>\n<answer>7</answer>", "It is 6.", "1,004 apples", "-1", "No idea."]
-    batch = scorer.score(rollouts(completions, ["7", "2 + 5 = 7\n#### 7", "1,000", "2", "7"]))
+    answers = ["7", "2 + 5 = 7\n#### 7", "1,000", "2", "7"]
+    batch = scorer.score(make_rollouts(completions, ["How many?"] * 5, answer=answers))
     np.testing.assert_array_equal(batch.rewards, np.float32([1, 0.5, 0.2, 0.25, np.nan]))
     assert batch.metrics["reward/nearness/errors"].result() == 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.config.schema import Config
+from quatrain.config.schema import Config, CriticConfig, UpdateConfig
 from quatrain.policy import (
     LoadedPolicy,
     build_critic_spec,
@@ -78,8 +78,6 @@ def build_advantage(config: Config) -> AdvantageEstimator:
 
 def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference: Any = None) -> Learner:
     """The update stage of a run of `steps` training steps; for `reference` see `build_stages`."""
-    assert config.update.mini_batch_size is not None, "batch sizes are derived before they come here"
-    mini_batches = math.ceil(config.data.batch_size / config.update.mini_batch_size)
     critic = build_critic(config, loaded, steps=steps) if config.critic.enabled else None
     reward = config.reward
     kl_reward = KLReward(reward.kl_coef, reward.kl_target, reward.kl_horizon) if reward.kl_coef else None
@@ -90,7 +88,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         config.logprob,
         config.optimizer,
         max_new_tokens=config.rollout.max_new_tokens,
-        total_steps=policy_steps * config.update.epochs * mini_batches,
+        total_steps=policy_steps * _optimizer_steps(config, config.update),
         seed=config.seed,
         reference=reference,
         critic=critic,
@@ -101,17 +99,20 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
 
 def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:
     """The critic of a run of `steps` training steps."""
-    critic = config.critic
-    assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
-    assert critic.epochs is not None, "epochs are derived before they come here"
-    mini_batches = math.ceil(config.data.batch_size / critic.mini_batch_size)
     return Critic(
         build_critic_spec(config, loaded),
-        critic,
+        config.critic,
         config.update,
         config.critic_optimizer,
         max_new_tokens=config.rollout.max_new_tokens,
-        total_steps=steps * critic.epochs * mini_batches,
+        total_steps=steps * _optimizer_steps(config, config.critic),
         seed=config.seed,
         optimizer_memory="host" if config.offload.critic else "device",
     )
+
+
+def _optimizer_steps(config: Config, sizes: UpdateConfig | CriticConfig) -> int:
+    """Optimizer steps of a training step, of the policy or of the critic."""
+    assert sizes.mini_batch_size is not None, "batch sizes are derived before they come here"
+    assert sizes.epochs is not None, "epochs are derived before they come here"
+    return sizes.epochs * math.ceil(config.data.batch_size / sizes.mini_batch_size)

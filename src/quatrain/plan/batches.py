@@ -95,7 +95,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     """
     roles = resolve_roles(config, devices, processes)
     layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh)
-    steps, prompts = _mini_batches(config)
+    steps, prompts = _mini_batches(config, config.update)
     sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
     rows = chain(
         _step_rows(config),
@@ -108,10 +108,10 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     return BatchPlan(tuple(rows), tuple(_warnings(config, layout, sequences)))
 
 
-def _mini_batches(config: Config) -> tuple[int, _Span]:
-    """(number of mini-batches per epoch, prompts of a mini-batch)."""
+def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[int, _Span]:
+    """(number of mini-batches per epoch, prompts of a mini-batch) of the policy or the critic."""
     whole = config.data.batch_size
-    count = _ceil(whole, config.update.mini_batch_size or whole)
+    count = _ceil(whole, sizes.mini_batch_size or whole)
     return count, _Span(whole // count, _ceil(whole, count))
 
 
@@ -215,8 +215,7 @@ def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         return
     assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
     assert critic.epochs is not None, "epochs are derived before they come here"
-    count = _ceil(whole, critic.mini_batch_size)
-    prompts = _Span(whole // count, _ceil(whole, count))
+    count, prompts = _mini_batches(config, critic)
     parts = f"ceil({whole} / {critic.mini_batch_size})"
     yield Row(
         "critic_optimizer_steps_per_train_step",
