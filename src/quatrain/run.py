@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.draw import Draws, Place
 from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
@@ -39,7 +40,7 @@ from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_advantage, build_learner
-from quatrain.types import AdvantagedBatch, Prompt
+from quatrain.types import AdvantagedBatch
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
 from quatrain.update.trainer import ModelState
@@ -109,7 +110,7 @@ class Run:
         self.timer = StageTimer()
         self.loaded = load_policy(config)
         self.scorer = build_scorer(config, self.loaded)
-        self.prompts = self._load_prompts(config.data.train)
+        self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(
             config,
@@ -123,6 +124,11 @@ class Run:
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
+        self.draws = Draws(
+            self.prompts,
+            batch_size=config.data.batch_size,
+            rounds=config.rollout.dynamic_sampling_rounds,
+        )
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
 
@@ -131,11 +137,7 @@ class Run:
         """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
-    def next_prompts(self, train_step: int) -> list[Prompt]:
-        """The prompts of training step number `train_step`, from 0."""
-        return self.prompts.batch(train_step, self.config.data.batch_size)
-
-    def _load_prompts(self, spec: str) -> PromptSource:
+    def _load_prompts(self, spec: str, *, by_pass_rate: bool = False) -> PromptSource:
         return load_prompts(
             spec,
             self.config.data,
@@ -143,6 +145,7 @@ class Run:
             seed=self.config.seed,
             required_columns=self.scorer.required_columns,
             check_prompt=self.scorer.check_prompt,
+            by_pass_rate=by_pass_rate,
         )
 
     def announce(self, plan: str) -> None:
@@ -162,6 +165,11 @@ class Run:
                     f"{spec}: {source.skipped} prompts skipped, {source.truncated} truncated, longer than "
                     f"data.max_prompt_length={data.max_prompt_length} tokens"
                 )
+        if self.prompts.filtered:
+            self.report.event(
+                f"{data.train}: {self.prompts.filtered} prompts left out by their pass rates, "
+                f"{len(self.prompts)} kept"
+            )
 
     def begin(self) -> tuple[TrainState, Stages]:
         """The initial training state (after the warm start, or from a checkpoint) and the stages."""
@@ -247,6 +255,7 @@ class Run:
             "throughput/tokens_per_s": Metric(tokens_per_s),
             "data/skipped_prompts": Metric(self.prompts.skipped, reduction="sum"),
             "data/truncated_prompts": Metric(self.prompts.truncated, reduction="sum"),
+            "data/filtered_prompts": Metric(self.prompts.filtered, reduction="sum"),
         }
         self.report.log(step, metrics)
         self.report.samples(step, advantaged)
@@ -312,6 +321,7 @@ class Run:
                 {
                     **_counts(state),
                     "train_step": state.train_step,
+                    "place": asdict(self.draws.place),
                     "reward_kl_coef": state.reward_kl_coef,
                     "critic": None if state.critic is None else _counts(state.critic),
                     "config": _kept_on_resume(self.config),
@@ -346,6 +356,8 @@ class Run:
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
+        drawn = step * self.config.data.batch_size  # in checkpoints without a place every prompt was used
+        self.draws.place = Place(**host.get("place", {"next_prompt": drawn}))
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
             state,

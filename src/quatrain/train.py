@@ -10,26 +10,36 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from quatrain.config.load import Resolved
+from quatrain.draw import Draws, NoSignal
 from quatrain.report.progress import Progress
 from quatrain.run import Run, Summary, open_run
 from quatrain.stages import Stages
-from quatrain.types import AdvantagedBatch, Prompt
+from quatrain.types import AdvantagedBatch, Prompt, RewardedBatch
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
 
 def train_step(
     stages: Stages,
     state: TrainState,
-    prompts: Sequence[Prompt],
+    draws: Draws,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[TrainState, AdvantagedBatch]:
-    """One training step; returns the new state and the batch. Each stage runs in a context `timed(name)`."""
+    """One training step; returns the new state and the batch. Each stage runs in a context `timed(name)`.
+
+    `draws` has its prompts completed and scored, more than once where it samples dynamically.
+    """
     step = state.train_step
     with timed("rollout"):
         stages.rollout.sync_weights(state.params, state.step)
-        rollouts = stages.rollout.generate(prompts, step=step)
-    with timed("reward"):
-        rewarded = stages.reward.score(rollouts)
+
+    def sample(prompts: Sequence[Prompt]) -> RewardedBatch:
+        with timed("rollout"):
+            rollouts = stages.rollout.generate(prompts, step=step)
+        with timed("reward"):
+            rewarded = stages.reward.score(rollouts)
+        return rewarded
+
+    rewarded = draws.take(sample)
     if stages.update.scores_tokens:
         with timed("token_scores"):
             rewarded = stages.update.score_tokens(state, rewarded)
@@ -43,7 +53,8 @@ def train_step(
 def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
-    Raises ValueError for invalid input before any computation, and TooManyBadSteps after saving a checkpoint.
+    Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
+    checkpoint.
     """
     with open_run(resolved, resume) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
@@ -60,11 +71,13 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
     while state.train_step < run.steps:
         try:
             with run.timer.stage("step"):
-                prompts = run.next_prompts(state.train_step)
-                state, advantaged = train_step(stages, state, prompts, run.timed)
+                state, advantaged = train_step(stages, state, run.draws, run.timed)
         except TooManyBadSteps as stopped:
             run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
             run.save(stopped.state)
+            raise
+        except NoSignal:
+            run.save(state)
             raise
         run.record(state.train_step, state.metrics, advantaged)
         run.evaluate_when_due(state)

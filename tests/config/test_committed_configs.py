@@ -11,7 +11,7 @@ from quatrain.config.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-ALGORITHMS = ("ppo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
+ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
 
 
 @EACH
@@ -40,10 +40,9 @@ def test_a_recipe_differs_from_the_grpo_one_only_in_its_algorithm(name):
         for stem in (f"{name}_gsm8k_qwen25_0p5b", "gsm8k_qwen25_0p5b")
     )
     assert (recipe.model, recipe.eval, recipe.checkpoint) == (grpo.model, grpo.eval, grpo.checkpoint)
-    assert (recipe.data.system_prompt, recipe.reward.functions) == (
-        grpo.data.system_prompt,
-        grpo.reward.functions,
-    )
+    assert recipe.data.system_prompt == grpo.data.system_prompt
+    added = {"overlong": 1.0} if name == "dapo" else {}
+    assert recipe.reward.functions == {**grpo.reward.functions, **added}
     assert recipe.optimizer.learning_rate == grpo.optimizer.learning_rate
     passes = recipe.data.batch_size / recipe.run.epochs
     assert passes == grpo.data.batch_size / grpo.run.epochs, "as many training steps"
@@ -53,6 +52,7 @@ def test_a_recipe_differs_from_the_grpo_one_only_in_its_algorithm(name):
     ("name", "estimator", "loss", "aggregation", "kl_in_reward", "optimizer_steps"),
     [
         ("ppo", "gae", "ppo_clip", "token_mean", 0.001, 4),
+        ("dapo", "grpo", "ppo_clip", "token_mean", 0, 4),
         ("gspo", "grpo", "gspo", "seq_mean_token_mean", 0, 4),
         ("cispo", "grpo", "cispo", "token_mean", 0, 4),
         ("dr_grpo", "dr_grpo", "ppo_clip", "seq_mean_token_sum_norm", 0, 1),
@@ -67,6 +67,7 @@ def test_the_recipes_are_as_announced(name, estimator, loss, aggregation, kl_in_
     assert (config.reward.kl_coef, config.update.kl_coef) == (kl_in_reward, 0)
     assert config.data.batch_size // config.update.mini_batch_size == optimizer_steps
     assert config.critic.enabled == (name == "ppo")
+    assert (config.rollout.dynamic_sampling_rounds > 1) == (name == "dapo")
 
 
 def test_the_quickstart_is_the_embedded_one():

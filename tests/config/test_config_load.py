@@ -215,6 +215,11 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ("reward.kl_target=0.1", "reward.kl_target needs reward.kl_coef above 0"),
         ("reward.overlong_buffer=5", "reward.overlong_buffer has no effect without the function overlong"),
         ("rollout.greedy_baseline=false advantage.estimator=remax", "rollout.greedy_baseline must not be "),
+        ("rollout.dynamic_sampling_rounds=2 rollout.n=1", "rollout.dynamic_sampling_rounds must be 1 for "),
+        (
+            "data.min_pass_rate=0.5 data.max_pass_rate=0.4",
+            "data.min_pass_rate must be at most data.max_pass_rate (0.4); lower it",
+        ),
         ("update.share_prompts=true update.micro_batch_size=2", "update.share_prompts needs a token budget"),
         (
             "advantage.estimator=gae critic.micro_batch_size=2 critic.max_tokens_per_device=99",

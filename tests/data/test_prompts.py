@@ -27,8 +27,9 @@ def dataset(tmp_path):
     return write
 
 
-def load(spec, tokenizer, required_columns=(), **data):
-    return load_prompts(spec, DataConfig(**data), tokenizer, seed=0, required_columns=required_columns)
+def load(spec, tokenizer, required_columns=(), by_pass_rate=False, **data):
+    options = {"required_columns": required_columns, "by_pass_rate": by_pass_rate}
+    return load_prompts(spec, DataConfig(**data), tokenizer, seed=0, **options)
 
 
 def decoded(tokenizer, prompts):
@@ -179,6 +180,55 @@ def test_long_prompts_are_truncated_on_the_left(dataset, tokenizer):
     assert source.head()[0].text == "1234"
 
 
+RATES = [{"prompt": str(i), "pass_rate": rate} for i, rate in enumerate((0, 0.25, 0.5, 1.0))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, "0123"),
+        ({"min_pass_rate": 0.25}, "123"),
+        ({"max_pass_rate": 0.5}, "012"),
+        ({"min_pass_rate": 0.1, "max_pass_rate": 0.9}, "12"),
+    ],
+)
+def test_prompts_are_filtered_by_pass_rate(dataset, tokenizer, limits, kept):
+    source = load(dataset(*RATES), tokenizer, by_pass_rate=True, **limits)
+    assert "".join(decoded(tokenizer, source.head())) == kept
+    assert (len(source), source.filtered) == (len(kept), 4 - len(kept))
+    assert len(load(dataset(*RATES), tokenizer, **limits)) == 4  # evaluation and demonstrations
+
+
+def test_a_row_left_out_is_not_counted_as_long_too(dataset, tokenizer):
+    rows = (
+        {"prompt": "123456", "rate": 0.0},
+        {"prompt": "12", "rate": 0.5},
+        {"prompt": "12345", "rate": 0.5},
+    )
+    source = load(
+        dataset(*rows), tokenizer, by_pass_rate=True, min_pass_rate=0.1, pass_rate_column="rate",
+        max_prompt_length=4, on_long_prompt="skip",
+    )  # fmt: skip
+    assert (len(source), source.skipped, source.filtered) == (1, 1, 1)
+
+
+def test_pass_rates_that_cannot_filter(dataset, tokenizer):
+    def attempt(*rows, **limits):
+        load(dataset(*rows), tokenizer, by_pass_rate=True, **limits)
+
+    with pytest.raises(ValueError, match="the filter by pass rate needs the column `pass_rate`"):
+        attempt({"prompt": "1"}, min_pass_rate=0.1)
+    for value in (None, "0.5", True, 1.5, -0.1, float("nan")):
+        with pytest.raises(
+            ValueError, match=r"row 2: the column `pass_rate` must be a pass rate from 0 to 1"
+        ):
+            attempt({"prompt": "1", "pass_rate": 0.5}, {"prompt": "1", "pass_rate": value}, max_pass_rate=0.5)
+    with pytest.raises(
+        ValueError, match=r"no prompt is left: 4 have a pass rate below data\.min_pass_rate=None"
+    ):
+        attempt(*RATES[1:], *RATES[3:], max_pass_rate=0.1)
+
+
 @pytest.fixture(scope="module")
 def stream(tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "seven.jsonl"
@@ -202,6 +252,7 @@ def test_each_pass_holds_every_row_once_in_another_order(stream):
 def test_a_draw_depends_on_its_position_alone(stream):
     drawn = stream(3).batch(0, 30)
     assert [prompt.group_id for prompt in drawn] == list(range(30))
+    assert texts(stream(3).take(11, 4)) == texts(drawn)[11:15]
     later = stream(3).batch(4, 5)
     assert texts(later) == texts(drawn)[20:25]
     assert [prompt.group_id for prompt in later] == [20, 21, 22, 23, 24]

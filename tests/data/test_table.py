@@ -86,6 +86,19 @@ def test_shares_make_the_batches_of_one_process(monkeypatch, tokenizer, files, c
     assert reads == [[f"part-{i}.jsonl" for i in range(own, 3, count)] for own in range(count)]
 
 
+def test_rows_left_out_by_their_pass_rate_are_counted_over_all_shares(monkeypatch, tokenizer, tmp_path):
+    for part, rates in enumerate(((0.0, 0.5), (1.0,), (0.25, 0.0, 0.75))):
+        rows = [{"prompt": f"{part}{i}", "pass_rate": rate} for i, rate in enumerate(rates)]
+        (tmp_path / f"part-{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(min_pass_rate=0.1, max_pass_rate=0.9)
+
+    def work():
+        source = load_prompts(f"{tmp_path}/part-*.jsonl", data, tokenizer, seed=3, by_pass_rate=True)
+        return source.filtered, [prompt.text for prompt in source.head()]
+
+    assert _together(monkeypatch, 2, work)[0] == [(3, ["01", "20", "22"])] * 2
+
+
 def test_demonstrations_are_shared_out_too(monkeypatch, tokenizer, files):
     def work():
         source = load_demonstrations(files, DataConfig(max_prompt_length=300), tokenizer, seed=1)

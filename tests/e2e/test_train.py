@@ -61,6 +61,7 @@ def finished(tmp_path_factory):
         "update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2",
         "advantage.estimator=gae", "critic.epochs=1", "critic_optimizer.learning_rate=1e-3",
         "reward.kl_coef=0.05", "reward.kl_target=0.01", "reward.kl_horizon=100",
+        "rollout.dynamic_sampling_rounds=3",
     )  # fmt: skip
     return train(_resolved(folder, "whole", *options)), options
 
@@ -178,6 +179,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(Learner, "step", plain_step)
     summary = train(_resolved(tmp_path, "broken", *options), resume="broken")
 
+    # The steps before the checkpoint took more prompts than two batches of four.
+    rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
+    assert sum(row["dynamic_sampling/drawn_groups"] for row in rows) > 8
     assert summary.before == whole.before
     assert summary.after == whole.after
     weights = [s.run / "final" / "model.safetensors" for s in (whole, summary)]

@@ -213,6 +213,18 @@ class DataConfig(Section):
         description="What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the "
         "prompt, or drop its first tokens. Skipped and truncated prompts are counted.",
     )
+    pass_rate_column: Text = Field(
+        "pass_rate",
+        description="Column with the fraction, 0 to 1, of a model's answers to the prompt that were right.",
+    )
+    min_pass_rate: Fraction | None = Field(
+        None,
+        description="Train on prompts with at least this pass rate; others of `data.train` are left out and "
+        "counted. null: no lower bound.",
+    )
+    max_pass_rate: Fraction | None = Field(
+        None, description="Train on prompts with at most this pass rate; null: no upper bound."
+    )
     question_column: Text | None = Field(
         None,
         description="Column with a plain question, which becomes a user message; null: the prompt is in the "
@@ -221,6 +233,17 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         None, description="System message added before each prompt; null: none."
     )
+
+    @model_validator(mode="after")
+    def _pass_rates_are_a_range(self) -> Self:
+        low, high = self.min_pass_rate, self.max_pass_rate
+        if low is not None and high is not None and low > high:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be at most data.max_pass_rate ({high}); lower it, or raise data.max_pass_rate",
+                {"key": "data.min_pass_rate", "value": low, "high": high},
+            )
+        return self
 
 
 class SFTConfig(Section):
@@ -271,6 +294,12 @@ class RolloutConfig(Section):
         description="Whether a greedy completion of each prompt is drawn too, scored and not trained on; "
         "derived: true for `advantage.estimator: remax`, else false. An estimator of your own that takes "
         "`baseline_rewards` needs true.",
+    )
+    dynamic_sampling_rounds: Count = Field(
+        1,
+        description="With 2 or more, dynamic sampling (DAPO): a training step draws further prompts, in at "
+        "most so many rounds, until `data.batch_size` groups have samples with different rewards, and "
+        "trains on these. 1: the next `data.batch_size` prompts, whatever their rewards.",
     )
     mesh: Mesh | None = Field(
         None,
@@ -438,7 +467,7 @@ class AdvantageConfig(Section):
     estimator: EstimatorName = Field(
         "grpo",
         description="Advantage estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp`, "
-        "`reinforce_pp_baseline`, `opo`, `gpg`, `passk`, `gae` (formulas: "
+        "`reinforce_pp_baseline`, `opo`, `remax`, `gpg`, `passk`, `gae` (formulas: "
         "[algorithms.md](algorithms.md#advantage-estimators)), or a function of your own as "
         "`path/file.py:function` or `package.module:function`.",
     )
@@ -451,7 +480,7 @@ class AdvantageConfig(Section):
         description="Standard deviation that divides the advantage: of the group's rewards, of the whole "
         "batch, or none; [algorithms.md](algorithms.md#advantage-estimators) shows which of these an "
         "estimator accepts; derived: `group` for `grpo` and `passk`, `batch` for `reinforce`, "
-        "`reinforce_pp`, `reinforce_pp_baseline` and `gae`, `none` for `dr_grpo`, `rloo`, `opo` and `gpg`.",
+        "`reinforce_pp`, `reinforce_pp_baseline` and `gae`, `none` for the others.",
     )
 
 
@@ -774,6 +803,18 @@ class Config(Section):
                 "across_sections",
                 "must not be false for advantage.estimator remax, whose baseline it is; set true or null",
                 {"key": "rollout.greedy_baseline", "value": False},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dynamic_sampling_has_groups(self) -> Self:
+        rounds = self.rollout.dynamic_sampling_rounds
+        if rounds > 1 and self.rollout.n == 1:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be 1 for rollout.n 1: it looks for groups whose samples have different rewards, which "
+                "a single sample never has; set 1, or raise rollout.n",
+                {"key": "rollout.dynamic_sampling_rounds", "value": rounds},
             )
         return self
 

@@ -37,15 +37,16 @@ class _Stream:
         # grain accepts 32-bit seeds only.
         self._indices = grain.MapDataset.range(num_rows).shuffle(seed=seed % 2**32).repeat()
 
-    def draws(self, index: int, size: int) -> list[tuple[int, int]]:
-        """(position in the stream, row number) for `size` positions, starting at index * size."""
-        return [(at, int(self._indices[at])) for at in range(index * size, (index + 1) * size)]
+    def draws(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(position in the stream, row number) for `count` positions, starting at `first`."""
+        return [(at, int(self._indices[at])) for at in range(first, first + count)]
 
 
 class PromptSource:
-    """Tokenised prompts: `batch` by stream position for training, `head` in file order for evaluation.
+    """Tokenised prompts: `take` by stream position for training, `head` in file order for evaluation.
 
-    A batch depends only on (seed, index, size), so a checkpoint needs to store one number to resume.
+    What is taken depends only on the seed and the position, so a checkpoint needs to store one number to
+    resume.
     """
 
     def __init__(self, table: Table, *, seed: int):
@@ -55,13 +56,19 @@ class PromptSource:
         """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
         """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
+        self.filtered = table.filtered
+        """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`."""
 
     def __len__(self) -> int:
         return self._table.size
 
     def batch(self, index: int, size: int) -> list[Prompt]:
-        """`size` prompts from position index * size on; a prompt's `group_id` is its stream position."""
-        positions, numbers = zip(*self._stream.draws(index, size), strict=True)
+        """Batch number `index`, from 0, of the stream in batches of `size` prompts."""
+        return self.take(index * size, size)
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        """`count` prompts from position `first` on; a prompt's `group_id` is its position in the stream."""
+        positions, numbers = zip(*self._stream.draws(first, count), strict=True)
         return [row.prompt(at) for at, row in zip(positions, self._table.take(numbers), strict=True)]
 
     def head(self, count: int | None = None) -> list[Prompt]:
@@ -95,7 +102,7 @@ class DemonstrationSource:
 
     def batch(self, index: int, size: int) -> list[Demonstration]:
         """`size` demonstrations from stream position index * size on."""
-        numbers = [number for _, number in self._stream.draws(index, size)]
+        numbers = [number for _, number in self._stream.draws(index * size, size)]
         return [_demonstration(row, self._tokenizer) for row in self._table.take(numbers)]
 
 
@@ -107,6 +114,7 @@ def load_prompts(
     seed: int,
     required_columns: Mapping[str, str] | Collection[str] = (),
     check_prompt: Callable[[PromptText], None] = lambda prompt: None,
+    by_pass_rate: bool = False,
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
@@ -117,14 +125,22 @@ def load_prompts(
 
     `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
     needs each. `check_prompt` is called with each prompt and raises ValueError if the rewards cannot score
-    it. Raises ValueError for invalid data, naming the row, and if processes have read different data.
+    it. With `by_pass_rate`, rows whose pass rate is below `data.min_pass_rate` or above `data.max_pass_rate`
+    are left out. Raises ValueError for invalid data, naming the row, and if processes have read different
+    data.
     """
+    by_pass_rate = by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None)
 
     def check_columns(row: Row) -> None:
         _check_columns(spec, row, data)
         _check_required(spec, row, required_columns)
+        if by_pass_rate:
+            _check_required(spec, row, {data.pass_rate_column: "the filter by pass rate"})
 
-    table = _load(spec, data, tokenizer, check_columns, _check_answers)
+    def keep(spec: str, number: int, row: Row) -> bool:
+        return not by_pass_rate or _pass_rate_within(spec, number, row, data)
+
+    table = _load(spec, data, tokenizer, check_columns, _check_answers, keep)
     for row in table.own.values():
         _check_prompt(spec, row, check_prompt)
     return PromptSource(table, seed=seed)
@@ -150,8 +166,17 @@ def load_demonstrations(
 
 class _TokenRows(NamedTuple):
     rows: list[TokenRow]
-    skipped: int
-    truncated: int
+    skipped: int = 0
+    truncated: int = 0
+    filtered: int = 0
+
+
+_Keep = Callable[[str, int, Row], bool]
+"""Whether a row is used, from the source, the row's number from 1, and the row."""
+
+
+def _keep_all(spec: str, number: int, row: Row) -> bool:
+    return True
 
 
 def _load(
@@ -160,22 +185,24 @@ def _load(
     tokenizer: PreTrainedTokenizerFast,
     check_columns: Callable[[Row], None],
     check_rows: Callable[[str, Sequence[Row]], None],
+    keep: _Keep = _keep_all,
 ) -> Table:
     """The tokenised rows of `spec`; if they are in several files, each process reads a part of the files.
 
     `check_columns` is called with a row that has every column, `check_rows` with the source and its rows.
+    Rows for which `keep` is false are left out and counted.
     """
     files = data_files(spec) if joined() else []
     if len(files) > 1:
-        return _load_share(spec, files, data, tokenizer, check_columns, check_rows)
+        return _load_share(spec, files, data, tokenizer, check_columns, check_rows, keep)
     rows = read_rows(spec)
     check_columns(rows[0])
     check_rows(spec, rows)
-    found = _tokenise(spec, rows, data, tokenizer)
-    _check_not_empty(spec, len(found.rows), data)
+    found = _tokenise(spec, rows, data, tokenizer, keep)
+    _check_not_empty(spec, len(found.rows), found.filtered, data)
     if joined():
         _assert_same_everywhere(spec, found.rows)
-    return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated)
+    return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated, found.filtered)
 
 
 def _load_share(
@@ -185,6 +212,7 @@ def _load_share(
     tokenizer: PreTrainedTokenizerFast,
     check_columns: Callable[[Row], None],
     check_rows: Callable[[str, Sequence[Row]], None],
+    keep: _Keep,
 ) -> Table:
     """Process i of N reads the files i, i + N, ...; rows are numbered consecutively over all files."""
     assert_same("data set", {spec: [file.name for file in files]})
@@ -196,20 +224,28 @@ def _load_share(
     for i, rows in own.items():
         whole = [empty | row for row in rows]
         check_rows(str(files[i]), whole)
-        tokenised[i] = _tokenise(str(files[i]), whole, data, tokenizer)
+        tokenised[i] = _tokenise(str(files[i]), whole, data, tokenizer, keep)
         _check_serialisable(str(files[i]), tokenised[i].rows)
     counts = _from_all_processes(
-        {i: [len(found.rows), found.skipped, found.truncated] for i, found in tokenised.items()}
+        {
+            i: [len(found.rows), found.skipped, found.truncated, found.filtered]
+            for i, found in tokenised.items()
+        }
     )
     starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
-    _check_not_empty(spec, starts[-1], data)
     rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
-    _, skipped, truncated = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
-    return Table(rows_here, starts[-1], skipped, truncated, spread=True)
+    size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
+    _check_not_empty(spec, size, filtered, data)
+    return Table(rows_here, size, skipped, truncated, filtered, spread=True)
 
 
-def _check_not_empty(spec: str, count: int, data: DataConfig) -> None:
-    if not count:
+def _check_not_empty(spec: str, size: int, filtered: int, data: DataConfig) -> None:
+    if size == 0 and filtered:
+        raise ValueError(
+            f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
+            f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}; widen the range"
+        )
+    if size == 0:
         raise ValueError(
             f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
             "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
@@ -293,22 +329,39 @@ def _check_answers(spec: str, rows: Sequence[Row]) -> None:
             )
 
 
-def _tokenise(spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> _TokenRows:
+def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> bool:
+    """Whether the pass rate of a row is from `data.min_pass_rate` to `data.max_pass_rate`, both included."""
+    rate = row[data.pass_rate_column]
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(
+            f"{spec}, row {number}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, "
+            f"because data.min_pass_rate or data.max_pass_rate is set; it is {_shown(rate)}; give the rate, "
+            "remove the row, or unset these keys"
+        )
+    low, high = data.min_pass_rate, data.max_pass_rate
+    return (low is None or rate >= low) and (high is None or rate <= high)
+
+
+def _tokenise(
+    spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerFast, keep: _Keep
+) -> _TokenRows:
     limit = data.max_prompt_length
-    tokenised = [_token_row(spec, number, row, data, tokenizer) for number, row in enumerate(rows, start=1)]
+    kept = [(number, row) for number, row in enumerate(rows, start=1) if keep(spec, number, row)]
+    filtered = len(rows) - len(kept)
+    tokenised = [_token_row(spec, number, row, data, tokenizer) for number, row in kept]
     long = [row for row in tokenised if len(row.input_ids) > limit]
     if not long:
-        return _TokenRows(tokenised, 0, 0)
+        return _TokenRows(tokenised, filtered=filtered)
     longest = max(len(row.input_ids) for row in long)
     found = (
-        f"{spec}: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens "
+        f"{spec}: {len(long)} of {len(kept)} prompts are longer than data.max_prompt_length={limit} tokens "
         f"(row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest})"
     )
     if data.on_long_prompt == "error":
         raise ValueError(f"{found}; raise it, or set data.on_long_prompt to skip or truncate_left")
     if data.on_long_prompt == "truncate_left":
-        return _TokenRows([_truncated(row, limit) for row in tokenised], 0, len(long))
-    return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0)
+        return _TokenRows([_truncated(row, limit) for row in tokenised], 0, len(long), filtered)
+    return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0, filtered)
 
 
 def _truncated(row: TokenRow, limit: int) -> TokenRow:

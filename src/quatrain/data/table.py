@@ -44,14 +44,15 @@ class TokenRow:
 class Table:
     """A table of `size` rows; `own` holds, by number, those stored in this process.
 
-    If `spread` is false, `own` holds all rows. `skipped` and `truncated` count the skipped rows and the
-    truncated prompts of all processes.
+    If `spread` is false, `own` holds all rows. `skipped`, `truncated` and `filtered` count the skipped rows,
+    the truncated prompts and the rows left out by their pass rates, of all processes.
     """
 
     own: Mapping[int, TokenRow]
     size: int
     skipped: int = 0
     truncated: int = 0
+    filtered: int = 0
     spread: bool = False
 
     def take(self, numbers: Sequence[int]) -> list[TokenRow]:

@@ -235,6 +235,24 @@ CATALOGUE: dict[str, MetricDoc] = {
         "length/completion", "tokens", "a sequence's completion length, stop token included", ("mean", "max")
     ),
     **_stats("length/total", "tokens", "a sequence's total length of prompt and completion", ("mean", "max")),
+    **{
+        f"dynamic_sampling/{name}": MetricDoc(unit, "sum", f"{meaning} (`rollout.dynamic_sampling_rounds`).")
+        for name, unit, meaning in (
+            ("rounds", "rounds", "Rounds of drawing prompts in a training step"),
+            ("drawn_groups", "groups", "Groups that were drawn in a training step"),
+            ("dropped_groups", "groups", "Groups without signal that were drawn and not trained on"),
+            (
+                "returned_groups",
+                "groups",
+                "Groups beyond the last one used, whose prompts the next training step draws again",
+            ),
+            (
+                "filled_groups",
+                "groups",
+                "Groups without signal that are trained on because the rounds did not suffice",
+            ),
+        )
+    },
     "rollout/truncated_fraction": MetricDoc(
         "fraction", "mean", "Fraction of completions cut at `rollout.max_new_tokens`."
     ),
@@ -271,6 +289,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     ),
     "data/truncated_prompts": MetricDoc(
         "prompts", "sum", "Training prompts cut to their last `data.max_prompt_length` tokens."
+    ),
+    "data/filtered_prompts": MetricDoc(
+        "prompts", "sum", "Training prompts left out by `data.min_pass_rate` and `data.max_pass_rate`."
     ),
     **_seconds(
         {
