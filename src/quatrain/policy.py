@@ -34,6 +34,8 @@ class Meshes:
     train: Mesh
     rollout: Mesh
     reference: Mesh
+    critic: Mesh
+    reward: Mesh
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LoadedPolicy:
     critic_arch: Architecture | None = None
     """None without a critic."""
     critic_params: Any = None
-    """Sharded on the training mesh; None without a critic, or if it starts from the policy's weights."""
+    """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
 
 
 def load_policy(config: Config) -> LoadedPolicy:
@@ -119,7 +121,7 @@ def _load_critic(
         dtype=config.model.param_dtype,
         seed=config.seed,
         vocab_size=len(tokenizer),
-        mesh=meshes.train,
+        mesh=meshes.critic,
         head="score",
     )
     longest = longest_sequence(config)
@@ -147,7 +149,7 @@ def role_meshes(config: Config) -> Meshes:
             return make_mesh(role.mesh, list(train.devices.flat))
         return role_mesh(role)
 
-    return Meshes(train, of(roles.rollout), of(roles.reference))
+    return Meshes(train, of(roles.rollout), of(roles.reference), of(roles.critic), of(roles.reward))
 
 
 def build_engine(
@@ -188,12 +190,12 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
         dtype=config.model.dtype,
         remat=config.model.remat,
         attention=config.model.attention,
-        mesh=loaded.meshes.train,
+        mesh=loaded.meshes.critic,
     )
 
 
 def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
-    """The reward stage, with its reward models loaded on the training mesh.
+    """The reward stage, with its reward models loaded on their mesh.
 
     In a run of several processes, only the main process calls the reward functions, and all compute the
     scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
@@ -202,7 +204,7 @@ def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
     models = load_reward_models(
         config.reward,
         config.model,
-        mesh=loaded.meshes.train,
+        mesh=loaded.meshes.reward,
         memory="host" if config.offload.reward_models else "device",
         longest=longest_sequence(config),
     )

@@ -195,7 +195,7 @@ class Run:
         if arch is None:
             return None
         self.loaded = replace(self.loaded, critic_params=None)
-        return critic_params(params, arch, self.loaded.meshes.train) if loaded is None else loaded
+        return critic_params(params, arch, self.loaded.meshes.critic) if loaded is None else loaded
 
     def warm_start(self, *, log_every_step: bool = False) -> Any:
         """The parameters after the supervised steps, or the loaded parameters if there is no warm start."""

@@ -107,7 +107,7 @@ def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:
         max_new_tokens=config.rollout.max_new_tokens,
         total_steps=steps * _optimizer_steps(config, config.critic),
         seed=config.seed,
-        optimizer_memory="host" if config.offload.critic else "device",
+        memory="host" if config.offload.critic else "device",
     )
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.config.roles import resolve_roles
+from quatrain.config.roles import Role, resolve_roles
 
 
 def _roles(*overrides, devices=8, processes=1):
@@ -33,7 +33,18 @@ def test_devices_are_numbered_in_each_process():
     roles = _roles("placement.train=0,1", "placement.rollout=3", processes=2)
     assert (roles.train.devices, roles.train.mesh) == ((0, 1), (2, 2, 1))
     assert (roles.rollout.devices, roles.rollout.mesh) == ((3,), (2, 1, 1))
-    assert roles.reference == roles.train
+    assert roles.reference == roles.critic == roles.reward == roles.train
+
+
+def test_critic_and_reward_models_have_devices_of_their_own():
+    judged = "reward.functions={'model:judge': 1.0}"
+    places = ("placement.train=0-3", "placement.critic=4,5", "placement.reward=4,5", "mesh=2,2,2")
+    roles = _roles("advantage.estimator=gae", judged, *places, processes=2, devices=16)
+    assert roles.critic == roles.reward == Role((4, 5), (2, 2, 1))
+    with pytest.raises(
+        ValueError, match=r"critic has 4,5, reward 5,6, and both have 5; change placement\.critic"
+    ):
+        _roles("advantage.estimator=gae", judged, *places[:2], "placement.reward=5,6")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def rewarded(rollouts: RolloutBatch) -> RewardedBatch:
 
 def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     """What STEPS steps of two mini-batches each come to, with a KL and an entropy term."""
-    config = load_config(None, layout.split(), environ={}).config
+    config = load_config(None, ["advantage.estimator=gae", *layout.split()], environ={}).config
     meshes, offload = role_meshes(config), config.offload
     arch = architecture(mode)
     update, logprob = MODES[mode]
@@ -108,15 +108,16 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         critic_arch = dataclasses.replace(arch, head="score", num_layers=1, layer_types=arch.layer_types[:1])
         forward = {f"forward_{name}": size for name, size in logprob.items()}
         critic = Critic(
-            CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.train),
+            CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.critic),
             CriticConfig(mini_batch_size=3, epochs=1, **update, **forward),
             config_of_update,
             optimizer,
             max_new_tokens=LONGEST,
             total_steps=2 * STEPS,
             seed=4,
+            memory="host" if offload.critic else "device",
         )
-        critic_params = init_params(critic_arch, jax.random.key(2), mesh=meshes.train)
+        critic_params = init_params(critic_arch, jax.random.key(2), mesh=meshes.critic)
     learner = Learner(
         PolicySpec(arch, remat=REMAT[mode], mesh=meshes.train),
         config_of_update,
@@ -166,6 +167,11 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         result[f"held {jax.tree_util.keystr(path)}"] = np.array(leaf.addressable_shards[0].data.size)
     if state.critic is not None:
+        kinds = {
+            leaf.sharding.memory_kind
+            for leaf in jax.tree.leaves((state.critic.params, state.critic.opt_state))
+        }
+        result["kept critic"] = np.array(" ".join(kinds))
         result |= arrays("critic weights", state.critic.params)
     return result | arrays("weights", state.params)
 

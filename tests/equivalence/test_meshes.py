@@ -11,8 +11,11 @@ import pytest
 
 WORKER = Path(__file__).parent / "mesh_worker.py"
 ONE = "placement.train=0"
-APART = "mesh=2,2,1 placement.train=0-3 placement.rollout=4-5 rollout.mesh=1,1,2 placement.reference=6,7"
-OFFLOADED = "offload.reference=true offload.optimizer=true"
+APART = (
+    "mesh=2,2,1 placement.train=0-3 placement.rollout=4-5 rollout.mesh=1,1,2 "
+    "placement.reference=6,7 placement.critic=6,7"
+)
+OFFLOADED = "offload.reference=true offload.optimizer=true offload.critic=true"
 QUICK = "mesh=2,2,2"
 LAYOUTS = (
     "mesh=8,1,1",
@@ -28,7 +31,7 @@ IN_TWO_PROCESSES = (
     "mesh=1,8,1",
     "mesh=auto",
     "mesh=2,2,2 rollout.mesh=1,2,4",
-    "mesh=1,-1,2 placement.train=0,1 placement.rollout=2,3 placement.reference=2,3",
+    "mesh=1,-1,2 placement.train=0,1 placement.rollout=2,3 placement.reference=2,3 placement.critic=2,3",
 )
 MODES = ("rows", "tokens")
 
@@ -110,7 +113,7 @@ def test_what_is_offloaded_waits_in_the_memory_of_the_host(every):
     for layout in LAYOUTS:
         memory = "pinned_host" if OFFLOADED in layout else "device"
         kept = {every[f"{layout} rows kept {name}"].item() for name in ("optimizer", "reference")}
-        assert kept == {memory}, layout
+        assert kept | {every[f"{layout} tokens kept critic"].item()} == {memory}, layout
 
 
 def test_no_device_holds_what_is_anothers(quick):

@@ -367,4 +367,29 @@ def test_a_critic_has_weights_state_gradients_and_activations_of_its_own(final, 
         for name in ("weights", "optimizer_state", "gradients", "activations")
     )
     waiting = parts["offloaded"]["totals"]["total_in_rollout"][2]
-    assert waiting == critic["totals"]["total_in_rollout"][2] - critic["critic_optimizer_state"].num_bytes
+    away = critic["critic_weights"].num_bytes + critic["critic_optimizer_state"].num_bytes
+    assert waiting == critic["totals"]["total_in_rollout"][2] - away
+
+
+def test_a_critic_and_a_reward_model_on_devices_of_their_own(final, tmp_path):
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1}))
+    judged = f"reward.functions={{'model:{judge}': 1.0}}"
+    gae = ("advantage.estimator=gae", judged)
+    apart = ("placement.train=0,1", "placement.critic=2,3", "placement.reward=4")
+    beside, away = placement(final(SMALL, *gae), devices=2), placement(final(SMALL, *gae, *apart), devices=5)
+    same, own = ({part.key: part.num_bytes for part in found.parts} for found in (beside, away))
+    assert own["critic_weights"] == same["critic_weights"]
+    # One device holds what two share on the mesh of training; the norms are whole on each.
+    assert same["reward_model_weights"] < own["reward_model_weights"] < 2 * same["reward_model_weights"]
+    totals = {key: size for key, (_, _, size) in away.totals().items()}
+    assert totals["total_in_critic_gradient_on_critic"] == sum(
+        own[f"critic_{name}"] for name in ("weights", "optimizer_state", "gradients", "activations")
+    )
+    assert totals["total_in_rollout_on_critic"] == own["critic_weights"] + own["critic_optimizer_state"]
+    assert totals["total_in_rollout_on_reward"] == own["reward_model_weights"]
+    waiting = placement(final(SMALL, *gae, "offload.reward_models=true"), devices=2)
+    assert waiting.totals()["total_in_rollout"][2] == (
+        beside.totals()["total_in_rollout"][2] - same["reward_model_weights"]
+    )

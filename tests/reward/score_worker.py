@@ -35,7 +35,7 @@ def scores(path: str, layout: str) -> np.ndarray:
     )
     config = load_config(None, settings, environ={}).config
     offloaded = "host" if config.offload.reward_models else "device"
-    mesh = role_meshes(config).train
+    mesh = role_meshes(config).reward
     model = load_reward_models(config.reward, config.model, mesh=mesh, memory=offloaded)[entry]
     rng = np.random.default_rng(0)
     letters = ["".join(map(chr, rng.integers(97, 123, length))) for length in LENGTHS]

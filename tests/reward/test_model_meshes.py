@@ -18,7 +18,14 @@ from score_worker import scores
 
 WORKER = Path(__file__).parent / "score_worker.py"
 QUICK = ("mesh=2,2,2",)
-EVERY = ("mesh=8,1,1", "mesh=1,8,1", "mesh=1,2,4", "mesh=2,2,2 offload.reward_models=true", "mesh=auto")
+EVERY = (
+    "mesh=8,1,1",
+    "mesh=1,8,1",
+    "mesh=1,2,4",
+    "mesh=2,2,2 offload.reward_models=true",
+    "mesh=auto",
+    "placement.train=0,1 placement.reward=3-6",
+)
 
 
 @pytest.fixture(scope="module")

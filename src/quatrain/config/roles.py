@@ -1,4 +1,4 @@
-"""Devices and mesh shapes of the three roles in a run: training, rollout and reference policy.
+"""Devices and mesh shapes of the roles in a run: training, rollout, reference policy, critic, reward models.
 
 Data flow: `Config` and the number of devices -> `Roles` -> the plan and the meshes of a run. This module does
 not import JAX.
@@ -7,6 +7,7 @@ not import JAX.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
@@ -22,11 +23,15 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a run; `reference` is only used if the loss has a KL term."""
+    """All roles of a run; those of models that the run does not have are not used."""
 
     train: Role
     rollout: Role
     reference: Role
+    critic: Role
+    """Only used with a critic."""
+    reward: Role
+    """Only used with reward models."""
 
 
 def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> Roles:
@@ -51,13 +56,19 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
             f"{concurrency} and {rollout.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
             "rollout.max_concurrency, or tp of rollout.mesh"
         )
-    reference = train
-    if devices["reference"] != devices["train"]:
-        reference = resolve_mesh("auto", len(devices["reference"]) * num_processes, num_processes)
+
+    def like_training(role: str) -> Role:
+        own, mesh = devices[role], train
+        if own != devices["train"]:
+            mesh = resolve_mesh("auto", len(own) * num_processes, num_processes)
+        return Role(own, mesh)
+
     return Roles(
-        Role(devices["train"], train),
-        Role(devices["rollout"], rollout),
-        Role(devices["reference"], reference),
+        train=Role(devices["train"], train),
+        rollout=Role(devices["rollout"], rollout),
+        reference=like_training("reference"),
+        critic=like_training("critic"),
+        reward=like_training("reward"),
     )
 
 
@@ -74,7 +85,7 @@ def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
                 f"placement.{role} must name devices 0 to {in_process - 1}, as each process has "
                 f"{in_process}; got {spec}, with {min(missing)}; name other devices"
             )
-    for one, other in (("train", "rollout"), ("train", "reference"), ("rollout", "reference")):
+    for one, other in combinations(devices, 2):
         both = set(devices[one]) & set(devices[other])
         if both and devices[one] != devices[other]:
             raise ValueError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -315,7 +315,7 @@ class RolloutConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which devices training, rollout and reference policy use.
+    """Which devices training, rollout, reference policy, critic and reward models use.
 
     Devices are given by their numbers within a process, the same in every process. Two of these roles must
     have either the same devices or none in common.
@@ -325,6 +325,10 @@ class PlacementConfig(Section):
     rollout: Devices | None = Field(None, description="Devices of the rollout; null: the training devices.")
     reference: Devices | None = Field(
         None, description="Devices of the reference policy; null: the training devices."
+    )
+    critic: Devices | None = Field(None, description="Devices of the critic; null: the training devices.")
+    reward: Devices | None = Field(
+        None, description="Devices of the reward models; null: the training devices."
     )
 
 
@@ -336,7 +340,9 @@ class OffloadConfig(Section):
     )
     optimizer: bool = Field(False, description="Offload the optimizer state between optimizer steps.")
     critic: bool = Field(
-        False, description="Offload the critic's optimizer state between its optimizer steps."
+        False,
+        description="Offload the critic: its weights while no values are computed and it is not trained, its "
+        "optimizer state between its optimizer steps.",
     )
     reward_models: bool = Field(False, description="Offload the reward models while no scores are computed.")
 
@@ -691,6 +697,15 @@ class DistributedConfig(Section):
     )
 
 
+def _without_critic(key: str, value: Any) -> PydanticCustomError:
+    return PydanticCustomError(
+        "across_sections",
+        "has no effect without a critic; set advantage.estimator to gae, or critic.enabled to true for an "
+        "estimator of your own, or leave this key at its default",
+        {"key": key, "value": value},
+    )
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -769,12 +784,24 @@ class Config(Section):
             for key, field in type(values).model_fields.items():
                 value = getattr(values, key)
                 if key != "enabled" and value != field.default:
-                    raise PydanticCustomError(
-                        "across_sections",
-                        "has no effect without a critic; set advantage.estimator to gae, or critic.enabled "
-                        "to true for an estimator of your own, or leave this key at its default",
-                        {"key": f"{section}.{key}", "value": value},
-                    )
+                    raise _without_critic(f"{section}.{key}", value)
+        if self.placement.critic is not None:
+            raise _without_critic("placement.critic", self.placement.critic)
+        if self.offload.critic:
+            raise _without_critic("offload.critic", True)
+        return self
+
+    @model_validator(mode="after")
+    def _reward_models_are_used(self) -> Self:
+        placed, offloaded = self.placement.reward, self.offload.reward_models
+        for key, value in (("placement.reward", placed), ("offload.reward_models", offloaded or None)):
+            if value is not None and not self.reward.models:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect without a reward model; add model:PATH to reward.functions, or leave this "
+                    "key at its default",
+                    {"key": key, "value": value},
+                )
         return self
 
     @model_validator(mode="after")

@@ -71,12 +71,13 @@ class _Span:
 
 
 class _Layout(NamedTuple):
-    """Number of devices and processes, and the meshes of training and rollout."""
+    """Number of devices and processes, and the meshes of training, rollout and critic."""
 
     devices: int
     processes: int
     mesh: MeshShape
     rollout_mesh: MeshShape
+    critic_mesh: MeshShape
 
     @property
     def shards(self) -> int:
@@ -94,7 +95,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     meshes (`roles.resolve_roles`).
     """
     roles = resolve_roles(config, devices, processes)
-    layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh)
+    layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh, roles.critic.mesh)
     steps, prompts = _mini_batches(config, config.update)
     sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
     rows = chain(
@@ -104,6 +105,7 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
         _update_rows(config, layout, steps, prompts, sequences),
         _logprob_rows(config, layout, steps),
         _critic_rows(config, layout),
+        _reward_model_rows(config),
     )
     return BatchPlan(tuple(rows), tuple(_warnings(config, layout, sequences)))
 
@@ -213,6 +215,7 @@ def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
     critic, n, whole = config.critic, config.rollout.n, config.data.batch_size
     if not critic.enabled:
         return
+    shards = layout.critic_mesh.num_data_shards
     assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
     assert critic.epochs is not None, "epochs are derived before they come here"
     count, prompts = _mini_batches(config, critic)
@@ -224,7 +227,7 @@ def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size",
     )
     sequences = _Span(prompts.low * n, prompts.high * n)
-    stage = _Stage.of(config, "critic.", critic, "B", sequences, layout.shards)
+    stage = _Stage.of(config, "critic.", critic, "B", sequences, shards)
     yield Row(
         "critic_mini_batch_sequences",
         sequences.value,
@@ -236,10 +239,22 @@ def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
     yield stage.budget("critic_max_tokens_per_device")
     yield stage.passes("critic_micro_batches_per_optimizer_step")
     total = _Span(whole * n, whole * n)
-    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", total, layout.shards)
+    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", total, shards)
     yield values.per_micro_batch("critic_forward_micro_batch_sequences")
     yield values.budget("critic_forward_max_tokens_per_device")
     yield values.passes("critic_forward_passes")
+
+
+def _reward_model_rows(config: Config) -> Iterator[Row]:
+    """The token budget of reward models; nothing without one."""
+    budget = config.reward.model_max_tokens_per_device
+    if config.reward.models and budget is not None:
+        yield Row(
+            "reward_model_max_tokens_per_device",
+            budget,
+            "tokens",
+            "reward.model_max_tokens_per_device: tokens of the reward model's own tokenizer in a micro-batch",
+        )
 
 
 def _sweeps(config: Config, steps: int) -> Row:

@@ -18,9 +18,7 @@ from quatrain.config.roles import Roles
 from quatrain.plan.batches import GAP, WIDTH
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
-TRAIN, REFERENCE = "train", "reference"
-CRITIC = "critic_"
-"""The beginning of the keys of the critic's parts."""
+TRAIN, REFERENCE, CRITIC, REWARD = "train", "reference", "critic", "reward"
 CRITIC_PHASES = CRITIC_GRADIENT, CRITIC_STEP = "critic_gradient", "critic_optimizer_step"
 PHASES = ROLLOUT, GRADIENT, STEP, *_ = "rollout", "gradient", "optimizer_step", *CRITIC_PHASES
 
@@ -60,8 +58,14 @@ class Placement:
 
     @property
     def role_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The roles, grouped by their devices: roles with the same devices are in one tuple."""
+        """The roles, grouped by their devices: roles with the same devices are in one tuple.
+
+        Critic and reward models are roles of runs that have them.
+        """
         named = {TRAIN: self.roles.train, ROLLOUT: self.roles.rollout, REFERENCE: self.roles.reference}
+        optional = {CRITIC: self.roles.critic, REWARD: self.roles.reward}
+        used = {part.role for part in self.parts}
+        named |= {name: role for name, role in optional.items() if name in used}
         together: dict[tuple[int, ...], tuple[str, ...]] = {}
         for name, role in named.items():
             together[role.devices] = (*together.get(role.devices, ()), name)
@@ -70,7 +74,7 @@ class Placement:
     @property
     def phases(self) -> tuple[str, ...]:
         """The stages of a training step; without a critic, none of its stages."""
-        critic = any(part.key.startswith(CRITIC) for part in self.parts)
+        critic = any(part.role == CRITIC for part in self.parts)
         return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
 
     def parts_of(self, phase: str, roles: tuple[str, ...]) -> list[Part]:

@@ -25,11 +25,14 @@ from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_sp
 from quatrain.ops.ladder import round_up
 from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
 from quatrain.plan.device_memory import (
+    CRITIC,
     CRITIC_GRADIENT,
+    CRITIC_PHASES,
     CRITIC_STEP,
     GRADIENT,
     PHASES,
     REFERENCE,
+    REWARD,
     ROLLOUT,
     STEP,
     ParameterKind,
@@ -123,6 +126,7 @@ class _Plan:
         why = f"{self.config.optimizer.name}, in float32{OFFLOADED if host else ''}"
         state = self._optimizer_state(self.config.optimizer, self.arch)
         yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
+        yield from self.reward_model_parts()
         if self.config.needs_reference:
             yield self._reference()
 
@@ -144,24 +148,40 @@ class _Plan:
             return
         own = self.arch if critic.path is None else _architecture_at(critic.path, self.arch.vocab_size)
         arch = replace(own, head="score")
-        weights = replace(self, arch=arch)._weights
-        yield Part(
-            "critic_weights",
-            weights(self.mesh, dtype),
-            f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}",
-        )
+        own_plan = replace(self, arch=arch, roles=replace(self.roles, train=self.roles.critic))
+        for part in own_plan._critic_parts(critic, dtype):
+            yield replace(part, key=f"critic_{part.key}", role=CRITIC)
+
+    def _critic_parts(self, critic: CriticConfig, dtype: str) -> Iterator[Part]:
+        """The critic's parts, of a plan whose model is the critic and whose training devices are its own."""
         host, optimizer = self.config.offload.critic, self.config.critic_optimizer
-        why = f"{optimizer.name}, in float32{OFFLOADED if host else ''}"
-        phases = (CRITIC_STEP,) if host else PHASES
-        yield Part("critic_optimizer_state", self._optimizer_state(optimizer, arch), why, phases)
-        sums = weights(self.mesh, "float32")
+        why = f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}"
+        weights = self._weights(self.mesh, dtype)
+        yield Part("weights", weights, why + OFFLOADED * host, CRITIC_PHASES if host else PHASES)
+        why = f"{optimizer.name}, in float32{OFFLOADED * host}"
+        state = self._optimizer_state(optimizer, self.arch)
+        yield Part("optimizer_state", state, why, (CRITIC_STEP,) if host else PHASES)
+        sums = self._weights(self.mesh, "float32")
         accumulated = "accumulated over micro-batches, in float32"
-        yield Part("critic_gradients", sums, accumulated, (CRITIC_GRADIENT, CRITIC_STEP))
-        size, tokens = self._activations(arch, critic, critic.mini_batch_size)
-        yield Part("critic_activations", size.total, self._parts_of(size, tokens), (CRITIC_GRADIENT,))
+        yield Part("gradients", sums, accumulated, CRITIC_PHASES)
+        size, tokens = self._activations(self.arch, critic, critic.mini_batch_size)
+        yield Part("activations", size.total, self._parts_of(size, tokens), (CRITIC_GRADIENT,))
         if self.mesh.dp > 1:
             why = f"sum of the gradients of {self.mesh.dp} dp replicas"
-            yield Part("critic_gradient_sum", sums, why, (CRITIC_STEP,))
+            yield Part("gradient_sum", sums, why, (CRITIC_STEP,))
+
+    def reward_model_parts(self) -> Iterator[Part]:
+        """The weights of each reward model."""
+        dtype, host, mesh = (
+            self.config.model.param_dtype,
+            self.config.offload.reward_models,
+            self.roles.reward.mesh,
+        )
+        for number, path in enumerate(self.config.reward.models.values(), 1):
+            own = replace(self, arch=replace(load_architecture(path), head="score"))
+            why = f"{path}: model.param_dtype {dtype} on mesh {format_mesh(mesh)}{OFFLOADED * host}"
+            key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
+            yield Part(key, own._weights(mesh, dtype), why, () if host else PHASES, REWARD)
 
     def _parts_of(self, size: Activations, tokens: str) -> str:
         """The parts of an estimate of activations, in words."""

@@ -6,13 +6,14 @@ optimizer steps. Micro-batches, exact weights, meshes and memory are those of `t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
@@ -20,7 +21,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
-from quatrain.parallel.mesh import full, mesh_shape, shardings
+from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
@@ -44,7 +45,8 @@ class Critic:
     """Owns the critic's optimizer; everything that changes is in a `ModelState`.
 
     The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. `total_steps` is
-    the length of the learning-rate schedule in optimizer steps.
+    the length of the learning-rate schedule in optimizer steps. The parameters are kept in `memory` while no
+    values are computed and the critic is not trained, the optimizer's state between optimizer steps.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Critic:
         max_new_tokens: int,
         total_steps: int,
         seed: int,
-        optimizer_memory: Literal["device", "host"] = "device",
+        memory: Literal["device", "host"] = "device",
     ):
         assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert config.epochs is not None, "epochs are derived before they come here"
@@ -75,16 +77,18 @@ class Critic:
         )
         self.forward_cutting = cut(config.forward_sizes)
         self.trainer = Trainer(
-            model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=optimizer_memory
+            model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=memory
         )
+        self._memory = memory
 
     def init(self, params: Any) -> ModelState:
         """A state at step 0; `params` belong to the critic from here on (their buffers are donated)."""
-        return self.trainer.init(params)
+        return self._put_away(self.trainer.init(params))
 
     def values(self, state: ModelState, table: TokenTable) -> np.ndarray:
         """[B, T] float32: value of the state in which each completion token was drawn; 0 elsewhere."""
-        return predict_tokens(state.params, table, model=self.model, cutting=self.forward_cutting)
+        params = to_memory("device", state.params)
+        return predict_tokens(params, table, model=self.model, cutting=self.forward_cutting)
 
     def step(
         self,
@@ -102,6 +106,7 @@ class Critic:
         """
         assert table.group_ids is not None
         objective = ValueObjective(self.config.clip_value)
+        state = replace(state, params=to_memory("device", state.params))
         for rows in mini_batches_of_step(
             table.group_ids, self.mini_batch_size, epochs=self.epochs, seed=self.seed, train_step=train_step
         ):
@@ -111,7 +116,11 @@ class Critic:
             state = self.trainer.step(state, self.weighted(mini), objective, totals)
             if totals.bad and state.bad_steps >= max_bad_steps:
                 break
-        return state, self._metrics(state, table, totals)
+        return self._put_away(state), self._metrics(state, table, totals)
+
+    def _put_away(self, state: ModelState) -> ModelState:
+        """`state` with its parameters in the memory in which they wait."""
+        return replace(state, params=to_memory(self._memory, state.params))
 
     def _metrics(self, state: ModelState, table: TokenTable, totals: StepTotals) -> dict[str, Metric]:
         mask = table.completion_mask
@@ -138,7 +147,14 @@ def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Param
     `arch` is the critic's architecture, the policy's with the head `score`.
     """
     kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
-    copied: Params = jax.tree.map(jnp.copy, kept)
+    places = shardings(mesh, partition(arch, mesh_shape(mesh)))
+    score_place = places.pop("score")
+    copied: Params = jax.tree.map(_copied, kept, places)
     dtype = policy_params["final_norm"].dtype
-    place = shardings(mesh, partition(arch, mesh_shape(mesh)))["score"]
-    return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, place)}
+    return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, score_place)}
+
+
+def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
+    """A copy of `array` at `place`, which may be on other devices."""
+    there = reshard(array, place)
+    return jnp.copy(array) if there is array else there
