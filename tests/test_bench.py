@@ -1,4 +1,5 @@
 import pytest
+from classifiers import save_classifier
 
 from quatrain.bench import _stages
 from quatrain.config.load import load_config
@@ -39,6 +40,16 @@ def test_the_work_of_a_prefill_is_that_of_the_tokens_it_computed(config, small_a
     keys = 4 * 2 + prompts * 6 * 7  # the mean is 2 of the first 4 tokens, and 7 of the other 6
     expected = forward_flops(small_arch, tokens=tokens, keys=keys / tokens, scored=prompts)
     assert flops == pytest.approx(expected)
+
+
+def test_the_work_of_reward_models_is_one_forward_pass_without_logits(tmp_path, small_arch, tokenizer):
+    judge = save_classifier(tmp_path / "judge", small_arch, tokenizer)
+    config = load_config(None, [f"reward.functions={{'model:{judge}': 1.0}}"], environ={}).config
+    medians = {**MEDIANS, "time/reward_models_s": 0.25, "reward/judge/tokens": 1280.0}
+    seconds, flops = _stages(config, small_arch, medians)["reward_models"]
+    sequences = config.data.batch_size * config.rollout.n
+    assert seconds == 0.25
+    assert flops == forward_flops(small_arch, tokens=1280.0, keys=1280 / sequences / 2, scored=0)
 
 
 def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):

@@ -24,12 +24,15 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.report.metrics import read_metrics
+from quatrain.reward.scorer import short_names
 from quatrain.train import train
+from quatrain.weights.load import load_architecture
 
 MEASURES = (
     "time/step_s",
     "time/rollout_s",
     "time/reward_s",
+    "time/reward_models_s",
     "time/advantage_s",
     "time/update_s",
     "rollout/tokens_per_s",
@@ -109,7 +112,19 @@ def _stages(
     }
     if medians["update/optimizer_steps"] >= 1:  # else all advantages were 0, and no gradient was computed
         stages["gradient"] = (medians["time/update_s"] - sweep_s, 3 * whole)
+    if config.reward.models:
+        stages["reward_models"] = (medians["time/reward_models_s"], _reward_model_flops(config, medians))
     return {name: parts for name, parts in stages.items() if min(parts) > 0}
+
+
+def _reward_model_flops(config: Config, medians: Mapping[str, float]) -> float:
+    """Floating-point operations of all reward models for the sequences of a training step."""
+    total = 0.0
+    sequences = config.data.batch_size * config.rollout.n
+    for spec, path in config.reward.models.items():
+        tokens = medians[f"reward/{short_names(config.reward)[spec]}/tokens"]
+        total += forward_flops(load_architecture(path), tokens=tokens, keys=tokens / sequences / 2, scored=0)
+    return total
 
 
 def _share(stage: str, seconds: float, flops: float, limit: float) -> list[tuple[str, float]]:

@@ -224,6 +224,9 @@ CATALOGUE: dict[str, MetricDoc] = {
         "Sequences without a score of this reward model, because they are longer than its positions or "
         "`reward.model_max_tokens_per_device`.",
     ),
+    "reward/<name>/tokens": MetricDoc(
+        "tokens", "sum", "Tokens of the sequences that this reward model scored, by its own tokenizer."
+    ),
     **_stats("advantage", "1", "a sequence's advantage"),
     "advantage/zero_signal_fraction": MetricDoc(
         "fraction",
@@ -300,6 +303,7 @@ CATALOGUE: dict[str, MetricDoc] = {
             "rollout_generate": "Seconds of the rollout stage spent in prefill and decoding.",
             "rollout_flush": "Seconds of the rollout stage spent converting tokens to text and to arrays.",
             "reward": "Seconds of the reward stage.",
+            "reward_models": "Seconds of the reward stage spent computing the scores of reward models.",
             "token_scores": "Seconds spent on what advantages need of the models: values of the critic, and "
             "log-probabilities for KL in the reward.",
             "advantage": "Seconds of the advantage stage.",

@@ -7,6 +7,7 @@ in the reward model's chat template -> its token ids -> packed micro-batches -> 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -187,15 +188,18 @@ class RewardModel:
         sequences = [render_completed(self.tokenizer, prompt, completion) for prompt, completion in pairs]
         short = np.flatnonzero([len(ids) <= self.longest for ids in sequences])
         values = np.full(len(sequences), np.nan, np.float32)
-        if len(short):
+        held = [sequences[row] for row in short]
+        began = time.perf_counter()
+        if held:
             params = to_memory("device", self._params)
-            held = [sequences[row] for row in short]
             values[short] = score_sequences(params, held, self.spec, max_tokens=self.max_tokens)
+        seconds = time.perf_counter() - began
         bad = int((~np.isfinite(values[short])).sum())
         if bad:
             logger.warning("the reward model %s computed %d scores that are not finite", self.name, bad)
         values[np.isinf(values)] = np.nan
-        return Scores(values, {"errors": bad, "too_long": len(sequences) - len(short)})
+        counts = {"errors": bad, "too_long": len(sequences) - len(short), "tokens": sum(map(len, held))}
+        return Scores(values, counts, seconds)
 
 
 def load_reward_models(

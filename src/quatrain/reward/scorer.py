@@ -39,7 +39,9 @@ class Scores(NamedTuple):
     values: Sequence[float] | np.ndarray
     """[B] raw rewards, NaN for an abstention."""
     counts: Mapping[str, int]
-    """Numbers of sequences, by the last part of the metric `reward/<name>/…`."""
+    """Numbers of sequences or tokens, by the last part of the metric `reward/<name>/…`."""
+    seconds: float = 0.0
+    """Seconds of computation on the devices."""
 
 
 class RewardScorer:
@@ -66,7 +68,7 @@ class RewardScorer:
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
                 "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
             )
-        names = _short_names(config)
+        names = short_names(config)
         self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
         functions = (spec for spec in config.functions if spec not in config.models)
@@ -118,6 +120,9 @@ class RewardScorer:
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
         metrics |= describe("reward", rewards, _STATS)
+        if self._models:
+            seconds = sum(scores[name].seconds for name in self._models)
+            metrics["time/reward_models_s"] = Metric(seconds, reduction="sum")
         baseline_rewards = None
         if rollouts.baseline is not None:
             greedy = self.score(rollouts.baseline).rewards
@@ -260,7 +265,7 @@ def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     return np.where(np.isnan(raw).all(axis=0), np.nan, total).astype(np.float32)
 
 
-def _short_names(config: RewardConfig) -> dict[str, str]:
+def short_names(config: RewardConfig) -> dict[str, str]:
     """Spec -> name in metrics: the function's name, or the whole spec if two functions have the same name.
 
     The name of a reward model is the last part of its path.
