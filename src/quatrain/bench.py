@@ -26,7 +26,7 @@ from quatrain.models.flops import forward_flops
 from quatrain.report.metrics import read_metrics
 from quatrain.reward.scorer import short_names
 from quatrain.train import train
-from quatrain.weights.load import load_architecture
+from quatrain.weights.load import classifier_architecture
 
 MEASURES = (
     "time/step_s",
@@ -52,7 +52,7 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
     The result has the metrics `MEASURES`. For each stage that multiplies matrices it also has seconds, the
     floating-point operations that the model needs (without recomputed layers, padding and masked keys), the
     operations per second, and these as a fraction of `machine/matmul_gflop_per_s`. There is no warm start, no
-    evaluation, and no checkpoint except the last; all files are deleted at the end.
+    evaluation, no dynamic sampling, and no checkpoint except the last; all files are deleted at the end.
     """
     with tempfile.TemporaryDirectory(prefix="quatrain-bench-") as folder:
         config = _bare(resolved.config, folder, steps)
@@ -73,12 +73,13 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
 
 
 def _bare(config: Config, folder: str, steps: int) -> Config:
-    """`config` for `steps` + 1 training steps into `folder`, without warm start, evaluation and services."""
+    """`config` for `steps` + 1 training steps into `folder`, without what `bench` leaves out."""
     changes: dict[str, dict[str, Any]] = {
         "run": {"dir": folder, "name": "bench", "steps": steps + 1},
         "sft": {"steps": 0},
         "data": {"eval": None},
         "checkpoint": {"every_steps": 0},
+        "rollout": {"dynamic_sampling_rounds": 1},
         "logging": {"wandb": "disabled", "tensorboard": False},
     }
     return config.model_copy(
@@ -123,7 +124,9 @@ def _reward_model_flops(config: Config, medians: Mapping[str, float]) -> float:
     sequences = config.data.batch_size * config.rollout.n
     for spec, path in config.reward.models.items():
         tokens = medians[f"reward/{short_names(config.reward)[spec]}/tokens"]
-        total += forward_flops(load_architecture(path), tokens=tokens, keys=tokens / sequences / 2, scored=0)
+        total += forward_flops(
+            classifier_architecture(path), tokens=tokens, keys=tokens / sequences / 2, scored=0
+        )
     return total
 
 

@@ -15,7 +15,7 @@ from quatrain.cluster.processes import decided_by_main
 from quatrain.config.load import Resolved
 from quatrain.config.schema import EvalConfig
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.metrics import Metric
+from quatrain.metrics import Metric, combine
 from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
@@ -55,8 +55,7 @@ def evaluate(
         stride = max(1, config.batch_size // sampling.n)
         for first in range(0, len(prompts), stride):
             part = prompts[first : first + stride]
-            for name, metric in measure(engine.generate(part, sampling=sampling), scorer).items():
-                metrics[name] = metrics[name].combine(metric) if name in metrics else metric
+            metrics = combine(metrics, measure(engine.generate(part, sampling=sampling), scorer))
             done += len(part)
             on_progress(done, total)
     return metrics

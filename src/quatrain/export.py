@@ -11,6 +11,7 @@ from typing import Any
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.load import load_config
+from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.policy import load_policy
@@ -20,8 +21,8 @@ ANY_DEVICES = (
     "mesh=auto",
     "rollout.mesh=null",
     "rollout.max_concurrency=null",
-    *(f"placement.{role}=null" for role in ("train", "rollout", "reference")),
-    *(f"offload.{what}=false" for what in ("reference", "optimizer", "reward_models")),
+    *(f"placement.{role}=null" for role in PlacementConfig.model_fields),
+    *(f"offload.{what}=false" for what in OffloadConfig.model_fields),
 )
 """Overrides of a run's configuration that allow exporting on other devices than those used for training."""
 

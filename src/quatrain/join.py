@@ -6,13 +6,12 @@ Used by `draw.py`, whose rounds of sampling give a batch each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from quatrain.metrics import Metrics
+from quatrain.metrics import combine
 from quatrain.types import RewardedBatch, RolloutBatch
 
 PADDING = {
@@ -43,7 +42,7 @@ def join_groups(batches: Sequence[RewardedBatch], groups: Sequence[int]) -> Rewa
         np.concatenate([batch.rewards for batch in batches])[rows],
         np.concatenate([batch.rewards_per_function for batch in batches], axis=1)[:, rows],
         batches[0].function_names,
-        _combined(batch.metrics for batch in batches),
+        combine(*(batch.metrics for batch in batches)),
         baseline_rewards=np.concatenate(greedy)[rows] if greedy else None,
     )
 
@@ -67,7 +66,7 @@ def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         prompts=listed(batch.prompts for batch in batches),
         completions=listed(batch.completions for batch in batches),
         columns={name: listed(batch.columns[name] for batch in batches) for name in batches[0].columns},
-        metrics=_combined(batch.metrics for batch in batches),
+        metrics=combine(*(batch.metrics for batch in batches)),
         baseline=_join_rollouts(baselines, groups) if baselines else None,
     )
 
@@ -82,12 +81,3 @@ def _as_wide(values: np.ndarray, width: int, padding: Any) -> np.ndarray:
     """[B, width]: `values` [B, T] without columns beyond `width`, or padded up to it."""
     missing = max(width - values.shape[1], 0)
     return np.pad(values[:, :width], ((0, 0), (0, missing)), constant_values=padding)
-
-
-def _combined(parts: Iterable[Metrics]) -> Metrics:
-    """Metrics of the same name combined into one."""
-
-    def merge(left: Metrics, right: Metrics) -> Metrics:
-        return {**left, **{name: left[name].combine(m) if name in left else m for name, m in right.items()}}
-
-    return reduce(merge, parts, {})

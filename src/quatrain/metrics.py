@@ -48,6 +48,15 @@ class Metric:
 Metrics = Mapping[str, Metric]
 
 
+def combine(*parts: Metrics) -> dict[str, Metric]:
+    """All metrics of `parts`, those of the same name combined into one."""
+    combined: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            combined[name] = combined[name].combine(metric) if name in combined else metric
+    return combined
+
+
 def describe(name: str, values: np.ndarray | Sequence[float], stats: Sequence[str]) -> dict[str, Metric]:
     """`name/mean`, `name/std`, `name/min`, `name/max` (those in `stats`) of the finite entries of `values`.
 

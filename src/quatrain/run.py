@@ -23,7 +23,7 @@ from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.draw import Draws, Place
+from quatrain.draw import Draws
 from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
@@ -40,7 +40,7 @@ from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_advantage, build_learner
-from quatrain.types import AdvantagedBatch
+from quatrain.types import AdvantagedBatch, PromptPlace
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
 from quatrain.update.trainer import ModelState
@@ -111,6 +111,8 @@ class Run:
         self.loaded = load_policy(config)
         self.scorer = build_scorer(config, self.loaded)
         self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
+        if folder.resumed:
+            self._check_prompts()
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(
             config,
@@ -321,10 +323,11 @@ class Run:
                 {
                     **_counts(state),
                     "train_step": state.train_step,
-                    "place": asdict(self.draws.place),
+                    "place": asdict(state.place),
                     "reward_kl_coef": state.reward_kl_coef,
                     "critic": None if state.critic is None else _counts(state.critic),
                     "config": _kept_on_resume(self.config),
+                    "num_prompts": len(self.prompts),
                     "before": self.before,
                     "accuracy": self.accuracy,
                 },
@@ -334,7 +337,7 @@ class Run:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
         saved = self.checkpoints.read_host()["config"]
         for key, value in _kept_on_resume(self.config).items():
-            if value != saved[key]:
+            if value != saved.get(key, value):
                 raise ValueError(
                     f"{key} of a resumed run must not change: {self.folder.path} has {saved[key]}, got "
                     f"{value}; set {key} back, or start another run"
@@ -351,13 +354,22 @@ class Run:
                 "0, or start another run"
             )
 
+    def _check_prompts(self) -> None:
+        """Raises ValueError if `data.train` has another number of prompts than when the run was started."""
+        now = len(self.prompts)
+        saved = self.checkpoints.read_host().get("num_prompts", now)
+        if now != saved:
+            raise ValueError(
+                f"data.train of a resumed run must not change: {self.config.data.train} had {saved} prompts "
+                f"that were not skipped, and has {now}; restore the data and data.max_prompt_length, or "
+                "start another run"
+            )
+
     def _restore(self, state: TrainState) -> TrainState:
         step, arrays, host = self.checkpoints.restore(_arrays(state))
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
-        drawn = step * self.config.data.batch_size  # in checkpoints without a place every prompt was used
-        self.draws.place = Place(**host.get("place", {"next_prompt": drawn}))
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
             state,
@@ -367,6 +379,7 @@ class Run:
             bad_steps=host["bad_steps"],
             train_step=host["train_step"],
             reward_kl_coef=host.get("reward_kl_coef", state.reward_kl_coef),
+            place=PromptPlace(**host.get("place", {"next_prompt": step * self.config.data.batch_size})),
         )
 
     def export(self, params: Any) -> None:
@@ -425,4 +438,7 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "data.train": config.data.train,
         "data.batch_size": config.data.batch_size,
         "rollout.n": config.rollout.n,
+        "data.pass_rate_column": config.data.pass_rate_column,
+        "data.min_pass_rate": config.data.min_pass_rate,
+        "data.max_pass_rate": config.data.max_pass_rate,
     }

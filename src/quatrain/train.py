@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from quatrain.config.load import Resolved
 from quatrain.draw import Draws, NoSignal
@@ -39,7 +40,7 @@ def train_step(
             rewarded = stages.reward.score(rollouts)
         return rewarded
 
-    rewarded = draws.take(sample)
+    rewarded, place = draws.take(state.place, sample)
     if stages.update.scores_tokens:
         with timed("token_scores"):
             rewarded = stages.update.score_tokens(state, rewarded)
@@ -47,7 +48,7 @@ def train_step(
         advantaged = stages.advantage.estimate(rewarded)
     with timed("update"):
         state = stages.update.step(state, advantaged)
-    return state, advantaged
+    return replace(state, place=place), advantaged
 
 
 def train(resolved: Resolved, *, resume: str | None = None) -> Summary:

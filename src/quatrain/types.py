@@ -44,6 +44,16 @@ class Prompt:
         check.rule(self.input_ids.size > 0, "input_ids", "at least one token", "none")
 
 
+@dataclass(frozen=True)
+class PromptPlace:
+    """How far training has come in the endless shuffled stream of prompts; part of every checkpoint."""
+
+    next_prompt: int = 0
+    """The first position that no training step has used."""
+    steps_without_signal: int = 0
+    """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
+
+
 class Demonstration(NamedTuple):
     """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
 

@@ -224,6 +224,7 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "data.min_pass_rate=0.5 data.max_pass_rate=0.4",
             "data.min_pass_rate must be at most data.max_pass_rate (0.4); lower it",
         ),
+        ("data.pass_rate_column=rate", "data.pass_rate_column has no effect without data.min_pass_rate or"),
         ("update.share_prompts=true update.micro_batch_size=2", "update.share_prompts needs a token budget"),
         (
             "advantage.estimator=gae critic.micro_batch_size=2 critic.max_tokens_per_device=99",

@@ -216,3 +216,14 @@ def test_other_surprises():
     assert "run.epochs (2) has no effect" in warnings(run={"steps": 5, "epochs": 2.0})[0]
     (mode,) = warnings({"WANDB_MODE": "dryrun"}, logging={"wandb": "disabled"})
     assert "WANDB_MODE is none of disabled, offline, online" in mode
+
+
+@pytest.mark.parametrize(
+    ("estimator", "warned"), [("gae", True), ("reinforce", True), ("rloo", False), ("remax", False)]
+)
+def test_dynamic_sampling_fits_estimators_that_compare_samples(estimator, warned):
+    config = Config(rollout={"dynamic_sampling_rounds": 2}, advantage={"estimator": estimator})
+    found = [
+        w for w in warnings_about(config, {}) if w.startswith("rollout.dynamic_sampling_rounds is 2 and")
+    ]
+    assert bool(found) == warned

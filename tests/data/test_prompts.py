@@ -216,7 +216,7 @@ def test_pass_rates_that_cannot_filter(dataset, tokenizer):
     def attempt(*rows, **limits):
         load(dataset(*rows), tokenizer, by_pass_rate=True, **limits)
 
-    with pytest.raises(ValueError, match="the filter by pass rate needs the column `pass_rate`"):
+    with pytest.raises(ValueError, match=r"need the column `pass_rate` \(data\.pass_rate_column\); .* unset"):
         attempt({"prompt": "1"}, min_pass_rate=0.1)
     for value in (None, "0.5", True, 1.5, -0.1, float("nan")):
         with pytest.raises(
@@ -227,6 +227,9 @@ def test_pass_rates_that_cannot_filter(dataset, tokenizer):
         ValueError, match=r"no prompt is left: 4 have a pass rate below data\.min_pass_rate=None"
     ):
         attempt(*RATES[1:], *RATES[3:], max_pass_rate=0.1)
+    long = {"prompt": "123", "pass_rate": 0.9}
+    with pytest.raises(ValueError, match=r"and 1 are longer than .*, or raise data\.max_prompt_length"):
+        attempt(RATES[0], long, min_pass_rate=0.1, max_prompt_length=2, on_long_prompt="skip")
 
 
 @pytest.fixture(scope="module")

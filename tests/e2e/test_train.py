@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quatrain.checkpoint import Checkpointer
 from quatrain.config.load import load_config
+from quatrain.draw import NoSignal
 from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
 from quatrain.metrics import Metric
@@ -61,7 +63,7 @@ def finished(tmp_path_factory):
         "update.kl_coef=0.1", "update.mini_batch_size=2", "update.epochs=2", "eval.n=2",
         "advantage.estimator=gae", "critic.epochs=1", "critic_optimizer.learning_rate=1e-3",
         "reward.kl_coef=0.05", "reward.kl_target=0.01", "reward.kl_horizon=100",
-        "rollout.dynamic_sampling_rounds=3",
+        "rollout.dynamic_sampling_rounds=3", "offload.critic=true",
     )  # fmt: skip
     return train(_resolved(folder, "whole", *options)), options
 
@@ -237,12 +239,25 @@ def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
         export(run, tmp_path / "third", step=3)
 
 
+def test_a_resume_with_other_data_is_refused(tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(6)]
+    data.write_text("".join(rows))
+    options = (f"data.train={data}", "sft.steps=0", "run.steps=1")
+    train(_resolved(tmp_path, "grown", *options))
+    data.write_text("".join([*rows, rows[0]]))
+    with pytest.raises(ValueError, match="had 6 prompts that were not skipped, and has 7; restore the data"):
+        train(_resolved(tmp_path, "grown", *options), resume="grown")
+
+
 def test_a_run_of_other_devices_is_exported_on_these(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished[0].run, run)
     config = (run / "config.yaml").read_text()
     assert "\nmesh: auto" in config
-    (run / "config.yaml").write_text(config.replace("\nmesh: auto", '\nmesh: "2,2,2"'))
+    assert config.count("\n  critic: null") == 1  # of placement
+    moved = config.replace("\nmesh: auto", '\nmesh: "2,2,2"').replace("\n  critic: null", '\n  critic: "4"')
+    (run / "config.yaml").write_text(moved)
     assert export(run, tmp_path / "exported") == 4
     exported, final = (folder / "model.safetensors" for folder in (tmp_path / "exported", run / "final"))
     assert exported.read_bytes() == final.read_bytes()
@@ -269,6 +284,7 @@ def test_a_taken_name_is_refused(finished):
         ("rollout.n=2", r"rollout\.n of a resumed run .*: .* has 4, got 2"),
         ("data.batch_size=2", r"data\.batch_size of a resumed run .*: .* has 4, got 2"),
         ("data.train=builtin:other", r"data\.train of a resumed run "),
+        ("data.min_pass_rate=0.5", r"data\.min_pass_rate of a resumed run .*: .* has None, got 0\.5"),
     ],
 )
 def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message):
@@ -312,6 +328,20 @@ def test_no_signal_is_counted_and_skipped(tmp_path):
     assert summary.after == summary.before
 
 
+def test_no_signal_in_five_steps_stops_dynamic_sampling_with_a_checkpoint(tmp_path):
+    rewards = tmp_path / "flat.py"
+    rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
+    flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=6", "sft.steps=0", "data.eval=null")
+    options = (*flat, "rollout.dynamic_sampling_rounds=2", "checkpoint.every_steps=0")
+    with pytest.raises(NoSignal, match="drew 8 prompts in 2 rounds"):
+        train(_resolved(tmp_path, "silent", *options))
+    host = Checkpointer(tmp_path / "silent" / "checkpoints").read_host()
+    assert host["train_step"] == 4
+    assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4}
+    with pytest.raises(NoSignal):
+        train(_resolved(tmp_path, "silent", *options), resume="silent")
+
+
 def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
     (tmp_path / "loss.py").write_text(
         "from quatrain.ops.tokens import TokenLoss\n\n\n"
@@ -323,6 +353,8 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
         train(resolved)
     run = tmp_path / "bad"
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["1"]
+    # The step that was given up begins at the second batch of four prompts, and is taken again on resume.
+    assert Checkpointer(run / "checkpoints").read_host()["place"]["next_prompt"] == 4
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (run / "samples" / "step_000002.jsonl").exists()

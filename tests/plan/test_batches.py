@@ -402,3 +402,9 @@ def test_warnings_follow_the_table():
     text = render(planned({"data.batch_size": 1, "rollout.n": 2}, devices=4))
     assert "\nwarning: there are more data shards (4) than sequences of an optimizer step (2)" in text
     assert "0 to 1" in text
+
+
+def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
+    rounds = {"rollout": {"dynamic_sampling_rounds": 10}, "data": {"batch_size": 64}}
+    assert planned(rounds)["drawn_prompts_per_step"] == {"min": 64, "max": 640}
+    assert "drawn_prompts_per_step" not in planned()

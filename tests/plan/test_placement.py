@@ -374,7 +374,8 @@ def test_a_critic_has_weights_state_gradients_and_activations_of_its_own(final, 
 def test_a_critic_and_a_reward_model_on_devices_of_their_own(final, tmp_path):
     judge = tmp_path / "judge"
     judge.mkdir()
-    (judge / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1}))
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good"}}
+    (judge / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1, **classifier}))
     judged = f"reward.functions={{'model:{judge}': 1.0}}"
     gae = ("advantage.estimator=gae", judged)
     apart = ("placement.train=0,1", "placement.critic=2,3", "placement.reward=4")
@@ -389,7 +390,21 @@ def test_a_critic_and_a_reward_model_on_devices_of_their_own(final, tmp_path):
     )
     assert totals["total_in_rollout_on_critic"] == own["critic_weights"] + own["critic_optimizer_state"]
     assert totals["total_in_rollout_on_reward"] == own["reward_model_weights"]
+    small = placement(final(SMALL, *gae, *apart), devices=5, device_memory=2**16).warnings
+    (critic,) = (sentence for sentence in small if sentence.startswith("the critic gradient needs "))
+    assert "on each device of critic, " in critic
+    assert critic.endswith("name more devices in placement.critic, or offload what waits")
     waiting = placement(final(SMALL, *gae, "offload.reward_models=true"), devices=2)
     assert waiting.totals()["total_in_rollout"][2] == (
         beside.totals()["total_in_rollout"][2] - same["reward_model_weights"]
     )
+
+
+def test_a_reward_model_that_cannot_be_loaded_is_named(final, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": ["LlamaForCausalLM"]}))
+    for path, reason in (
+        (tmp_path, "must be a sequence-classification model"),
+        ("builtin:tiny", "is neither"),
+    ):
+        with pytest.raises(ValueError, match=f"the reward model model:{path} cannot be used: .*{reason}"):
+            placement(final(SMALL, f"reward.functions={{'model:{path}': 1.0}}"))

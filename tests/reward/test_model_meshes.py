@@ -24,7 +24,7 @@ EVERY = (
     "mesh=1,2,4",
     "mesh=2,2,2 offload.reward_models=true",
     "mesh=auto",
-    "placement.train=0,1 placement.reward=3-6",
+    "placement.train=0,1 placement.reward=2,3",
 )
 
 

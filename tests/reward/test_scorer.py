@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -279,3 +280,21 @@ def test_the_page_on_rewards_shows_the_example():
     page = (EXAMPLE.parents[1] / "docs" / "reward.md").read_text()
     shown = page.split("```python\n")[1].split("```")[0]
     assert EXAMPLE.read_text().endswith(shown)
+
+
+def test_counts_include_the_greedy_completions(tmp_path):
+    path = tmp_path / "picky.py"
+    path.write_text(
+        "def picky(completions):\n"
+        "    assert 'bad' not in completions\n"
+        "    return [1.0 if text == 'good' else None for text in completions]\n"
+    )
+    rollouts = make_rollouts(["good", "good"])
+    greedy = make_rollouts(["bad", "odd"])
+    batch = RewardScorer(RewardConfig(functions={f"{path}:picky": 1.0})).score(
+        dataclasses.replace(rollouts, baseline=greedy)
+    )
+    assert batch.metrics["reward/picky/errors"].result() == 1
+    assert batch.metrics["reward/picky/abstained"].result() == 1
+    assert batch.metrics["reward/mean"].result() == 1  # of the samples alone
+    np.testing.assert_array_equal(batch.baseline_rewards, np.float32([-1, np.nan]))

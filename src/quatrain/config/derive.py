@@ -216,6 +216,14 @@ def _about_sampling(config: Config) -> list[str]:
             f"rollout.temperature is 0: sampling is greedy and explores nothing{same}; "
             "set it above 0 to train"
         )
+    estimator = config.advantage.estimator
+    comparing = (*GROUP_ESTIMATORS, GREEDY_ESTIMATOR)
+    if rollout.dynamic_sampling_rounds > 1 and estimator in ADVANTAGE_SCALES and estimator not in comparing:
+        warnings.append(
+            f"rollout.dynamic_sampling_rounds is {rollout.dynamic_sampling_rounds} and advantage.estimator "
+            f"is {estimator}, which also learns from groups whose samples have the same reward: dynamic "
+            f"sampling leaves these out; set it to 1, or take one of {', '.join(comparing)}"
+        )
     filters = {
         "rollout.top_p < 1": rollout.top_p < 1,
         "rollout.top_k > 0": rollout.top_k > 0,

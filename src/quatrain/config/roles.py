@@ -23,7 +23,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a run; those of models that the run does not have are not used."""
+    """All roles of a run; those without a model in this run are ignored."""
 
     train: Role
     rollout: Role

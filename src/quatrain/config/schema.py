@@ -237,6 +237,14 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _pass_rates_are_a_range(self) -> Self:
         low, high = self.min_pass_rate, self.max_pass_rate
+        default = type(self).model_fields["pass_rate_column"].default
+        if low is None and high is None and self.pass_rate_column != default:
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect without data.min_pass_rate or data.max_pass_rate; set one of these, or leave "
+                "this key at its default",
+                {"key": "data.pass_rate_column", "value": self.pass_rate_column},
+            )
         if low is not None and high is not None and low > high:
             raise PydanticCustomError(
                 "across_sections",
@@ -298,7 +306,7 @@ class RolloutConfig(Section):
     dynamic_sampling_rounds: Count = Field(
         1,
         description="With 2 or more, dynamic sampling (DAPO): a training step draws further prompts, in at "
-        "most so many rounds, until `data.batch_size` groups have samples with different rewards, and "
+        "most this many rounds, until `data.batch_size` groups have samples with different rewards, and "
         "trains on these. 1: the next `data.batch_size` prompts, whatever their rewards.",
     )
     mesh: Mesh | None = Field(

@@ -134,8 +134,12 @@ def load_prompts(
     def check_columns(row: Row) -> None:
         _check_columns(spec, row, data)
         _check_required(spec, row, required_columns)
-        if by_pass_rate:
-            _check_required(spec, row, {data.pass_rate_column: "the filter by pass rate"})
+        if by_pass_rate and data.pass_rate_column not in row:
+            raise ValueError(
+                f"{spec}: data.min_pass_rate and data.max_pass_rate need the column "
+                f"`{data.pass_rate_column}` (data.pass_rate_column); the columns are {', '.join(row)}; name "
+                "another column, or unset these keys"
+            )
 
     def keep(spec: str, number: int, row: Row) -> bool:
         return not by_pass_rate or _pass_rate_within(spec, number, row, data)
@@ -199,7 +203,7 @@ def _load(
     check_columns(rows[0])
     check_rows(spec, rows)
     found = _tokenise(spec, rows, data, tokenizer, keep)
-    _check_not_empty(spec, len(found.rows), found.filtered, data)
+    _check_not_empty(spec, len(found.rows), found.skipped, found.filtered, data)
     if joined():
         _assert_same_everywhere(spec, found.rows)
     return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated, found.filtered)
@@ -235,15 +239,17 @@ def _load_share(
     starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
     rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
     size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
-    _check_not_empty(spec, size, filtered, data)
+    _check_not_empty(spec, size, skipped, filtered, data)
     return Table(rows_here, size, skipped, truncated, filtered, spread=True)
 
 
-def _check_not_empty(spec: str, size: int, filtered: int, data: DataConfig) -> None:
+def _check_not_empty(spec: str, size: int, skipped: int, filtered: int, data: DataConfig) -> None:
     if size == 0 and filtered:
         raise ValueError(
             f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
-            f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}; widen the range"
+            f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}, and {skipped} are "
+            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range"
+            + ("" if not skipped else ", or raise data.max_prompt_length")
         )
     if size == 0:
         raise ValueError(
@@ -335,8 +341,9 @@ def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> boo
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(
             f"{spec}, row {number}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, "
-            f"because data.min_pass_rate or data.max_pass_rate is set; it is {_shown(rate)}; give the rate, "
-            "remove the row, or unset these keys"
+            f"because data.min_pass_rate or data.max_pass_rate is set; "
+            f"{'there is none' if rate is None else f'it is {_shown(rate)}'}; give the rate, remove the row, "
+            "or unset these keys"
         )
     low, high = data.min_pass_rate, data.max_pass_rate
     return (low is None or rate >= low) and (high is None or rate <= high)

@@ -123,6 +123,14 @@ def _step_rows(config: Config) -> Iterator[Row]:
     yield Row("prompts_per_step", whole, "prompts", "P: data.batch_size")
     yield Row("samples_per_prompt", n, "sequences", "G: rollout.n")
     yield Row("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
+    rounds = config.rollout.dynamic_sampling_rounds
+    if rounds > 1:
+        yield Row(
+            "drawn_prompts_per_step",
+            _Span(whole, rounds * whole).value,
+            "prompts",
+            f"P to rollout.dynamic_sampling_rounds x P = {whole} to {rounds} x {whole}",
+        )
     yield Row(
         "max_sequence_tokens",
         longest_sequence(config),

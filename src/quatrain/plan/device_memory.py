@@ -88,7 +88,7 @@ class Placement:
         for phase in self.phases:
             for roles in self.role_groups:
                 size = sum(part.num_bytes for part in self.parts_of(phase, roles))
-                if size:
+                if size and (phase not in CRITIC_PHASES or CRITIC in roles):
                     where = "" if one else f"_on_{'_'.join(roles)}"
                     found[f"total_in_{phase}{where}"] = (phase, roles, size)
         return found

@@ -35,6 +35,7 @@ from quatrain.plan.device_memory import (
     REWARD,
     ROLLOUT,
     STEP,
+    TRAIN,
     ParameterKind,
     Part,
     Placement,
@@ -44,7 +45,7 @@ from quatrain.plan.device_memory import (
 from quatrain.rollout.engine import CACHE_SHARE
 from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
-from quatrain.weights.load import BUILTIN, load_architecture
+from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
 
 OFFLOADED = "; in host memory while not in use"
 
@@ -123,10 +124,10 @@ class _Plan:
         )
         yield self._rollout_weights()
         host = self.config.offload.optimizer
-        why = f"{self.config.optimizer.name}, in float32{OFFLOADED if host else ''}"
+        why = f"{self.config.optimizer.name}, in float32{OFFLOADED * host}"
         state = self._optimizer_state(self.config.optimizer, self.arch)
         yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
-        yield from self.reward_model_parts()
+        yield from self._reward_model_parts()
         if self.config.needs_reference:
             yield self._reference()
 
@@ -170,18 +171,19 @@ class _Plan:
             why = f"sum of the gradients of {self.mesh.dp} dp replicas"
             yield Part("gradient_sum", sums, why, (CRITIC_STEP,))
 
-    def reward_model_parts(self) -> Iterator[Part]:
+    def _reward_model_parts(self) -> Iterator[Part]:
         """The weights of each reward model."""
-        dtype, host, mesh = (
-            self.config.model.param_dtype,
-            self.config.offload.reward_models,
-            self.roles.reward.mesh,
-        )
-        for number, path in enumerate(self.config.reward.models.values(), 1):
-            own = replace(self, arch=replace(load_architecture(path), head="score"))
+        dtype, mesh = self.config.model.param_dtype, self.roles.reward.mesh
+        host = self.config.offload.reward_models
+        for number, (entry, path) in enumerate(self.config.reward.models.items(), 1):
+            try:
+                own = replace(self, arch=replace(classifier_architecture(path), head="score"))
+                size = own._weights(mesh, dtype)
+            except ValueError as error:
+                raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
             why = f"{path}: model.param_dtype {dtype} on mesh {format_mesh(mesh)}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
-            yield Part(key, own._weights(mesh, dtype), why, () if host else PHASES, REWARD)
+            yield Part(key, size, why, () if host else PHASES, REWARD)
 
     def _parts_of(self, size: Activations, tokens: str) -> str:
         """The parts of an estimate of activations, in words."""
@@ -316,7 +318,7 @@ class _Plan:
                 )
                 yield (
                     f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
-                    f"{in_units(memory)}: {left} do not fit; {self._remedy(phase)}"
+                    f"{in_units(memory)}: {left} do not fit; {self._remedy(phase, roles)}"
                 )
         sampling = max(
             size for phase, roles, size in totals.values() if phase == ROLLOUT and ROLLOUT in roles
@@ -324,14 +326,22 @@ class _Plan:
         together = min(self.concurrency(fitting), self._share())
         if together > fitting and sampling <= memory:
             most = fitting * self.rollout_mesh.num_data_shards
-            remedy = f"set rollout.max_concurrency to {most} or fewer" if most else self._remedy(ROLLOUT)
+            remedy = (
+                f"set rollout.max_concurrency to {most} or fewer"
+                if most
+                else self._remedy(ROLLOUT, (ROLLOUT,))
+            )
             yield (
                 f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for "
                 f"{fitting} sequences on each rollout replica, but {together} should decode at once; "
                 f"{remedy}"
             )
 
-    def _remedy(self, phase: str) -> str:
+    def _remedy(self, phase: str, roles: tuple[str, ...]) -> str:
+        """What to change if `phase` does not fit into the devices of `roles`."""
+        if not {TRAIN, ROLLOUT} & set(roles):
+            places = " and ".join(f"placement.{role}" for role in roles)
+            return f"name more devices in {places}, or offload what waits"
         if phase == ROLLOUT:
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of mesh and rollout.mesh, or lower {sizes}"

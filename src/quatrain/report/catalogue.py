@@ -325,7 +325,7 @@ CATALOGUE: dict[str, MetricDoc] = {
     "throughput/tokens_per_s": MetricDoc(
         "tokens/s",
         "mean",
-        "Prompt and completion tokens of the rollout batch per second of the training step.",
+        "Prompt and completion tokens of the batch that is trained on per second of the training step.",
     ),
     "throughput/update_tokens_per_s": MetricDoc(
         "tokens/s", "mean", "Prompt and completion tokens, times `update.epochs`, per second of the update."

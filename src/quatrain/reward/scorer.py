@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quatrain.config.schema import RewardConfig
-from quatrain.metrics import Metric, describe
+from quatrain.metrics import Metric, combine, describe
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction, overlong
 from quatrain.types import REWARD_ARGUMENTS, PromptText, RewardedBatch, RolloutBatch
 from quatrain.user_code import VARIADIC, find_function
@@ -87,7 +87,8 @@ class RewardScorer:
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum; one call per function.
 
-        If the rollouts have greedy completions as a baseline, these are scored too.
+        If the rollouts have greedy completions as a baseline, these are scored too; errors, abstentions and
+        other counts include theirs.
 
         If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
         sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
@@ -125,9 +126,10 @@ class RewardScorer:
             metrics["time/reward_models_s"] = Metric(seconds, reduction="sum")
         baseline_rewards = None
         if rollouts.baseline is not None:
-            greedy = self.score(rollouts.baseline).rewards
-            metrics |= describe("reward/greedy", greedy, ("mean",))
-            of_group = dict(zip(rollouts.baseline.group_ids.tolist(), greedy, strict=True))
+            greedy = self.score(rollouts.baseline)
+            metrics = combine(metrics, {k: m for k, m in greedy.metrics.items() if m.reduction == "sum"})
+            metrics |= describe("reward/greedy", greedy.rewards, ("mean",))
+            of_group = dict(zip(rollouts.baseline.group_ids.tolist(), greedy.rewards, strict=True))
             baseline_rewards = np.array(
                 [of_group[group] for group in rollouts.group_ids.tolist()], np.float32
             )

@@ -263,8 +263,8 @@ class RolloutEngine:
         )
         timings = {
             "time/rollout_sync_s": Metric(self._sync_s),
-            "time/rollout_generate_s": Metric(generated - began),
-            "time/rollout_flush_s": Metric(time.perf_counter() - generated),
+            "time/rollout_generate_s": Metric(generated - began, reduction="sum"),
+            "time/rollout_flush_s": Metric(time.perf_counter() - generated, reduction="sum"),
             "rollout/compilations": Metric(num_compilations() - compilations, reduction="sum"),
         }
         return replace(batch, metrics={**batch.metrics, **timings})
@@ -285,10 +285,10 @@ def _memory_for_cache(mesh: Mesh) -> int:
 
 def _work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
     return {
-        "rollout/prefill_s": Metric(tally.prefill_s),
+        "rollout/prefill_s": Metric(tally.prefill_s, reduction="sum"),
         "rollout/prefill_tokens": Metric(tally.prefilled_tokens, reduction="sum"),
-        "rollout/decode_s": Metric(tally.decode_s),
-        "rollout/tokens_per_s": Metric(tally.decoded_tokens / seconds if seconds else 0.0),
+        "rollout/decode_s": Metric(tally.decode_s, reduction="sum"),
+        "rollout/tokens_per_s": Metric(tally.decoded_tokens, seconds),
         "rollout/slot_utilisation": Metric(tally.useful_slot_steps, tally.widest_slot_steps),
         "rollout/wasted_decode_fraction": Metric(
             tally.slot_steps - tally.useful_slot_steps, tally.slot_steps

@@ -21,7 +21,7 @@ from quatrain.metrics import Metric
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
-from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.types import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch
 from quatrain.update.critic import Critic
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
@@ -43,6 +43,8 @@ class TrainState(ModelState):
     """None without a critic."""
     reward_kl_coef: float = 0.0
     """The coefficient of the KL in the reward, which `reward.kl_target` adapts."""
+    place: PromptPlace = field(default_factory=PromptPlace)
+    """Where the next training step begins in the stream of prompts; the training loop moves it."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 

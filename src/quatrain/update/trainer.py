@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.metrics import Metric
+from quatrain.metrics import Metric, combine
 from quatrain.parallel.mesh import to_memory
 from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
@@ -61,8 +61,7 @@ class StepTotals:
 
     def combine(self, metrics: dict[str, Metric]) -> None:
         """Combine `metrics` with those of the same names."""
-        for name, metric in metrics.items():
-            self.metrics[name] = self.metrics[name].combine(metric) if name in self.metrics else metric
+        self.metrics = combine(self.metrics, metrics)
 
 
 class Trainer:

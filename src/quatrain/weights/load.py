@@ -73,15 +73,28 @@ def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | N
     the model is missing, damaged, of an unsupported family, no sequence-classification model, or has several
     labels or no head. config.json is checked before any weights are downloaded.
     """
+    _check_classifier(path)
+    directory = model_directory(path)
+    check_score_head(directory)
+    return Model(*load_hf(directory, dtype, mesh, "score"))
+
+
+def classifier_architecture(path: str) -> Architecture:
+    """The architecture of the model that `load_classifier` loads, from config.json alone.
+
+    Raises ValueError in the same cases as `load_classifier`, but for what is wrong with the weights.
+    """
+    _check_classifier(path)
+    return load_architecture(path)
+
+
+def _check_classifier(path: str) -> None:
     if path.startswith(BUILTIN) or path.endswith(".gguf"):
         raise ValueError(
             "a reward model must be a Hugging Face folder or a hub id of a sequence-classification model; "
             f"{path} is neither; convert the model to such a folder"
         )
     check_classifier(path)
-    directory = model_directory(path)
-    check_score_head(directory)
-    return Model(*load_hf(directory, dtype, mesh, "score"))
 
 
 def load_architecture(
