@@ -66,8 +66,8 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in learners}
     for step in range(args.steps + 1):
         drawn = prompts.batch(step, config.data.batch_size)
-        batch = random_batch(config, drawn, loaded.arch.vocab_size, args.median, step)
         for name, learner in learners.items():
+            batch = random_batch(config, drawn, loaded.arch.vocab_size, args.median, step, state.step)
             began = time.perf_counter()
             state = jax.block_until_ready(learner.step(state, batch))
             seconds = time.perf_counter() - began
@@ -93,9 +93,9 @@ def main() -> None:
 
 
 def random_batch(
-    config: Config, prompts: list[Prompt], vocab_size: int, median: float, step: int
+    config: Config, prompts: list[Prompt], vocab_size: int, median: float, step: int, version: int
 ) -> AdvantagedBatch:
-    """`rollout.n` random completions of each prompt, with random advantages."""
+    """`rollout.n` random completions of each prompt, with random advantages; `step` seeds both."""
     rng = np.random.default_rng([config.seed, step])
     sources = [prompt for prompt in prompts for _ in range(config.rollout.n)]
     lengths = rng.lognormal(np.log(median), 0.6, len(sources)).astype(int)
@@ -112,7 +112,7 @@ def random_batch(
         attention_mask=attention,
         completion_mask=completion,
         rollout_logprobs=np.where(completion, -1.0, 0.0).astype(np.float32),
-        policy_version=np.where(completion, 0, -1).astype(np.int32),
+        policy_version=np.where(completion, version, -1).astype(np.int32),
         finish_reason=np.full(len(sources), "length"),
         group_ids=np.array([prompt.group_id for prompt in sources], np.int64),
         prompts=tuple(prompt.text for prompt in sources),

@@ -1,13 +1,14 @@
-"""Rollout batches of given texts, for tests of the reward stage."""
+"""Rollout batches of given texts and of given versions, for tests of the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from quatrain.types import RolloutBatch
+from quatrain.types import AdvantagedBatch, RolloutBatch
 
 
 def make_rollouts(
@@ -28,3 +29,10 @@ def make_rollouts(
         completions=tuple(completions),
         columns={name: tuple(values) for name, values in columns.items()},
     )
+
+
+def at_version(batch: AdvantagedBatch, version: int) -> AdvantagedBatch:
+    """`batch` as if weights of `version`, in optimizer steps, had sampled it."""
+    versions = np.where(batch.rollouts.completion_mask, version, -1).astype(np.int32)
+    rollouts = replace(batch.rollouts, policy_version=versions)
+    return replace(batch, rewarded=replace(batch.rewarded, rollouts=rollouts))

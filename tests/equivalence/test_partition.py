@@ -123,6 +123,25 @@ def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss,
         _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
 
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_params, make_batch, correction):
+    cap = {"truncate": 2.0, "mask": 8.0}[correction]
+    config = UpdateConfig(correction=correction, correction_cap=cap, kl_coef=0.3, entropy_coef=0.2)
+    table = _table(small_arch, small_params, make_batch(20), 1).weighted("token_mean", LONGEST)
+    objective, plain = (
+        PolicyObjective.of(each, on_policy=False)
+        for each in (config, config.model_copy(update={"correction": "none"}))
+    )
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    uncorrected = _gradient(small_arch, small_params, table, ALL_ROWS, plain)
+    corrected = whole[1]["sum"]["update/corrected_fraction"] / whole[1]["sum"]["tokens"]
+    assert 0.1 < corrected < 0.9
+    with pytest.raises(AssertionError):
+        _assert_same((uncorrected[0], whole[1]), whole)
+    for cutting in CUTTINGS[-1:]:
+        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
+
+
 def _chosen(table: TokenTable, seed: int) -> np.ndarray:
     """In place of the tokens that `clip_cov` and `kl_cov` choose from a whole mini-batch: any of them."""
     rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollouts import at_version
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.schema import (
@@ -147,7 +148,7 @@ def test_a_critic_of_the_policys_weights_starts_at_zero_and_learns(
         advantaged = _gae_batch(learner, state, batch)
         mask = batch.rollouts.completion_mask
         errors.append(float(np.square(advantaged.rewarded.values - advantaged.returns)[mask].mean()))
-        state = learner.step(state, advantaged)
+        state = learner.step(state, at_version(advantaged, state.step))
     assert not _same(small_params["layers"], state.params["layers"])
     assert state.critic.step == 3 * 3 * 2
     assert errors[0] > errors[1] > errors[2]

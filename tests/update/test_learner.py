@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_loss
+from rollouts import at_version
 
-from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.schema import POLICY_LOSSES, LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
@@ -164,7 +165,7 @@ def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, sm
     for step in range(20):
         batch = make_batch(step, groups=int(rng.integers(1, 7)), n=int(rng.integers(1, 9)))
         widths.clear()
-        state = learner.step(state, batch)
+        state = learner.step(state, at_version(batch, state.step))
         if widths <= seen:
             assert state.metrics["update/compilations"].result() == 0
             settled += 1
@@ -220,7 +221,7 @@ def test_a_loss_of_ones_own_trains_and_is_compiled_once(make_learner, make_batch
     learner = make_learner({"loss": f"{sequence_loss.__file__}:sequence_ratio"})
     state = learner.step(learner.init(_copy(small_params)), make_batch(1))
     assert state.metrics["update/longest"].result() == 9
-    state = learner.step(state, make_batch(1))
+    state = learner.step(state, at_version(make_batch(1), state.step))
     assert state.metrics["update/compilations"].result() == 0
     assert state.metrics["update/sequence_ratio"].result() == pytest.approx(1.0)
 
@@ -232,10 +233,37 @@ def test_entropy_bonus_raises_entropy(make_learner, make_batch, small_params):
     state = learner.init(_copy(small_params))
     entropies = []
     for _ in range(4):
-        state = learner.step(state, silent)
+        state = learner.step(state, at_version(silent, state.step))
         entropies.append(state.metrics["update/entropy"].result())
     assert entropies == sorted(entropies)
     assert entropies[-1] > entropies[0]
+
+
+def test_stale_tokens_need_a_correction(make_learner, make_batch, small_params):
+    batch = at_version(make_batch(3), 0)
+    learner = make_learner()
+    state = learner.step(learner.init(_copy(small_params)), batch)
+    assert state.step == 1
+    with pytest.raises(
+        ValueError, match=r"policy_version 0 to 0, and the training step begins with version 1; "
+    ):
+        learner.step(state, batch)
+    with pytest.raises(ValueError, match=r"or set update\.correction to truncate or mask \("):
+        learner.step(state, at_version(batch, 2))
+    for update in ({"correction": "mask"}, {"old_logprobs": "rollout"}):
+        learner = make_learner(update)
+        state = learner.step(learner.step(learner.init(_copy(small_params)), batch), batch)
+        assert state.step == 2
+        assert ("update/behaviour_kl" in state.metrics) == ("correction" in update)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_the_ratio_to_the_sampler_corrects_losses_that_have_a_ratio(make_learner, loss):
+    assert make_learner({"loss": loss, "old_logprobs": "rollout"}).corrects_staleness == (
+        loss not in ("reinforce", "gpg")
+    )
+    assert make_learner({"loss": loss, "correction": "mask"}).corrects_staleness
+    assert not make_learner({"loss": loss}).corrects_staleness
 
 
 def test_a_batch_without_signal_is_skipped_and_counted(make_learner, make_batch, small_params):
@@ -243,7 +271,8 @@ def test_a_batch_without_signal_is_skipped_and_counted(make_learner, make_batch,
     learner = make_learner(optimizer={"name": "adamw"})
     state = learner.step(learner.init(_copy(small_params)), make_batch(9))
     before = _copy(state.params)
-    state = learner.step(state, replace(batch, advantages=np.zeros_like(batch.advantages)))
+    silent = replace(batch, advantages=np.zeros_like(batch.advantages))
+    state = learner.step(state, at_version(silent, state.step))
     assert _changes(before, state.params) == 0.0  # momentum would have moved it
     assert state.metrics["update/skipped_steps"].result() == 1
     assert (state.step, state.train_step) == (1, 2)
@@ -288,7 +317,7 @@ def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, ma
         )
         state = learner.init(_copy(small_params))
         for seed in (1, 2):
-            state = learner.step(state, make_batch(seed))
+            state = learner.step(state, at_version(make_batch(seed), state.step))
         states[memory] = state
         kept = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.opt_state, learner.reference))}
         assert kept == {"pinned_host" if memory == "host" else "device"}

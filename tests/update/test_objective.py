@@ -1,5 +1,6 @@
 """Policy losses, built in and of one's own: their arguments, and what is refused before anything runs."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,6 +92,69 @@ def test_a_loss_of_ones_own_gets_its_arguments_and_logs_its_metrics(objective):
     assert result.means["update/ratio_mean"].tolist() == [[1.0, 1.0]]
     assert result.peaks["update/most"].tolist() == [[0.5, 0.25]]
     assert dict(objective("scaled", loss_args={"sign": 1, "scale": 3}).arguments) == {"sign": 1, "scale": 3}
+
+
+OLD, ROLLOUT = (-1.0, -1.2, -2.0, -1.0), (-1.0, -1.5, -3.5, -0.5)
+ADVANTAGES = (1.0, -2.0, 1.0, -1.0)
+
+
+def _corrected(correction, logprobs, *, on_policy=False, **config):
+    """The corrected loss of four tokens: ratios of policy to sampler of 1, e^0.3, e^1.5 and e^-0.5."""
+    columns = {
+        "advantages": ADVANTAGES,
+        "rollout_logprobs": ROLLOUT,
+        "ref_logprobs": OLD,
+        "old_logprobs": OLD,
+    }
+    tokens = ScoredTokens(
+        logprobs,
+        jnp.full((1, 4), 0.5),
+        jnp.ones((1, 4), bool),
+        jnp.zeros((1, 4), jnp.int32),
+        {
+            name: jnp.array([values])
+            for name, values in columns.items()
+            if name != "old_logprobs" or not on_policy
+        },
+    )
+    return PolicyObjective.of(UpdateConfig(correction=correction, **config), on_policy=on_policy)(tokens)
+
+
+def test_a_correction_weighs_the_policy_loss_and_no_other_term():
+    logprobs = jnp.array([OLD])
+    terms = {"kl_coef": 0.5, "kl_estimator": "k2", "entropy_coef": 0.1}
+    weights = np.array([1.0, np.exp(0.3), 2.0, np.exp(-0.5)])
+    # The ratio to the old policy is 1, and the KL to a reference like it 0.
+    found = _corrected("truncate", logprobs, **terms)
+    np.testing.assert_allclose(found.loss[0], -weights * ADVANTAGES - 0.05, rtol=1e-6)
+    np.testing.assert_allclose(found.means["update/behaviour_weight_mean"][0], weights, rtol=1e-6)
+    assert found.means["update/corrected_fraction"].tolist() == [[0, 0, 1, 0]]
+    gaps = np.array([0, 0.3, 1.5, -0.5])
+    np.testing.assert_allclose(
+        found.means["update/behaviour_kl"][0], np.exp(gaps) - 1 - gaps, rtol=1e-5, atol=1e-7
+    )
+    masked = _corrected("mask", logprobs, **terms)
+    np.testing.assert_allclose(masked.loss[0], -weights * [1, 1, 0, 1] * ADVANTAGES - 0.05, rtol=1e-6)
+    plain = _corrected("none", logprobs, **terms)
+    assert not any(name.startswith("update/behaviour") for name in plain.means)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_gradient_of_a_corrected_loss_is_that_of_finite_differences(on_policy):
+    logprobs = np.add([OLD], [0.02, -0.01, 0.03, 0.01])  # no ratio near a bound of the clip
+    gradient = jax.grad(lambda x: _corrected("truncate", x, on_policy=on_policy).loss.sum())(
+        jnp.float32(logprobs)
+    )
+    gaps = logprobs - ROLLOUT if on_policy else np.array([OLD]) - ROLLOUT
+    weights = np.minimum(np.exp(gaps), 2.0)
+    ratio = np.ones(4) if on_policy else np.exp(logprobs - np.array([OLD]))
+    np.testing.assert_allclose(gradient, -weights * ratio * ADVANTAGES, rtol=1e-5)
+    if not on_policy:  # the weights do not depend on the policy that is trained
+        step = 1e-2
+        for k in range(4):
+            moved = [jnp.float32(logprobs + sign * step * (np.arange(4) == k)) for sign in (1, -1)]
+            up, down = (float(_corrected("truncate", x).loss.sum()) for x in moved)
+            assert gradient[0, k] == pytest.approx((up - down) / (2 * step), rel=1e-3)
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)

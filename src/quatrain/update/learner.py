@@ -101,7 +101,10 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         self.objective = PolicyObjective.of(update, on_policy=True)
-        self.objective.check()
+        read = self.objective.check()
+        sampler_ratio = update.old_logprobs == "rollout" and "old_logprobs" in read
+        self.corrects_staleness = sampler_ratio or self.objective.correction is not None
+        """Whether the policy loss takes into account which weights sampled a token."""
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
@@ -168,9 +171,11 @@ class Learner:
 
         Donates `state`'s arrays. The policy rests during the first `critic.warmup_steps` training steps. An
         optimizer step with a non-finite loss or gradient is counted and not applied; so is one of the policy
-        in which no token has a signal. Raises TooManyBadSteps, carrying state and batch, after
-        `max_bad_steps` of the former in a row.
+        in which no token has a signal. Raises ValueError for tokens that other weights than those of `state`
+        sampled, if these are not corrected (`corrects_staleness`). Raises TooManyBadSteps, carrying state and
+        batch, after `max_bad_steps` of the former in a row.
         """
+        stale = self._num_stale(state, batch.rollouts)
         compilations = num_compilations()
         began = time.perf_counter()
         totals, critic_totals = StepTotals(), StepTotals()
@@ -191,12 +196,28 @@ class Learner:
             metrics["update/masked_sequences"] = Metric(masked, reduction="sum")
         if self.critic is not None:
             metrics["time/critic_s"] = Metric(after_critic - began)
+        if stale:  # the difference is that of the weights, not of sampler and trainer
+            metrics = {k: metric for k, metric in metrics.items() if not k.startswith("rollout/logprob_diff")}
         state = replace(state, metrics=metrics)
         if (totals.bad or critic_totals.bad) and self._too_many_bad_steps(state):
             raise TooManyBadSteps(state, batch, self.config.max_bad_steps)
         return replace(
             state, train_step=state.train_step + 1, reward_kl_coef=self._next_kl_coef(state, batch)
         )
+
+    def _num_stale(self, state: TrainState, rollouts: RolloutBatch) -> int:
+        """Number of tokens that other weights sampled; raises ValueError if they are not corrected."""
+        versions = rollouts.policy_version[rollouts.completion_mask]
+        stale = versions != state.step
+        if stale.any() and not self.corrects_staleness:
+            raise ValueError(
+                "tokens must be sampled from the weights that are trained, unless the difference is "
+                f"corrected: {int(stale.sum())} of {len(stale)} tokens have policy_version "
+                f"{int(versions[stale].min())} to {int(versions[stale].max())}, and the training step begins "
+                f"with version {state.step}; sample with current weights, or set update.correction to "
+                "truncate or mask (or update.old_logprobs to rollout, for a loss with a ratio)"
+            )
+        return int(stale.sum())
 
     def _policy_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals

@@ -7,7 +7,7 @@ Made by `learner.py` of its configuration, run by `gradient.py` on each micro-ba
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.config.schema import SHARED_LOSS_ARGUMENTS, UpdateConfig
-from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO
+from quatrain.ops.corrections import Correction, behaviour_weights
+from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
 from quatrain.user_code import find_function, own_arguments, tokens_parameter
@@ -36,6 +37,8 @@ class PolicyObjective:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    correction: Correction | None = None
+    correction_cap: float = 2.0
 
     @classmethod
     def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
@@ -62,6 +65,8 @@ class PolicyObjective:
             config.kl_coef,
             config.kl_estimator,
             config.entropy_coef,
+            None if config.correction is None or config.correction == "none" else config.correction,
+            config.correction_cap,
         )
 
     @property
@@ -85,6 +90,8 @@ class PolicyObjective:
         if self.on_policy:
             tokens = _with_old_logprobs(tokens, jax.lax.stop_gradient(logprobs))
         policy = self._policy_loss(tokens)
+        if self.correction is not None:
+            policy = _corrected(policy, tokens, self.correction, self.correction_cap)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -121,12 +128,19 @@ class PolicyObjective:
                 )
         return result
 
-    def check(self) -> None:
-        """Trace the objective on abstract tokens, as a run would: raises ValueError where the loss fails.
+    def check(self) -> frozenset[str]:
+        """Trace the objective on abstract tokens, as a run would; returns the columns that the loss reads.
 
-        What it asks for and does not have, what it returns in another shape, and what it raises is an error
-        before anything is computed. The names of the loss's own columns come from a mini-batch of zeros.
+        Raises ValueError where the loss fails: what it asks for and does not have, what it returns in another
+        shape, and what it raises is an error before anything is computed. The names of the loss's own columns
+        come from a mini-batch of zeros.
         """
+        read: set[str] = set()
+
+        def traced(tokens: ScoredTokens) -> TokenLoss:
+            self._policy_loss(replace(tokens, columns=_Recorded(tokens.columns, read)))
+            return self(tokens)
+
         floats: Any = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         names = ("advantages", "rollout_logprobs", *(() if self.on_policy else ("old_logprobs",)))
         columns = dict.fromkeys((*names, "ref_logprobs") if self.kl_coef else names, floats)
@@ -134,11 +148,14 @@ class PolicyObjective:
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:
             columns |= dict.fromkeys(self._names_of_columns(), floats)
-            jax.eval_shape(self, ScoredTokens(floats, floats, mask, ids, columns))
+            if self.on_policy:  # as `__call__` adds them
+                columns["old_logprobs"] = floats
+            jax.eval_shape(traced, ScoredTokens(floats, floats, mask, ids, columns))
         except ValueError as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         except (Exception, SystemExit) as error:
             raise ValueError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+        return frozenset(read)
 
     def _names_of_columns(self) -> list[str]:
         if self.mini_batch_columns is None:
@@ -152,6 +169,30 @@ class PolicyObjective:
                     f"{np.asarray(values).dtype} of shape {np.shape(values)}"
                 )
         return list(columns)
+
+
+class _Recorded(dict[str, jax.Array]):
+    """Columns that note in `read` which of them are asked for."""
+
+    def __init__(self, columns: Mapping[str, jax.Array], read: set[str]):
+        super().__init__(columns)
+        self._read = read
+
+    def __getitem__(self, name: str) -> jax.Array:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+
+def _corrected(policy: TokenLoss, tokens: ScoredTokens, correction: Correction, cap: float) -> TokenLoss:
+    """`policy` with each token's loss weighted for the difference between policy and sampler."""
+    old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
+    weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap)
+    means = {
+        "behaviour_weight_mean": weights,
+        "corrected_fraction": changed,
+        "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
+    }
+    return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
 
 
 def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:
