@@ -289,7 +289,7 @@ def test_one_token_completions(make_engine):
 def test_no_prompts_give_an_empty_batch(make_engine):
     engine = make_engine()
     assert len(engine.generate([])) == 0
-    assert len(engine.wait(0)) == 0
+    assert len(engine.wait(engine.submit([]))) == 0
 
 
 def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
@@ -356,21 +356,19 @@ def test_a_cache_that_cannot_fit_says_what_would(make_engine, small_arch):
         make_engine(cache_bytes=column).generate(_prompts())
 
 
-def test_groups_are_handed_out_as_they_finish(make_engine):
+def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
     engine = make_engine(max_concurrency=4)
     whole = engine.generate(_prompts(), step=2)
-    engine.submit(_prompts()[:2], step=2)
-    engine.submit(_prompts()[2:], step=2)
-    with pytest.raises(ValueError, match="5 are in flight, got 6"):
-        engine.wait(6)
+    tickets = [engine.submit(_prompts()[part], step=2) for part in (slice(2), slice(2, 4), slice(4, 5))]
     with pytest.raises(ValueError, match="share one sampling"):
         engine.submit(_prompts(), sampling=replace(engine.sampling, n=1))
     engine.generate(_prompts(first=50))
-    parts = [engine.wait(2), engine.wait(1), engine.wait(2)]
-    ids = [row for part in parts for row in _completion_ids(part)]
-    groups = [int(group) for part in parts for group in part.group_ids[::3]]
-    assert sorted(groups) == [0, 1, 2, 3, 4]
-    assert [ids[3 * groups.index(g) + i] for g in range(5) for i in range(3)] == _completion_ids(whole)
+    last, *before = [engine.wait(ticket) for ticket in (tickets[2], *tickets[:2])]
+    parts = [*before, last]
+    assert [part.group_ids[::3].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [row for part in parts for row in _completion_ids(part)] == _completion_ids(whole)
+    with pytest.raises(ValueError, match="a ticket can be waited for once; this one was"):
+        engine.wait(tickets[0])
 
 
 def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
@@ -407,14 +405,13 @@ def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
 
 def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     engine = make_engine()
-    engine.submit(_prompts())
+    tickets = [engine.submit(_prompts()[:2]), engine.submit(_prompts()[2:])]
     engine.pause()
     batches, errors = [], []
 
     def wait():
         try:
-            batches.append(engine.wait(2))
-            batches.append(engine.wait(3))
+            batches.extend(engine.wait(ticket) for ticket in tickets)
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -425,7 +422,7 @@ def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     engine.resume()
     waiting.join()
     assert [len(batch) for batch in batches] == [6, 9]
-    engine.submit(_prompts())
+    tickets = [engine.submit(_prompts())]
     engine.pause()
     waiting = threading.Thread(target=wait)
     waiting.start()

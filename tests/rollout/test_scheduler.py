@@ -26,6 +26,13 @@ class FakeModel:
         self.lengths |= {(ticket, sample): length for sample, length in enumerate(lengths)}
         return ticket
 
+    def take(self, tickets: list[int]) -> list[int]:
+        """Those that are finished, which are taken."""
+        finished = [ticket for ticket in tickets if self.scheduler.is_finished(ticket)]
+        for ticket in finished:
+            self.scheduler.take(ticket)
+        return finished
+
     def round(self, most: int | None = None) -> None:
         scheduler = self.scheduler
         slots = scheduler.wanted_slots()
@@ -123,8 +130,8 @@ def test_every_group_finishes_once_and_slots_are_refilled(groups, max_slots, num
         rounds += 1
         assert rounds <= bound
         if rounds % 3 == 0:
-            taken += model.scheduler.take(1)
-    taken += model.scheduler.take(len(groups))
+            taken += model.take(tickets)
+    taken += model.take(tickets)
     assert sorted(taken) == tickets == list(range(len(groups)))
     assert model.tokens == model.lengths
     assert model.scheduler.num_live == model.scheduler.num_finished == 0
@@ -189,16 +196,16 @@ def test_fewer_slots_are_allowed_than_are_in_use():
     assert model.tokens == model.lengths
 
 
-def test_finished_groups_come_in_the_order_of_submission():
+def test_a_group_is_finished_with_its_last_sample_until_it_is_taken():
     model = FakeModel(6)
-    for lengths in ([30, 30], [2, 2], [3, 3]):
-        model.submit(lengths)
+    tickets = [model.submit(lengths) for lengths in ([30, 30], [2, 2], [3, 3])]
     model.round()
     assert model.scheduler.num_finished == 2
-    assert model.scheduler.take(5) == [1, 2]
+    assert model.take(tickets) == [1, 2]
     while model.scheduler.num_unfinished:
         model.round()
-    assert model.scheduler.take(1) == [0]
+    assert model.take(tickets) == [0]
+    assert model.take(tickets) == []
 
 
 def test_a_group_larger_than_the_slots_keeps_its_row():

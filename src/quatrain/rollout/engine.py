@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,11 @@ CACHE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """Progress of a call of `generate` or `wait`; `total` is the number of completions that it waits for."""
+    """Progress of a call of `generate` or `wait`.
+
+    `total` is the number of completions that it waits for; `completions` counts also those of other prompts
+    that are in flight.
+    """
 
     completions: int
     total: int
@@ -51,6 +55,13 @@ class RolloutProgress:
 
 
 OnProgress = Callable[[RolloutProgress], None]
+
+
+class Ticket(NamedTuple):
+    """Prompts that were submitted together: the numbers of their groups in a session."""
+
+    session: Session
+    groups: tuple[int, ...]
 
 
 class RolloutEngine:
@@ -96,6 +107,10 @@ class RolloutEngine:
         self._places = shardings(self.mesh, partition(arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
         self._greedy_baseline = bool(config.greedy_baseline)
+        # With staleness, copies of the weights come after the cache is sized: one in use, others waiting.
+        self._more_copies = (
+            0 if not config.max_staleness else 2 if config.in_flight else config.max_staleness + 1
+        )
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
@@ -159,11 +174,10 @@ class RolloutEngine:
 
     def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         session = self._new_session(sampling)
-        session.submit(prompts, step)
-        return self._collect(session, len(prompts))
+        return self._collect(Ticket(session, session.submit(prompts, step)))
 
-    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
-        """Queue `prompts`; `wait` decodes them.
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
+        """Queue `prompts`; `wait` returns their completions for the ticket that this returns.
 
         Raises ValueError if `sampling` differs from that of groups still in flight, and if the KV cache does
         not fit.
@@ -178,22 +192,17 @@ class RolloutEngine:
                 f"{session.sampling}, got {spec}; wait for these groups first"
             )
         with self._interruption():
-            session.submit(prompts, step)
+            return Ticket(session, session.submit(prompts, step))
 
-    def wait(self, count: int) -> RolloutBatch:
-        """Decode until `count` submitted groups are finished; their batch, in the order of submission.
+    def wait(self, ticket: Ticket) -> RolloutBatch:
+        """The batch of the prompts that were submitted for `ticket`; decodes all that is in flight meanwhile.
 
-        Blocks while paused. Raises ValueError if fewer groups are in flight, and RuntimeError if the engine
-        is closed meanwhile.
+        Blocks while paused. Raises ValueError for a ticket that was waited for before, and RuntimeError if
+        the engine is closed meanwhile.
         """
-        there = self._session.num_groups if self._session else 0
-        if count > there:
-            raise ValueError(
-                f"wait can return submitted groups only: {there} are in flight, got {count}; submit more"
-            )
-        if self._session is None:
-            return self.generate([])
-        return self._collect(self._session, count)
+        if not ticket.session.holds(ticket.groups):
+            raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
+        return self._collect(ticket)
 
     def pause(self) -> None:
         """Returns when the running decode call has finished; no other starts before `resume`."""
@@ -225,7 +234,7 @@ class RolloutEngine:
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
-            self._cache_bytes = _memory_for_cache(self.mesh)
+            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(self._params))
         sampler = Sampler(
             self.arch,
             self.tokenizer,
@@ -239,10 +248,11 @@ class RolloutEngine:
         )
         return Session(sampler, sampling, self._max_concurrency)
 
-    def _collect(self, session: Session, count: int) -> RolloutBatch:
+    def _collect(self, ticket: Ticket) -> RolloutBatch:
+        session, groups = ticket
         before, compilations = session.tally, num_compilations()
         began = time.perf_counter()
-        while session.num_finished < count:
+        while not session.finished(groups):
             self._running.wait()
             with self._between_calls:
                 if self._closed:
@@ -252,12 +262,12 @@ class RolloutEngine:
             if self._on_progress is not None:
                 done = session.tally - before
                 rate = done.decoded_tokens / (time.perf_counter() - began)
-                total = count * session.sampling.n
+                total = len(groups) * session.sampling.n
                 self._on_progress(RolloutProgress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
         with self._between_calls:
-            groups = session.take(count)
-        samples = [(group.prompt, completion) for group in groups for completion in group.completions]
+            taken = session.take(groups)
+        samples = [(group.prompt, completion) for group in taken for completion in group.completions]
         batch = rollout_batch(
             samples, self.tokenizer, _work_metrics(session.tally - before, generated - began)
         )
@@ -270,16 +280,25 @@ class RolloutEngine:
         return replace(batch, metrics={**batch.metrics, **timings})
 
 
-def _memory_for_cache(mesh: Mesh) -> int:
+def _bytes_here(params: Any) -> int:
+    """Bytes of the parameters on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+
+
+def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     """Bytes that the KV cache may use on each device of `mesh`; a CPU device uses memory of the host.
 
-    The minimum over all processes, because all must compute the same schedule.
+    `reserved` bytes of a device are left for what does not exist yet. The minimum over all processes, because
+    all must compute the same schedule.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     own = [CACHE_SHARE / 2 * host / jax.local_device_count()]
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if all("bytes_limit" in found for found in stats):
-        own = [CACHE_SHARE * (found["bytes_limit"] - found.get("bytes_in_use", 0)) for found in stats]
+        own = [
+            CACHE_SHARE * max(found["bytes_limit"] - found.get("bytes_in_use", 0) - reserved, 0)
+            for found in stats
+        ]
     return min(int(x) for x in gather_objects(min(own)))
 
 

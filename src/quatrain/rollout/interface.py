@@ -82,12 +82,12 @@ class Rollouts(Protocol):
         """
         ...
 
-    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> None:
-        """Queue `prompts`; `wait` returns their completions."""
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Any:
+        """Queue `prompts`; `wait` returns their completions for the ticket that this returns."""
         ...
 
-    def wait(self, count: int) -> RolloutBatch:
-        """A batch with all samples of `count` submitted prompts, returned once these are finished."""
+    def wait(self, ticket: Any) -> RolloutBatch:
+        """The batch of the prompts that were submitted for `ticket`, once all are finished."""
         ...
 
     def close(self) -> None:

@@ -134,12 +134,13 @@ class Scheduler:
         self.slots[slot] = None
         self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
-    def take(self, count: int) -> list[int]:
-        """Removes and returns the tickets of up to `count` finished groups, in the order of submission."""
-        taken = sorted(self._finished)[:count]
-        for ticket in taken:
-            del self._finished[ticket]
-        return taken
+    def is_finished(self, ticket: int) -> bool:
+        """Whether all samples of the group are finished, and it was not taken yet."""
+        return ticket in self._finished
+
+    def take(self, ticket: int) -> None:
+        """Forgets a finished group."""
+        del self._finished[ticket]
 
     @property
     def num_slots(self) -> int:

@@ -137,29 +137,35 @@ class Session:
         return self._scheduler.num_unfinished + self._scheduler.num_finished
 
     @property
-    def num_finished(self) -> int:
-        """Finished groups that were not taken yet."""
-        return self._scheduler.num_finished
-
-    @property
     def num_live(self) -> int:
         """Slots in use."""
         return self._scheduler.num_live
 
-    def submit(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Queue a group for each prompt. Raises ValueError if the cache does not fit."""
+    def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
+        """Queue a group for each prompt; their numbers. Raises ValueError if the cache does not fit."""
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
         columns = max(self._prompt_columns, prompt_columns(longest))
         demand = self._scheduler.demand + len(prompts) * self.sampling.n
         self._scheduler.max_slots = self._max_concurrent(columns, demand)
         self._prompt_columns = columns
-        for prompt in prompts:
-            ticket = self._scheduler.submit(self.sampling.n)
+        tickets = tuple(self._scheduler.submit(self.sampling.n) for _ in prompts)
+        for ticket, prompt in zip(tickets, prompts, strict=True):
             self._groups[ticket] = Group(prompt, step, [Completion() for _ in range(self.sampling.n)])
+        return tickets
 
-    def take(self, count: int) -> list[Group]:
-        """Removes and returns up to `count` finished groups, in the order of submission."""
-        return [self._groups.pop(ticket) for ticket in self._scheduler.take(count)]
+    def holds(self, tickets: Sequence[int]) -> bool:
+        """Whether all these groups were submitted, and not taken yet."""
+        return all(ticket in self._groups for ticket in tickets)
+
+    def finished(self, tickets: Sequence[int]) -> bool:
+        """Whether all these groups are finished."""
+        return all(self._scheduler.is_finished(ticket) for ticket in tickets)
+
+    def take(self, tickets: Sequence[int]) -> list[Group]:
+        """Removes and returns these finished groups."""
+        for ticket in tickets:
+            self._scheduler.take(ticket)
+        return [self._groups.pop(ticket) for ticket in tickets]
 
     def advance(self, params: Any, version: int) -> None:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
