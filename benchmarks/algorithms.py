@@ -39,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,6 @@ ACCURACY = "eval/accuracy_strict"
 TARGET = 0.9
 """Accuracy whose first evaluation counts as `steps to 0.9`."""
 ENDS = ("before", "after")
-KINDS = {"estimator": "Advantage estimators, with the loss `ppo_clip`", "loss": "Policy losses, with `grpo`"}
 
 Settings = dict[str, Any]
 Row = dict[str, Any]
@@ -80,16 +80,42 @@ VARIANT_SETTINGS: dict[str, Settings] = {
 """What a variant needs beside its name; those not named here need nothing."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Suite:
+    """What a script trains: variants `KIND/NAME` and their settings beside those of the quickstart."""
+
+    titles: Mapping[str, str]
+    """The title of each kind's table."""
+    settings: Mapping[str, Settings]
+    """Settings by variant, in the order of the tables."""
+
+
+def algorithms() -> Suite:
+    """Every built-in advantage estimator, then every built-in loss."""
+    titles = {
+        "estimator": "Advantage estimators, with the loss `ppo_clip`",
+        "loss": "Policy losses, with `grpo`",
+    }
+    named = [(f"estimator/{name}", {"advantage.estimator": name}) for name in ADVANTAGE_SCALES]
+    named += [(f"loss/{name}", {"update.loss": name}) for name in POLICY_LOSSES]
+    settings = {
+        name: own | KIND_SETTINGS[name.partition("/")[0]] | VARIANT_SETTINGS.get(name, {})
+        for name, own in named
+    }
+    return Suite(titles, settings)
+
+
+def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> int:
     args = parse(arguments)
-    names = variants()
+    suite = suite or algorithms()
+    names = list(suite.settings)
     chosen = select(names, args.only)
     added = {} if args.steps is None else {"run.steps": args.steps}
     added |= {setting.key: setting.value for setting in override_layer(args.set)}
     failed = 0
     for seed in range(args.seeds):
         for name in chosen:
-            settings = settings_of(name, seed, added)
+            settings = settings_of(suite, name, seed, added)
             if any(same(row, name, settings) and "error" not in row for row in read_rows(args.out)):
                 continue
             say(f"{name}, seed {seed} …")
@@ -97,12 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             append(args.out, row)
             say(f"{name}, seed {seed}: {told(row)}")
             failed += "error" in row
-    wanted = [(name, settings_of(name, seed, added)) for name in names for seed in range(args.seeds)]
+    wanted = [(name, settings_of(suite, name, seed, added)) for name in names for seed in range(args.seeds)]
     rows = latest(read_rows(args.out), wanted)
-    print("\n\n".join(table(kind, rows) for kind in KINDS if any(_kind(row) == kind for row in rows)))
+    kinds = [kind for kind in suite.titles if any(_kind(row) == kind for row in rows)]
+    print("\n\n".join(table(kind, suite.titles[kind], rows) for kind in kinds))
     if args.figure is not None:
         if can_plot():
-            draw(rows, args.figure)
+            draw(kinds, rows, args.figure)
         else:
             say(f"{args.figure} is not drawn: it needs matplotlib, `pip install 'quatrain[plot]'`")
     return 1 if failed else 0
@@ -119,11 +146,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all variants")
     parser.add_argument("--figure", type=Path, help="file of the figure, as algorithms.svg")
     return parser.parse_args(arguments)
-
-
-def variants() -> list[str]:
-    """The names of all variants: every built-in estimator, then every built-in loss."""
-    return [f"estimator/{name}" for name in ADVANTAGE_SCALES] + [f"loss/{name}" for name in POLICY_LOSSES]
 
 
 def select(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
@@ -143,14 +165,12 @@ def select(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
     return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
-def settings_of(name: str, seed: int, added: Mapping[str, Any]) -> Settings:
-    """All settings of a run, by dotted key: the quickstart's, then the tables' of this file, then `added`."""
-    kind, _, algorithm = name.partition("/")
+def settings_of(suite: Suite, name: str, seed: int, added: Mapping[str, Any]) -> Settings:
+    """All settings of a run, by dotted key: the quickstart's, then those of `suite`, then `added`."""
     quickstart = {setting.key: setting.value for setting in file_layer(None)}
-    key = {"estimator": "advantage.estimator", "loss": "update.loss"}[kind]
-    own = {key: algorithm, **KIND_SETTINGS[kind], **VARIANT_SETTINGS.get(name, {})}
+    every = {**quickstart, **COMMON, **suite.settings[name], **added, "seed": seed}
     # What JSON gives back, so that the settings in the file compare equal.
-    return dict(json.loads(json.dumps({**quickstart, **COMMON, **own, **added, "seed": seed})))
+    return dict(json.loads(json.dumps(every)))
 
 
 def run(name: str, seed: int, settings: Settings) -> Row:
@@ -240,10 +260,10 @@ def latest(rows: Sequence[Row], wanted: Sequence[tuple[str, Settings]]) -> list[
     return [matching[-1] for matching in found if matching]
 
 
-def table(kind: str, rows: Sequence[Row]) -> str:
+def table(kind: str, title: str, rows: Sequence[Row]) -> str:
     """The Markdown table of one kind of variants; a failed run shows as `failed` among the seeds."""
     lines = [
-        f"| {KINDS[kind]} | before | after | each seed | steps to {TARGET:g} | seconds |",
+        f"| {title} | before | after | each seed | steps to {TARGET:g} | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for name, mine in _by_variant(rows, kind).items():
@@ -257,16 +277,16 @@ def table(kind: str, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each variant with the held-out accuracy of every seed over the steps; estimators first."""
+def draw(kinds: Sequence[str], rows: Sequence[Row], path: Path) -> None:
+    """A panel for each variant with the held-out accuracy of every seed over the steps, kind after kind."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = 5
     panels: list[tuple[str, list[Row]] | None] = []
-    for kind in KINDS:
-        prefix = "loss " if kind == "loss" else ""
+    for kind in kinds:
+        prefix = "" if kind == "estimator" else f"{kind} "
         groups = [(f"{prefix}{name}", group) for name, group in _by_variant(rows, kind).items()]
         panels += [*groups, *[None] * (-len(groups) % columns)]
     height = len(panels) // columns
