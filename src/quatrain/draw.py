@@ -49,6 +49,11 @@ class Draws:
     def __init__(self, prompts: PromptSource, *, batch_size: int, rounds: int):
         self._prompts, self._batch_size, self._rounds = prompts, batch_size, rounds
 
+    def next(self, place: PromptPlace) -> tuple[list[Prompt], PromptPlace]:
+        """The prompts of the step that begins at `place`, without dynamic sampling, and the next place."""
+        end = place.next_prompt + self._batch_size
+        return self._prompts.take(place.next_prompt, self._batch_size), PromptPlace(end)
+
     def take(self, place: PromptPlace, sample: Sample) -> tuple[RewardedBatch, PromptPlace]:
         """The rewarded batch of the training step that begins at `place`, and where the next one begins.
 
@@ -56,7 +61,8 @@ class Draws:
         """
         first, wanted = place.next_prompt, self._batch_size
         if self._rounds == 1:
-            return sample(self._prompts.take(first, wanted)), PromptPlace(first + wanted)
+            prompts, place = self.next(place)
+            return sample(prompts), place
         parts, signal, end = self._drawn(first, sample)
         without = 0 if signal else place.steps_without_signal + 1
         if without == STEPS_WITHOUT_SIGNAL:

@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 
+from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.processes import decided_by_main, num_processes
+from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
@@ -87,7 +89,7 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
     )
     with closing(run.report):
         try:
-            with closing(run.checkpoints):
+            with closing(run.checkpoints), closing(run.ahead):
                 yield run
         except BaseException as error:
             run.report.failed(error)
@@ -107,6 +109,14 @@ class Run:
         self.reference = Checkpointer(folder.path / "reference")
         if folder.resumed:
             self._check_resumable()
+        lag = config.rollout.max_staleness
+        if lag and num_processes() > 1:
+            raise ValueError(
+                "rollout.max_staleness must be 0 in a run of several processes, also for a rollout with "
+                "devices of its own: its thread and training would begin their collectives in another order "
+                f"in each process; got {lag} and {num_processes()} processes; set 0, or run one process with "
+                "all devices"
+            )
         self.timer = StageTimer()
         self.loaded = load_policy(config)
         self.scorer = build_scorer(config, self.loaded)
@@ -126,11 +136,7 @@ class Run:
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
-        self.draws = Draws(
-            self.prompts,
-            batch_size=config.data.batch_size,
-            rounds=config.rollout.dynamic_sampling_rounds,
-        )
+        self.ahead = self._ahead()
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
 
@@ -149,6 +155,33 @@ class Run:
             check_prompt=self.scorer.check_prompt,
             by_pass_rate=by_pass_rate,
         )
+
+    def _ahead(self) -> Ahead:
+        config = self.config
+        draws = Draws(
+            self.prompts,
+            batch_size=config.data.batch_size,
+            rounds=config.rollout.dynamic_sampling_rounds,
+        )
+        return Ahead(
+            self.engine,
+            self.scorer,
+            draws,
+            lag=config.rollout.max_staleness,
+            steps=self.steps,
+            fence_every=config.checkpoint.every_steps,
+            in_flight=config.rollout.in_flight,
+            on_stage=self._show_ahead,
+        )
+
+    def take(self, state: TrainState) -> Taken:
+        """The batch of the training step that begins with `state`."""
+        if self.config.rollout.max_staleness:
+            self.progress.stage("waiting for the rollout")
+        taken = self.ahead.take(state)
+        for stage, seconds in taken.seconds.items():
+            self.timer.add(stage, seconds)
+        return taken
 
     def announce(self, plan: str) -> None:
         """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
@@ -230,18 +263,34 @@ class Run:
         return to_memory("host" if self.config.offload.reference else "device", arrays["params"])
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Shows `stage` in the progress display, and measures its seconds and those spent compiling in it."""
-        self.progress.stage(stage)
+    def timed_step(self) -> Iterator[None]:
+        """Measures the seconds of a training step, and those spent compiling in it."""
         before = compile_seconds()
         try:
-            with self.timer.stage(stage):
+            with self.timer.stage("step"):
                 yield
         finally:
             self.timer.add("compile", compile_seconds() - before)
 
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Shows `stage` in the progress display, and measures its seconds."""
+        self.progress.stage(stage)
+        with self.timer.stage(stage):
+            yield
+
+    def _show_ahead(self, stage: str) -> None:
+        """Show what the rollout does: as the stage of the step, or beside it where it runs ahead."""
+        if self.config.rollout.max_staleness:
+            self.progress.beside(stage)
+        else:
+            self.progress.stage(stage)
+
     def _show_decoding(self, decoding: RolloutProgress) -> None:
-        self.progress.detail(str(decoding))
+        if self.config.rollout.max_staleness:
+            self.progress.beside(f"rollout: {decoding}")
+        else:
+            self.progress.detail(str(decoding))
 
     def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
         """Log the metrics and samples of a training step, and update the progress display."""
@@ -289,15 +338,20 @@ class Run:
         if self.heldout is None:
             return {}
         self.progress.stage(name)
-        self.engine.sync_weights(params, step)
-        with self.timer.stage("eval"):
-            metrics = evaluate(
+        prompts = self.heldout.head(count)
+
+        def job() -> dict[str, Metric]:
+            self.engine.sync_weights(params, step)
+            return evaluate(
                 self.engine,
                 self.scorer,
-                self.heldout.head(count),
+                prompts,
                 self.config.eval,
                 on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
             )
+
+        with self.timer.stage("eval"):
+            metrics = self.ahead.run(job)
         self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
         numbers = finite_numbers(metrics)
         self.accuracy = numbers.get("eval/accuracy_strict")
@@ -337,10 +391,11 @@ class Run:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
         saved = self.checkpoints.read_host()["config"]
         for key, value in _kept_on_resume(self.config).items():
-            if value != saved.get(key, value):
+            before = saved.get(key, value_at(Config(), key))  # keys that are newer than the checkpoint
+            if value != before:
                 raise ValueError(
-                    f"{key} of a resumed run must not change: {self.folder.path} has {saved[key]}, got "
-                    f"{value}; set {key} back, or start another run"
+                    f"{key} of a resumed run must not change: {self.folder.path} has {before}, got {value}; "
+                    f"set {key} back, or start another run"
                 )
         if self.config.needs_reference and not self.reference.steps():
             key, value = (
@@ -432,7 +487,7 @@ def _counts(state: ModelState) -> dict[str, int]:
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys that determine the stream of prompts and random numbers; they must not change on resume."""
+    """The keys that determine what is sampled for each training step; they must not change on resume."""
     return {
         "seed": config.seed,
         "data.train": config.data.train,
@@ -441,4 +496,8 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "data.pass_rate_column": config.data.pass_rate_column,
         "data.min_pass_rate": config.data.min_pass_rate,
         "data.max_pass_rate": config.data.max_pass_rate,
+        "rollout.max_staleness": config.rollout.max_staleness,
+        "rollout.in_flight": config.rollout.in_flight,
+        # With staleness, checkpoints decide which weights sample a batch.
+        **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }

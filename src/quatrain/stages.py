@@ -82,7 +82,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
     reward = config.reward
     kl_reward = KLReward(reward.kl_coef, reward.kl_target, reward.kl_horizon) if reward.kl_coef else None
     policy_steps = max(steps - config.critic.warmup_steps, 1)
-    return Learner(
+    learner = Learner(
         build_policy_spec(config, loaded, temperature=config.rollout.temperature or 1.0),
         config.update,
         config.logprob,
@@ -95,6 +95,14 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         kl_reward=kl_reward,
         optimizer_memory="host" if config.offload.optimizer else "device",
     )
+    if config.rollout.max_staleness and not learner.corrects_staleness:
+        raise ValueError(
+            f"rollout.max_staleness {config.rollout.max_staleness} needs a correction for older weights, and "
+            f"update.loss {config.update.loss} does not read old log-probabilities, so that "
+            "update.old_logprobs rollout corrects nothing; set update.old_logprobs to auto and "
+            "update.correction to truncate or mask"
+        )
+    return learner
 
 
 def build_critic(config: Config, loaded: LoadedPolicy, *, steps: int) -> Critic:

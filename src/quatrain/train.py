@@ -6,41 +6,32 @@ in `run.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from quatrain.ahead import Taken
 from quatrain.config.load import Resolved
-from quatrain.draw import Draws, NoSignal
+from quatrain.draw import NoSignal
 from quatrain.report.progress import Progress
 from quatrain.run import Run, Summary, open_run
 from quatrain.stages import Stages
-from quatrain.types import AdvantagedBatch, Prompt, RewardedBatch
+from quatrain.types import AdvantagedBatch
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
 
 def train_step(
     stages: Stages,
     state: TrainState,
-    draws: Draws,
+    taken: Taken,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[TrainState, AdvantagedBatch]:
-    """One training step; returns the new state and the batch. Each stage runs in a context `timed(name)`.
+    """Lines 3 and 4 of a training step; returns the new state and the batch.
 
-    `draws` has its prompts completed and scored, more than once where it samples dynamically.
+    `taken` comes from lines 1 and 2, rollout and reward, which `Ahead` runs. Each stage runs in a context
+    `timed(name)`.
     """
-    step = state.train_step
-    with timed("rollout"):
-        stages.rollout.sync_weights(state.params, state.step)
-
-    def sample(prompts: Sequence[Prompt]) -> RewardedBatch:
-        with timed("rollout"):
-            rollouts = stages.rollout.generate(prompts, step=step)
-        with timed("reward"):
-            rewarded = stages.reward.score(rollouts)
-        return rewarded
-
-    rewarded, place = draws.take(state.place, sample)
+    rewarded = taken.rewarded
     if stages.update.scores_tokens:
         with timed("token_scores"):
             rewarded = stages.update.score_tokens(state, rewarded)
@@ -48,7 +39,7 @@ def train_step(
         advantaged = stages.advantage.estimate(rewarded)
     with timed("update"):
         state = stages.update.step(state, advantaged)
-    return replace(state, place=place), advantaged
+    return replace(state, place=taken.place), advantaged
 
 
 def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
@@ -71,8 +62,9 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
     run.progress.phase("train")
     while state.train_step < run.steps:
         try:
-            with run.timer.stage("step"):
-                state, advantaged = train_step(stages, state, run.draws, run.timed)
+            with run.timed_step():
+                taken = run.take(state)
+                state, advantaged = train_step(stages, state, taken, run.timed)
         except TooManyBadSteps as stopped:
             run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
             run.save(stopped.state)

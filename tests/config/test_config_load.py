@@ -219,6 +219,30 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ("reward.kl_target=0.1", "reward.kl_target needs reward.kl_coef above 0"),
         ("reward.overlong_buffer=5", "reward.overlong_buffer has no effect without the function overlong"),
         ("rollout.greedy_baseline=false advantage.estimator=remax", "rollout.greedy_baseline must not be "),
+        (
+            "update.correction=mask update.old_logprobs=rollout",
+            "update.correction must be none for update.old",
+        ),
+        (
+            "update.correction=mask rollout.top_k=5",
+            "update.correction needs log-probabilities of the policy's",
+        ),
+        ("rollout.max_staleness=1 rollout.top_p=0.9", "rollout.max_staleness must be 0 with rollout.top_p, "),
+        (
+            "rollout.max_staleness=1 update.correction=none",
+            "update.correction must not be none for rollout.max",
+        ),
+        ("rollout.in_flight=true", "rollout.in_flight needs rollout.max_staleness of 1 or more"),
+        (
+            "rollout.in_flight=true rollout.max_staleness=1 rollout.dynamic_sampling_rounds=2",
+            "rollout.in_flight needs rollout.dynamic_sampling_rounds 1",
+        ),
+        (
+            "rollout.in_flight=true rollout.max_staleness=1 advantage.estimator=remax",
+            "rollout.in_flight needs no greedy baseline",
+        ),
+        ("rollout.max_staleness=-1", "rollout.max_staleness must be greater than or equal to 0"),
+        ("rollout.max_staleness=1000", "rollout.max_staleness must be less than or equal to 64"),
         ("rollout.dynamic_sampling_rounds=2 rollout.n=1", "rollout.dynamic_sampling_rounds must be 1 for "),
         (
             "data.min_pass_rate=0.5 data.max_pass_rate=0.4",

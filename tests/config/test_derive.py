@@ -21,6 +21,7 @@ def test_all_of_the_defaults():
         "sft.data": "builtin:arithmetic",
         "advantage.scale": "group",
         "update.mini_batch_size": 16,
+        "update.correction": "none",
         "update.max_tokens_per_device": 16384,
         "logprob.max_tokens_per_device": 32768,
         "critic.enabled": False,
@@ -36,7 +37,10 @@ def test_values_that_are_set_are_left_alone():
         update={"mini_batch_size": 3, "micro_batch_size": 5},
         advantage={"scale": "none"},
     )
-    others = {"model.tokenizer", "sft.data", "critic.enabled", "rollout.greedy_baseline", "logging.wandb"}
+    others = {
+        "model.tokenizer", "sft.data", "critic.enabled", "rollout.greedy_baseline", "update.correction",
+        "logging.wandb",
+    }  # fmt: skip
     assert values.keys() == {"logprob.micro_batch_size", *others}
     assert values["logprob.micro_batch_size"] == 10
 
@@ -227,3 +231,27 @@ def test_dynamic_sampling_fits_estimators_that_compare_samples(estimator, warned
         w for w in warnings_about(config, {}) if w.startswith("rollout.dynamic_sampling_rounds is 2 and")
     ]
     assert bool(found) == warned
+
+
+@pytest.mark.parametrize(
+    ("sections", "correction"),
+    [
+        ({}, "none"),
+        ({"model": {"dtype": "bfloat16"}}, "truncate"),
+        ({"rollout": {"max_staleness": 1}}, "truncate"),
+        ({"rollout": {"max_staleness": 1}, "update": {"old_logprobs": "rollout"}}, "none"),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"top_p": 0.9}}, "none"),
+    ],
+)
+def test_differences_of_sampler_and_trainer_are_corrected(sections, correction):
+    assert derived(**sections)["update.correction"] == correction
+
+
+def test_a_lag_that_checkpoints_never_allow_is_warned_about():
+    def warned(every_steps):
+        sections = {"rollout": {"max_staleness": 2}, "placement": {"train": "0", "rollout": "1"}}
+        config = Config(**sections, checkpoint={"every_steps": every_steps})
+        return [text for text in warnings_about(config, {}) if text.startswith("checkpoint.every_steps is")]
+
+    assert "so the staleness is at most 1;" in warned(2)[0]
+    assert warned(3) == warned(0) == []

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -193,6 +194,119 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):
     for step in (3, 4):
         name = f"samples/step_{step:06d}.jsonl"
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    """A run that samples two steps ahead, with dynamic sampling, and its options."""
+    options = (
+        "rollout.max_staleness=2", "run.steps=6", "checkpoint.every_steps=3", "eval.every_steps=2",
+        "update.mini_batch_size=2", "rollout.dynamic_sampling_rounds=2",
+    )  # fmt: skip
+    return train(_resolved(tmp_path_factory.mktemp("runs"), "ahead", *options)), options
+
+
+def test_a_run_with_rollouts_ahead_is_stale_by_its_lag_and_corrected(ahead):
+    rows = read_metrics(ahead[0].run / "metrics.jsonl")[1:]
+    # Checkpoints after steps 3 and 6: batch 4 is sampled by the weights after step 3, as are batches 5 and 6.
+    steps = [0, 1, 2, 0, 1, 2]
+    assert [row["async/staleness_max"] for row in rows] == [2 * age for age in steps]
+    assert [row["async/staleness_mean"] for row in rows] == [2 * age for age in steps]
+    assert all(row["async/versions_per_sequence_max"] == 1 for row in rows)
+    assert [("rollout/logprob_diff_mean" in row) for row in rows] == [age == 0 for age in steps]
+    for row, age in zip(rows, steps, strict=True):
+        assert (abs(row["update/behaviour_weight_mean"] - 1) > 1e-5) == (age > 0)
+        assert row["time/wait_rollout_s"] >= 0
+        assert row["time/wait_weights_s"] >= 0
+    assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
+
+
+def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_path, monkeypatch):
+    whole, options = ahead
+    again = train(_resolved(tmp_path, "again", *options))
+    plain_step = Learner.step
+
+    def dies_in_the_fifth_step(self, state, batch):
+        if state.train_step == 4:
+            raise KeyboardInterrupt
+        return plain_step(self, state, batch)
+
+    monkeypatch.setattr(Learner, "step", dies_in_the_fifth_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(_resolved(tmp_path, "broken", *options))
+    assert not any(
+        thread.name == "quatrain-rollout" and thread.is_alive() for thread in threading.enumerate()
+    )
+    monkeypatch.setattr(Learner, "step", plain_step)
+    resumed = train(_resolved(tmp_path, "broken", *options), resume="broken")
+    for other in (again, resumed):
+        assert other.after == whole.after
+        final = [(each.run / "final" / "model.safetensors").read_bytes() for each in (whole, other)]
+        assert final[0] == final[1]
+        rows = [read_metrics(each.run / "metrics.jsonl") for each in (whole, other)]
+        assert _steady(rows[0]) == _steady(rows[1])
+
+
+def test_staleness_without_a_correction_is_refused_before_anything_runs(tmp_path):
+    options = ("rollout.max_staleness=1", "update.loss=reinforce", "update.old_logprobs=rollout")
+    with pytest.raises(ValueError, match=r"update\.loss reinforce does not read old log-probabilities"):
+        train(_resolved(tmp_path, "stale", *options))
+    assert not (tmp_path / "stale").exists()
+
+
+def test_an_older_checkpoint_had_no_staleness(finished, tmp_path, monkeypatch):
+    """Its saved settings lack the keys, which have their defaults then."""
+    plain_read = Checkpointer.read_host
+
+    def older(self, step=None):
+        host = plain_read(self, step)
+        return host | {"config": {k: v for k, v in host["config"].items() if not k.startswith("rollout.max")}}
+
+    monkeypatch.setattr(Checkpointer, "read_host", older)
+    summary, options = finished
+    with pytest.raises(ValueError, match=r"rollout\.max_staleness of a resumed run .* has 0, got 1"):
+        train(_resolved(summary.run.parent, "x", *options, "rollout.max_staleness=1"), resume="whole")
+
+
+@pytest.mark.parametrize("changed", ["rollout.max_staleness=1", "checkpoint.every_steps=2"])
+def test_what_decides_the_weights_of_a_batch_cannot_change_on_resume(ahead, changed):
+    summary, options = ahead
+    key = changed.split("=")[0]
+    with pytest.raises(ValueError, match=f"{key} of a resumed run must not change"):
+        train(_resolved(summary.run.parent, "unused", *options, changed), resume="ahead")
+
+
+def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path):
+    rewards = tmp_path / "fails.py"
+    rewards.write_text(
+        "calls = []\n\n\ndef fails(completions):\n    calls.append(1)\n"
+        "    return [1.0] * len(completions) if len(calls) < 4 else 5\n"
+    )
+    options = (
+        f"reward.functions={{'{rewards}:fails': 1.0}}",
+        "rollout.max_staleness=2",
+        "eval.every_steps=0",
+    )
+    with pytest.raises(ValueError, match="must return a list with one number per completion"):
+        train(_resolved(tmp_path, "failing", *options, "sft.steps=0"))
+    rows = read_metrics(tmp_path / "failing" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]  # the first call was the evaluation
+
+
+def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
+    options = (
+        "rollout.max_staleness=1",
+        "rollout.in_flight=true",
+        "rollout.max_concurrency=6",
+        "run.steps=5",
+    )
+    run = train(_resolved(tmp_path, "flight", *options, "checkpoint.every_steps=3")).run
+    rows = read_metrics(run / "metrics.jsonl")[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["async/staleness_max"] <= 1 for row in rows)
+    assert [rows[k]["async/staleness_max"] for k in (0, 3)] == [0, 0]  # at the start and after a checkpoint
+    samples = [json.loads(line) for line in (run / "samples" / "step_000002.jsonl").read_text().splitlines()]
+    assert sorted({sample["group_id"] for sample in samples}) == [4, 5, 6, 7]
 
 
 def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path, monkeypatch):

@@ -408,3 +408,17 @@ def test_a_reward_model_that_cannot_be_loaded_is_named(final, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"the reward model model:{path} cannot be used: .*{reason}"):
             placement(final(SMALL, f"reward.functions={{'model:{path}': 1.0}}"))
+
+
+def test_batches_sampled_ahead_need_a_copy_of_the_weights_each(final):
+    weights = parts(final(SMALL))["weights"]
+    found = placement(final(SMALL, "rollout.max_staleness=2", "update.kl_coef=0"))
+    each = {part.key: part for part in found.parts}
+    assert each["rollout_weights"].num_bytes == 3 * weights
+    assert each["rollout_weights"].why.startswith("3 copies (rollout.max_staleness + 1), each model.dtype ")
+    in_flight = placement(final(SMALL, "rollout.max_staleness=2", "rollout.in_flight=true"))
+    assert {part.key: part.num_bytes for part in in_flight.parts}["rollout_weights"] == 2 * weights
+    # Rollout and training run at the same time.
+    held = sum(each[key].num_bytes for key in ("weights", "rollout_weights", "optimizer_state", "kv_cache"))
+    own = each["gradients"].num_bytes + each["activations"].num_bytes
+    assert found.totals()["total_in_gradient"][2] == held + own

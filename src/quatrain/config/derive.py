@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from quatrain.config.errors import ConfigError
-from quatrain.config.schema import ADVANTAGE_SCALES, Config
+from quatrain.config.schema import ADVANTAGE_SCALES, Config, UpdateConfig
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
 MICRO_BATCH_TOKENS = 16384
@@ -22,6 +22,7 @@ GREEDY_ESTIMATOR = "remax"
 CRITIC_ESTIMATOR = "gae"
 """The built-in advantage estimator that needs a critic."""
 HELDOUT = "-heldout"
+DEFAULT_CAP = UpdateConfig.model_fields["correction_cap"].default
 WANDB_MODES = ("disabled", "offline", "online")
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "passk")
 # bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
@@ -46,6 +47,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "rollout.greedy_baseline": config.advantage.estimator == GREEDY_ESTIMATOR,
         **_overlong(config),
         "update.mini_batch_size": config.data.batch_size,
+        "update.correction": _correction(config),
         **_critic(config),
         **sizes,
         "reward.model_max_tokens_per_device": _reward_model_tokens(config, sizes),
@@ -59,6 +61,14 @@ def _overlong(config: Config) -> dict[str, int]:
         return {}
     limit = config.reward.overlong_limit or config.rollout.max_new_tokens
     return {"reward.overlong_limit": limit, "reward.overlong_buffer": max(limit // 5, 1)}
+
+
+def _correction(config: Config) -> str:
+    """`truncate` where the sampler's weights are older than the trainer's, or both round to bfloat16."""
+    if config.update.old_logprobs == "rollout" or not config.rollout.samples_the_policy:
+        return "none"
+    differs = config.rollout.max_staleness > 0 or config.model.dtype == "bfloat16"
+    return "truncate" if differs else "none"
 
 
 def longest_sequence(config: Config) -> int:
@@ -216,6 +226,21 @@ def _about_sampling(config: Config) -> list[str]:
             f"rollout.temperature is 0: sampling is greedy and explores nothing{same}; "
             "set it above 0 to train"
         )
+    if rollout.max_staleness and config.placement.rollout in (None, config.placement.train):
+        warnings.append(
+            f"rollout.max_staleness is {rollout.max_staleness} and the rollout has the devices of training: "
+            "both compete for them and little or nothing is gained; give the rollout devices of its own in "
+            "placement.rollout, or set rollout.max_staleness to 0"
+        )
+    every = config.checkpoint.every_steps
+    if 0 < every <= rollout.max_staleness:
+        warnings.append(
+            f"checkpoint.every_steps is {every} and rollout.max_staleness {rollout.max_staleness}: no batch "
+            f"is sampled ahead of a checkpoint, so the staleness is at most {every - 1}; save checkpoints "
+            "less often, or lower rollout.max_staleness"
+        )
+    if config.update.correction == "none" and config.update.correction_cap != DEFAULT_CAP:
+        warnings.append("update.correction_cap has no effect, because update.correction is none")
     estimator = config.advantage.estimator
     comparing = (*GROUP_ESTIMATORS, GREEDY_ESTIMATOR)
     if rollout.dynamic_sampling_rounds > 1 and estimator in ADVANTAGE_SCALES and estimator not in comparing:

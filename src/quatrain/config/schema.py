@@ -28,6 +28,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
+MAX_STALENESS = 64
+"""More copies of the weights than any run has memory for; learning breaks down far below."""
 
 
 def _has_mesh_form(spec: object) -> object:
@@ -309,6 +311,18 @@ class RolloutConfig(Section):
         "most this many rounds, until `data.batch_size` groups have samples with different rewards, and "
         "trains on these. 1: the next `data.batch_size` prompts, whatever their rewards.",
     )
+    max_staleness: Annotated[int, Field(ge=0, le=MAX_STALENESS)] = Field(
+        0,
+        description="Training steps by which the weights that sample a batch may be older than those at the "
+        "start of its training step. 0: each batch is sampled after the update before it. With 1 or more, "
+        "the next batches are sampled while this one is trained on: [async.md](async.md).",
+    )
+    in_flight: bool = Field(
+        False,
+        description="With `rollout.max_staleness`: exchange the weights between two decode calls, and begin "
+        "samples of the next batch while the last ones of a batch decode. Faster where lengths differ much; "
+        "tokens then depend on timing.",
+    )
     mesh: Mesh | None = Field(
         None,
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
@@ -320,6 +334,11 @@ class RolloutConfig(Section):
         description="A warning is given if the mean absolute difference between the sampler's and the "
         "trainer's log-probabilities of a training step's tokens exceeds this, in nats; null: no warning.",
     )
+
+    @property
+    def samples_the_policy(self) -> bool:
+        """Whether tokens are drawn from the policy's whole distribution, at some temperature."""
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
 
 
 class PlacementConfig(Section):
@@ -567,6 +586,18 @@ class UpdateConfig(Section):
         description="Old log-probabilities, in the denominator of the probability ratio: `recompute`: "
         "computed by the trainer; `auto`: computed by the trainer only if a training step has several "
         "optimizer steps, else the ratio is 1; `rollout`: those of the sampler.",
+    )
+    correction: Literal["none", "truncate", "mask"] | None = Field(
+        None,
+        description="Correction for tokens that older weights sampled than those at the start of the "
+        "training step, or weights rounded otherwise: the policy loss of a token is multiplied by the ratio "
+        "of the two probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is "
+        "above the cap or below its inverse (`mask`); derived: `truncate` if `rollout.max_staleness` is "
+        "above 0 or `model.dtype` is bfloat16, but `none` with `update.old_logprobs: rollout` and with a "
+        "sampling filter; else `none`.",
+    )
+    correction_cap: float = Field(
+        2.0, ge=1, description="Bound of the ratio of probabilities in `update.correction`."
     )
     mask_truncated: bool = Field(
         False,
@@ -850,6 +881,60 @@ class Config(Section):
                 "must be 1 for rollout.n 1: it looks for groups whose samples have different rewards, which "
                 "a single sample never has; set 1, or raise rollout.n",
                 {"key": "rollout.dynamic_sampling_rounds", "value": rounds},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _in_flight_is_possible(self) -> Self:
+        rollout = self.rollout
+        remedies = {
+            "rollout.max_staleness of 1 or more": rollout.max_staleness > 0,
+            "rollout.dynamic_sampling_rounds 1": rollout.dynamic_sampling_rounds == 1,
+            "no greedy baseline": not rollout.greedy_baseline and self.advantage.estimator != "remax",
+        }
+        for needed, held in remedies.items():
+            if rollout.in_flight and not held:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "needs {needed}; set that, or false",
+                    {"key": "rollout.in_flight", "value": True, "needed": needed},
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_ratio_to_the_sampler(self) -> Self:
+        update, rollout = self.update, self.rollout
+        corrected = update.correction not in (None, "none")
+        asked = {"key": "update.correction", "value": update.correction}
+        if corrected and update.old_logprobs == "rollout":
+            raise PydanticCustomError(
+                "across_sections",
+                "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: "
+                "the difference would count twice; set one of the two to its default",
+                asked,
+            )
+        if corrected and not rollout.samples_the_policy:
+            raise PydanticCustomError(
+                "across_sections",
+                "needs log-probabilities of the policy's own distribution, and rollout.top_p, top_k, min_p "
+                "or temperature 0 make the sampler draw from another; unset these, or set none",
+                asked,
+            )
+        if rollout.max_staleness and not rollout.samples_the_policy:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be 0 with rollout.top_p, top_k, min_p or temperature 0: stale tokens are corrected by "
+                "the ratio of policy to sampler, which then draws from another distribution; unset these, or "
+                "set 0",
+                {"key": "rollout.max_staleness", "value": rollout.max_staleness},
+            )
+        if rollout.max_staleness and update.correction == "none" and update.old_logprobs != "rollout":
+            raise PydanticCustomError(
+                "across_sections",
+                "must not be none for rollout.max_staleness {staleness}: stale tokens would be trained on as "
+                "if the current policy had sampled them; set truncate, mask or null, or "
+                "update.old_logprobs to rollout",
+                {**asked, "staleness": rollout.max_staleness},
             )
         return self
 

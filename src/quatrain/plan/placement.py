@@ -66,7 +66,8 @@ def placement(
     fitting = None
     if device_memory is not None:
         (rollout_roles,) = (together for together in result.role_groups if ROLLOUT in together)
-        held = sum(part.num_bytes for part in result.parts_of(ROLLOUT, rollout_roles))
+        phases = PHASES if config.rollout.max_staleness else (ROLLOUT,)
+        held = max(sum(part.num_bytes for part in result.parts_of(p, rollout_roles)) for p in phases)
         fitting = plan.sequences_that_fit(device_memory - held)
     result = replace(result, parts=(*parts, plan.cache(plan.concurrency(fitting))))
     warnings = () if fitting is None else tuple(plan.warnings(result, fitting))
@@ -183,7 +184,8 @@ class _Plan:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
             why = f"{path}: model.param_dtype {dtype} on mesh {format_mesh(mesh)}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
-            yield Part(key, size, why, () if host else PHASES, REWARD)
+            waits = host and not self.config.rollout.max_staleness
+            yield Part(key, size, why, () if waits else PHASES, REWARD)
 
     def _parts_of(self, size: Activations, tokens: str) -> str:
         """The parts of an estimate of activations, in words."""
@@ -202,7 +204,8 @@ class _Plan:
             f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size = (slots * own + rows * prompt) * self._column_bytes()
-        return Part("kv_cache", size, why, (ROLLOUT,), ROLLOUT)
+        phases = PHASES if self.config.rollout.max_staleness else (ROLLOUT,)  # the rollout never stops
+        return Part("kv_cache", size, why, phases, ROLLOUT)
 
     def concurrency(self, fitting: int | None) -> int:
         """Maximum number of sequences that a replica decodes at once, if memory allows `fitting` of them."""
@@ -247,12 +250,14 @@ class _Plan:
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
 
     def _rollout_weights(self) -> Part:
-        """The sampler's copy of the weights, in the dtype of activations except norms.
+        """The sampler's copies of the weights, in the dtype of activations except norms.
 
-        Arrays that training already has on the same devices in the same dtype are not copied.
+        Arrays that training already has on the same devices in the same dtype are not copied, unless batches
+        are sampled ahead: then one copy is in use and one waits for each further batch.
         """
         model, key = self.config.model, "rollout_weights"
-        alike = self.roles.rollout == self.roles.train
+        lag, in_flight = self.config.rollout.max_staleness, self.config.rollout.in_flight
+        alike = self.roles.rollout == self.roles.train and not lag
         if alike and model.dtype == model.param_dtype:
             return Part(key, 0, "the training weights are used", role=ROLLOUT)
 
@@ -265,7 +270,11 @@ class _Plan:
         places = partition(self.arch, self.rollout_mesh)
         copied = jax.tree.map(own, param_specs(self.arch), places, is_leaf=is_spec)
         why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
-        return Part(key, sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
+        copies = 1 + (min(lag, 1) if in_flight else lag)
+        if copies > 1:
+            which = "in use and next" if in_flight else "rollout.max_staleness + 1"
+            why = f"{copies} copies ({which}), each {why}"
+        return Part(key, copies * sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
 
     def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
         """Bytes on one device: moments are sharded like their parameters, other state is replicated."""

@@ -87,6 +87,20 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/masked_sequences": MetricDoc(
         "sequences", "sum", "Truncated completions left out of the loss (`update.mask_truncated`)."
     ),
+    "update/behaviour_weight_mean": MetricDoc(
+        "1", "mean", "Weight of a token's policy loss by `update.correction`, mean over tokens."
+    ),
+    "update/corrected_fraction": MetricDoc(
+        "fraction",
+        "mean",
+        "Fraction of tokens whose weight `update.correction` bounded: truncated at the cap, or masked.",
+    ),
+    "update/behaviour_kl": MetricDoc(
+        "nats",
+        "mean",
+        "KL of the sampler's distribution to the policy at the start of the training step (k3), mean over "
+        "tokens; logged with `update.correction`.",
+    ),
     "update/masked_groups": MetricDoc(
         "groups",
         "sum",
@@ -95,7 +109,8 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/compilations": MetricDoc(
         "programs",
         "sum",
-        "Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred.",
+        "Programs compiled or read from the compilation cache in the update; 0 once all shapes occurred. "
+        "With `rollout.max_staleness` above 0, those of the rollout's thread count too.",
     ),
     "critic/loss": MetricDoc(
         "reward^2", "mean", "Value loss of the critic, weighted by `update.loss_aggregation`."
@@ -227,6 +242,15 @@ CATALOGUE: dict[str, MetricDoc] = {
     "reward/<name>/tokens": MetricDoc(
         "tokens", "sum", "Tokens of the sequences that this reward model scored, by its own tokenizer."
     ),
+    "async/staleness_mean": MetricDoc(
+        "optimizer steps",
+        "mean",
+        "Age of the weights that sampled a token at the start of the training step, mean over tokens.",
+    ),
+    "async/staleness_max": MetricDoc("optimizer steps", "max", "Largest age of these weights over tokens."),
+    "async/versions_per_sequence_max": MetricDoc(
+        "versions", "max", "Largest number of versions of the weights that sampled one sequence."
+    ),
     **_stats("advantage", "1", "a sequence's advantage"),
     "advantage/zero_signal_fraction": MetricDoc(
         "fraction",
@@ -303,6 +327,12 @@ CATALOGUE: dict[str, MetricDoc] = {
             "rollout_generate": "Seconds of the rollout stage spent in prefill and decoding.",
             "rollout_flush": "Seconds of the rollout stage spent converting tokens to text and to arrays.",
             "reward": "Seconds of the reward stage.",
+            "place_weights": "Seconds spent copying weights for the batches to be sampled ahead.",
+            "wait_rollout": "Seconds that training waited for the batch (`rollout.max_staleness` above 0).",
+            "lead": "Seconds from the beginning of the batch's rollout until training took it "
+            "(`rollout.max_staleness` above 0).",
+            "wait_weights": "Seconds that the rollout waited for weights before it sampled the batch "
+            "(`rollout.max_staleness` above 0).",
             "reward_models": "Seconds of the reward stage spent computing the scores of reward models.",
             "token_scores": "Seconds spent on what advantages need of the models: values of the critic, and "
             "log-probabilities for KL in the reward.",

@@ -8,6 +8,7 @@ JAX compiles a program, the display says so, and how many programs the stage has
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class _State:
     step: int = 0
     stage: str = ""
     detail: str = ""
+    beside: str = ""
     reward: float | None = None
     accuracy: float | None = None
     tokens_per_s: float | None = None
@@ -81,6 +83,7 @@ class Progress:
         self._state = _State(total=total_steps, started=time.monotonic(), compiled_before_s=compile_seconds())
         self._quiet_since = self._state.started
         self._open = ExitStack()
+        self._printing = threading.Lock()
 
     def __enter__(self) -> Progress:
         self._open.enter_context(watching_compilations(self._begins_to_compile))
@@ -99,7 +102,7 @@ class Progress:
     ) -> None:
         self._open.close()
         if self._live is not None:
-            self._state.stage = self._state.detail = ""
+            self._state.stage = self._state.detail = self._state.beside = ""
             self._live.stop()
             self._live = None
 
@@ -133,8 +136,15 @@ class Progress:
         Without a terminal, it is printed only if no line was printed for QUIET_INTERVAL_S seconds.
         """
         self._state.detail = text
-        if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
-            self._print_plain(self._doing())
+        self._break_silence()
+
+    def beside(self, text: str) -> None:
+        """Show what runs beside the stages of the step, in another thread; called often, from there.
+
+        Without a terminal, it is printed only if no line was printed for QUIET_INTERVAL_S seconds.
+        """
+        self._state.beside = text
+        self._break_silence()
 
     def step(
         self,
@@ -157,6 +167,10 @@ class Progress:
             self._printed_at = now
             self._print_plain()
 
+    def _break_silence(self) -> None:
+        if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
+            self._print_plain(self._doing())
+
     def _begins_to_compile(self) -> None:
         """Say in a plain line, once in a stage, that the stage compiles: that may take long."""
         silent_s = time.monotonic() - self._quiet_since
@@ -166,9 +180,10 @@ class Progress:
 
     def _print_plain(self, *more: str) -> None:
         state = self._state
-        self._quiet_since = time.monotonic()
         parts = [f"{state.phase} {state.step}/{state.total}", *self._facts(), *more]
-        print(" | ".join(parts), file=self._console.file, flush=True)
+        with self._printing:
+            self._quiet_since = time.monotonic()
+            print(" | ".join(parts), file=self._console.file, flush=True)
 
     def _render(self) -> Group:
         """The progress line and the line of the current stage, cropped to the width of the terminal."""
@@ -188,7 +203,8 @@ class Progress:
         return _cropped(*cells)
 
     def _doing(self) -> str:
-        return ": ".join(filter(None, (self._state.stage, self._compiling() or self._state.detail)))
+        stage = ": ".join(filter(None, (self._state.stage, self._compiling() or self._state.detail)))
+        return " | ".join(filter(None, (stage, self._state.beside)))
 
     def _compiling(self) -> str | None:
         """The program of this stage that is being compiled; how many it will be, nobody knows before."""
