@@ -80,6 +80,7 @@ def test_a_batch_with_holes_goes_through_all_stages(batch, tmp_path, small_param
     assert advantaged.advantages[0].tolist() == [0, 0, 0, 1, 1, 0, 0, 1]
     state = train_on(advantaged, small_params)
     assert state.metrics["update/entropy"].count == 10  # the policy's tokens
+    assert state.metrics["update/behaviour_weight_mean"].count == 10
     assert state.metrics["batch/tokens"].result() == 23
 
     folder = RunDir.create(tmp_path, "run")
@@ -96,7 +97,8 @@ def train_on(small_arch):
     def train(batch, params):
         learner = Learner(
             PolicySpec(small_arch, remat="none"),
-            UpdateConfig(mini_batch_size=2, max_tokens_per_device=32),
+            # The tokens of this batch are of several versions.
+            UpdateConfig(mini_batch_size=2, max_tokens_per_device=32, correction="truncate"),
             LogprobConfig(max_tokens_per_device=32),
             OptimizerConfig(name="sgd", learning_rate=0.0),
             max_new_tokens=8,
