@@ -26,3 +26,11 @@ def test_the_engine_decodes_where_the_weights_are():
     meshes = loaded.meshes
     assert meshes.train == meshes.rollout == meshes.reference == build_engine(config, loaded).mesh
     assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {meshes.train}
+
+
+def test_a_critic_is_loaded_only_where_it_is_used(tmp_path):
+    settings = ["advantage.estimator=gae", f"critic.path={tmp_path / 'nowhere'}"]
+    config = load_config(None, settings, environ={}).config
+    with pytest.raises(ValueError, match=r"critic\.path .*nowhere"):
+        load_policy(config)
+    assert load_policy(config, critic=False).critic_arch is None  # as for an evaluation or an export

@@ -130,7 +130,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     config = resolved.config
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
-    loaded = load_policy(config)
+    loaded = load_policy(config, critic=False)
     scorer = build_scorer(config, loaded)
     source = load_prompts(
         config.data.eval,

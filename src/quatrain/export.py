@@ -45,7 +45,7 @@ def export(run: Path, output: Path, *, step: int | None = None) -> int:
         raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
-    loaded = load_policy(load_config(config_file, ANY_DEVICES, environ={}).config)
+    loaded = load_policy(load_config(config_file, ANY_DEVICES, environ={}).config, critic=False)
     checkpointer = Checkpointer(run / "checkpoints")
     found, arrays, _ = checkpointer.restore({"params": loaded.params}, step, partial=True)
     checkpointer.close()

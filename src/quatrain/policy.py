@@ -56,8 +56,10 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
 
 
-def load_policy(config: Config) -> LoadedPolicy:
+def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
     """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
+
+    With `critic`, it also loads the critic, if the configuration has one.
 
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
@@ -92,7 +94,9 @@ def load_policy(config: Config) -> LoadedPolicy:
         )
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
-    critic_arch, critic_params = _load_critic(config, tokenizer, model.arch, meshes)
+    critic_arch, critic_params = (
+        _load_critic(config, tokenizer, model.arch, meshes) if critic else (None, None)
+    )
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
     return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, meshes, critic_arch, critic_params)
 
