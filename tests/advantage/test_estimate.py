@@ -223,3 +223,12 @@ def test_an_estimator_that_cannot_be_used_is_refused_at_the_start(own):
         own("without_rewards")
     with pytest.raises(ValueError, match=r"set the key advantage\.scale instead"):
         AdvantageEstimator(AdvantageConfig(scale="group", args={"scale": "batch"}))
+
+
+@pytest.mark.parametrize("arguments", [{"gamma": 1.5}, {"lam": -0.5}])
+def test_arguments_out_of_range_are_refused_before_anything_runs(arguments):
+    name = next(iter(arguments))
+    with pytest.raises(
+        ValueError, match=f"'gae' cannot be used: {name} must be in .*; set advantage.args.{name}"
+    ):
+        AdvantageEstimator(AdvantageConfig(estimator="gae", args=arguments))

@@ -60,6 +60,24 @@ class AdvantageEstimator:
                 f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
                 f"its inputs are {', '.join(INPUTS)}"
             )
+        if config.estimator in ADVANTAGE_ESTIMATORS:
+            self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        """Raises ValueError for arguments out of their range: calls a built-in estimator on two groups."""
+        rows, shape = np.zeros(4, np.float32), (4, 1)
+        example = {
+            "rewards": rows,
+            "group_ids": np.array([0, 0, 1, 1]),
+            "completion_mask": np.ones(shape, bool),
+            "token_rewards": np.zeros(shape, np.float32),
+            "values": np.zeros(shape, np.float32),
+            "baseline_rewards": rows,
+        }
+        try:
+            self._function(**{name: example[name] for name in self.inputs}, **self._arguments)
+        except ValueError as error:
+            raise ValueError(f"{self._name} cannot be used: {error}") from error
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
