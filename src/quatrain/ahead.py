@@ -136,7 +136,7 @@ class Ahead:
 
     def run(self, job: Callable[[], T]) -> T:
         """What `job` returns, run in its turn: after the batches that are being sampled, before others."""
-        return self._worker.submit(partial(self._not_idle, job)).result()
+        return self._worker.submit(partial(self._in_turn, job)).result()
 
     def close(self) -> None:
         """End the thread, if there is one, and close its rollout; batches not taken are discarded."""
@@ -196,7 +196,8 @@ class Ahead:
         if self._lag:
             self._on_stage(WAITING)
 
-    def _not_idle(self, job: Callable[[], T]) -> T:
+    def _in_turn(self, job: Callable[[], T]) -> T:
+        """What `job` returns; it may use other weights than those of the batches in flight."""
         try:
             return job()
         finally:
