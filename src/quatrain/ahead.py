@@ -20,11 +20,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from quatrain.draw import Draws
 from quatrain.metrics import Metric
+from quatrain.parallel.mesh import unshared
+from quatrain.report.metrics import StageTimer
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.interface import Rollouts
 from quatrain.types import Prompt, PromptPlace, RewardedBatch, RolloutBatch
@@ -154,41 +155,47 @@ class Ahead:
         """The rollout's weights; with a lag they are copies, because training takes over `params`."""
         if not self._lag:
             return params
-        return jax.block_until_ready(jax.tree.map(_own, self._rollout.place(params), params))
+        return jax.block_until_ready(jax.tree.map(unshared, self._rollout.place(params), params))
 
     def _sample(self, step: int, weights: Any, version: int) -> Taken:
         """The batch of training step number `step`, with `weights` of `version`: lines 1 and 2."""
         began = time.perf_counter()
-        timed = self._timed()
-        if self._lag:
-            timed.seconds["wait_weights"] = 0.0 if self._idle_since is None else began - self._idle_since
+        timer = StageTimer()
+        waited = 0.0 if self._idle_since is None else began - self._idle_since
 
         def sample(prompts: Sequence[Prompt]) -> RewardedBatch:
-            with timed("rollout"):
+            with self._stage("rollout", timer):
                 rollouts = self._rollout.generate(prompts, step=step)
-            with timed("reward"):
+            with self._stage("reward", timer):
                 rewarded = self._reward.score(rollouts)
             return rewarded
 
-        with timed("rollout"):
+        with self._stage("rollout", timer):
             self._rollout.sync_weights(weights, version)
         rewarded, self._place = self._draws.take(self._place, sample)
         self._idle()
-        return Taken(rewarded, self._place, timed.seconds, began)
+        seconds = {stage: timer.seconds(stage) for stage in ("rollout", "reward")}
+        if self._lag:
+            seconds["wait_weights"] = waited
+        return Taken(rewarded, self._place, seconds, began)
 
     def _finish(self, ticket: Any, place: PromptPlace, began: float) -> Taken:
         """The batch in flight for `ticket` since `began`; the step after it begins at `place`."""
-        timed = self._timed()
-        with timed("rollout"):
+        timer = StageTimer()
+        with self._stage("rollout", timer):
             rollouts = self._rollout.wait(ticket)
-        timed.seconds["rollout"] = time.perf_counter() - began  # other batches were in flight meanwhile
-        with timed("reward"):
+        in_flight = time.perf_counter() - began
+        with self._stage("reward", timer):
             rewarded = self._reward.score(rollouts)
         self._idle()
-        return Taken(rewarded, place, timed.seconds, began)
+        return Taken(rewarded, place, {"rollout": in_flight, "reward": timer.seconds("reward")}, began)
 
-    def _timed(self) -> _Timed:
-        return _Timed(self._on_stage, {"rollout": 0.0, "reward": 0.0})
+    @contextmanager
+    def _stage(self, name: str, timer: StageTimer) -> Iterator[None]:
+        """Shows a stage and measures its seconds."""
+        self._on_stage(name)
+        with timer.stage(name):
+            yield
 
     def _idle(self) -> None:
         """The thread has nothing to do from now on."""
@@ -218,29 +225,6 @@ def staleness(rollouts: RolloutBatch, version: int) -> dict[str, Metric]:
         "async/staleness_max": Metric(float(ages.max()), reduction="max"),
         "async/versions_per_sequence_max": Metric(float(max(versions)), reduction="max"),
     }
-
-
-def _own(placed: jax.Array, params: jax.Array) -> jax.Array:
-    """`placed`, copied if it may be the buffer of `params`."""
-    alike = placed.dtype == params.dtype and placed.sharding.is_equivalent_to(params.sharding, params.ndim)
-    return jnp.copy(placed) if alike else placed
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Measures stages: `with timed("rollout"): …` adds to `seconds["rollout"]`."""
-
-    on_stage: Callable[[str], None]
-    seconds: dict[str, float]
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        self.on_stage(stage)
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - began
 
 
 class _Worker(Protocol):

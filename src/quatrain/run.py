@@ -107,8 +107,9 @@ class Run:
         config = self.config
         self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
         self.reference = Checkpointer(folder.path / "reference")
+        saved = self.checkpoints.read_host() if folder.resumed else {}
         if folder.resumed:
-            self._check_resumable()
+            self._check_resumable(saved["config"])
         lag = config.rollout.max_staleness
         if lag and num_processes() > 1:
             raise ValueError(
@@ -122,7 +123,7 @@ class Run:
         self.scorer = build_scorer(config, self.loaded)
         self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
         if folder.resumed:
-            self._check_prompts()
+            self._check_prompts(saved.get("num_prompts"))
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(
             config,
@@ -387,9 +388,8 @@ class Run:
                 },
             )
 
-    def _check_resumable(self) -> None:
+    def _check_resumable(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
-        saved = self.checkpoints.read_host()["config"]
         for key, value in _kept_on_resume(self.config).items():
             before = saved.get(key, value_at(Config(), key))  # keys that are newer than the checkpoint
             if value != before:
@@ -409,11 +409,10 @@ class Run:
                 "0, or start another run"
             )
 
-    def _check_prompts(self) -> None:
-        """Raises ValueError if `data.train` has another number of prompts than when the run was started."""
+    def _check_prompts(self, saved: int | None) -> None:
+        """Raises ValueError if `data.train` does not have the `saved` number of prompts (None: unknown)."""
         now = len(self.prompts)
-        saved = self.checkpoints.read_host().get("num_prompts", now)
-        if now != saved:
+        if saved is not None and now != saved:
             raise ValueError(
                 f"data.train of a resumed run must not change: {self.config.data.train} had {saved} prompts "
                 f"that were not skipped, and has {now}; restore the data and data.max_prompt_length, or "

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,21 @@ def _smaller():
 def _resolved(folder, name, *overrides):
     settings = (*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides)
     return load_config(None, settings, environ={})
+
+
+@contextmanager
+def _interrupted_after(steps):
+    """Ctrl-C in the update of the training step after `steps` finished ones."""
+    plain_step = Learner.step
+
+    def dies(self, state, batch):
+        if state.train_step == steps:
+            raise KeyboardInterrupt
+        return plain_step(self, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "step", dies)
+        yield
 
 
 def _steady(rows):
@@ -166,20 +182,11 @@ def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
     assert re.search(rf"^evaluation 0/8 .*\| 8/8 {ended}", shown, re.MULTILINE)
 
 
-def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, monkeypatch):
+def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
     """Invariant 5, with the reference model, epochs and mini-batches in play."""
     whole, options = finished
-    plain_step = Learner.step
-
-    def dies_in_the_fourth_step(self, state, batch):
-        if state.train_step == 3:
-            raise KeyboardInterrupt
-        return plain_step(self, state, batch)
-
-    monkeypatch.setattr(Learner, "step", dies_in_the_fourth_step)
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted_after(3), pytest.raises(KeyboardInterrupt):
         train(_resolved(tmp_path, "broken", *options))
-    monkeypatch.setattr(Learner, "step", plain_step)
     summary = train(_resolved(tmp_path, "broken", *options), resume="broken")
 
     # The steps before the checkpoint took more prompts than two batches of four.
@@ -221,23 +228,14 @@ def test_a_run_with_rollouts_ahead_is_stale_by_its_lag_and_corrected(ahead):
     assert not unknown_metrics({name for row in rows for name in row} - {"step", "non_finite"})
 
 
-def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_path, monkeypatch):
+def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_path):
     whole, options = ahead
     again = train(_resolved(tmp_path, "again", *options))
-    plain_step = Learner.step
-
-    def dies_in_the_fifth_step(self, state, batch):
-        if state.train_step == 4:
-            raise KeyboardInterrupt
-        return plain_step(self, state, batch)
-
-    monkeypatch.setattr(Learner, "step", dies_in_the_fifth_step)
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted_after(4), pytest.raises(KeyboardInterrupt):
         train(_resolved(tmp_path, "broken", *options))
     assert not any(
         thread.name == "quatrain-rollout" and thread.is_alive() for thread in threading.enumerate()
     )
-    monkeypatch.setattr(Learner, "step", plain_step)
     resumed = train(_resolved(tmp_path, "broken", *options), resume="broken")
     for other in (again, resumed):
         assert other.after == whole.after
@@ -309,17 +307,10 @@ def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
     assert sorted({sample["group_id"] for sample in samples}) == [4, 5, 6, 7]
 
 
-def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path, monkeypatch):
-    plain_step = Learner.step
+def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path):
     options = ("update.kl_coef=0.1", "run.steps=2", "checkpoint.every_steps=0", "eval.every_steps=0")
 
-    def dies_in_the_second_step(self, state, batch):
-        if state.train_step == 1:
-            raise KeyboardInterrupt
-        return plain_step(self, state, batch)
-
-    monkeypatch.setattr(Learner, "step", dies_in_the_second_step)
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted_after(1), pytest.raises(KeyboardInterrupt):
         train(_resolved(tmp_path, "mine", *options), resume="auto")
     run = tmp_path / "mine"
     earlier = (run / "metrics.jsonl").read_text()
@@ -328,7 +319,6 @@ def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp
         train(_resolved(tmp_path, "mine", *options, "data.train=builtin:other"), resume="auto")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
 
-    monkeypatch.setattr(Learner, "step", plain_step)
     assert train(_resolved(tmp_path, "mine", *options), resume="auto").run == run
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert (run / "metrics.discarded.jsonl").read_text() == earlier

@@ -84,6 +84,12 @@ def reshard(arrays: Any, places: Any) -> Any:
     return jax.tree.map(_reshard, arrays, places)
 
 
+def unshared(placed: jax.Array, source: jax.Array) -> jax.Array:
+    """`placed`, which was made of `source`, copied if it may be the buffer of `source`."""
+    alike = placed.dtype == source.dtype and placed.sharding.is_equivalent_to(source.sharding, source.ndim)
+    return jnp.copy(placed) if alike else placed
+
+
 def _reshard(array: jax.Array, place: NamedSharding) -> jax.Array:
     if array.sharding.is_equivalent_to(place, array.ndim):
         return array

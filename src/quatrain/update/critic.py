@@ -11,9 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
@@ -21,7 +19,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
-from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory
+from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory, unshared
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
@@ -149,12 +147,6 @@ def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Param
     kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
     places = shardings(mesh, partition(arch, mesh_shape(mesh)))
     score_place = places.pop("score")
-    copied: Params = jax.tree.map(_copied, kept, places)
+    copied: Params = jax.tree.map(unshared, reshard(kept, places), kept)
     dtype = policy_params["final_norm"].dtype
     return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, score_place)}
-
-
-def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
-    """A copy of `array` at `place`, which may be on other devices."""
-    there = reshard(array, place)
-    return jnp.copy(array) if there is array else there
