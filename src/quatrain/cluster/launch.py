@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,8 +32,12 @@ FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
 INTERRUPTED = 130
-# Message printed by JAX's CPU collectives when devices connect; no setting turns it off.
-GLOO_PREFIX, GLOO_WORDS = "[Gloo] Rank ", " is connected to "
+# Message printed by JAX's CPU collectives when devices connect; no setting turns it off. Several threads print
+# it at once, piece by piece, so that a line may hold pieces of several messages.
+GLOO_PIECES = (
+    r"\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer|ranks is :|ranks|\d+|\s"
+)
+GLOO_LINE = re.compile(rf"(?=.*(Gloo|connected|ranks))(?:{GLOO_PIECES})*")
 
 
 def launch(
@@ -150,7 +155,7 @@ class _Child:
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
         with source:
             for line in source:
-                if not (line.startswith(GLOO_PREFIX) and GLOO_WORDS in line):
+                if not GLOO_LINE.fullmatch(line.rstrip()):
                     target.write(f"[{self.process}] {line.rstrip()}\n")
                     target.flush()
 
