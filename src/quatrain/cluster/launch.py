@@ -32,8 +32,8 @@ FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
 INTERRUPTED = 130
-# Message printed by JAX's CPU collectives when devices connect; no setting turns it off. Several threads print
-# it at once, piece by piece, so that a line may hold pieces of several messages.
+# Message printed by JAX's CPU collectives when devices connect; no setting turns it off. Several threads
+# print it at once, piece by piece, so that a line may hold pieces of several messages.
 GLOO_PIECES = (
     r"\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer|ranks is :|ranks|\d+|\s"
 )
