@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs import steady_metrics
 
 from quatrain.checkpoint import Checkpointer
 from quatrain.config.load import load_config
@@ -35,8 +36,6 @@ SMALL = (
     "eval.every_steps=2",
     "checkpoint.every_steps=2",
 )
-# Timings differ between runs; whether something compiles depends on what ran before in the process.
-CHANGING = re.compile(r"^time/|_per_s$|compilations$|^rollout/(prefill|decode)_s$")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,10 +65,6 @@ def _interrupted_after(steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "step", dies)
         yield
-
-
-def _steady(rows):
-    return [{key: value for key, value in row.items() if not CHANGING.search(key)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +191,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
     assert summary.after == whole.after
     weights = [s.run / "final" / "model.safetensors" for s in (whole, summary)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    rows = [read_metrics(s.run / "metrics.jsonl") for s in (whole, summary)]
-    assert _steady(rows[0]) == _steady(rows[1])
+    assert steady_metrics(whole.run) == steady_metrics(summary.run)
     for step in (3, 4):
         name = f"samples/step_{step:06d}.jsonl"
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
@@ -241,8 +235,7 @@ def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_
         assert other.after == whole.after
         final = [(each.run / "final" / "model.safetensors").read_bytes() for each in (whole, other)]
         assert final[0] == final[1]
-        rows = [read_metrics(each.run / "metrics.jsonl") for each in (whole, other)]
-        assert _steady(rows[0]) == _steady(rows[1])
+        assert steady_metrics(whole.run) == steady_metrics(other.run)
 
 
 def test_staleness_without_a_correction_is_refused_before_anything_runs(tmp_path):
