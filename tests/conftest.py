@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test reads programs that an earlier run kept, but those that ask for a folder; nor do their processes.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 CHEAP_COMPILATION = (
     "--xla_backend_optimization_level=0",
@@ -167,3 +171,21 @@ def make_batch(small_arch):
         return AdvantagedBatch(RewardedBatch(rollouts, rewards, rewards[None], ("r",)), advantages)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def load_script():
+    """Imports a script of `benchmarks/` by its name."""
+    loaded = []
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        loaded.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in loaded:
+        del sys.modules[name]

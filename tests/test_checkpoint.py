@@ -1,3 +1,6 @@
+import json
+import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 
-from quatrain.checkpoint import Checkpointer
+from quatrain.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState
 
 
 def some_state(seed: int = 0):
     key = jax.random.key(seed)
     params = {
         "embed": jax.random.normal(key, (7, 4)).astype(jnp.bfloat16),
-        "layers": [{"w": jax.random.normal(key, (4, 3))}, {"w": jnp.full((3,), jnp.nan)}],
+        "layers": [{"w": jax.random.normal(key, (4, 3))}, {"w": jnp.full((3,), -0.0)}],
     }
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return {
@@ -141,7 +144,7 @@ def test_an_interrupted_save_is_ignored_and_cleaned_up(tmp_path):
     folder = tmp_path / "checkpoints"
     script = f"""
         import os, numpy as np
-        from quatrain.checkpoint import Checkpointer
+        from quatrain.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
         c = Checkpointer({str(folder)!r}, keep=2)
         state = lambda n: {{f"w{{i}}": np.random.default_rng(i).random(n, np.float32) for i in range(10)}}
         c.save(1, state(10), {{"step": 1}})
@@ -161,3 +164,128 @@ def test_an_interrupted_save_is_ignored_and_cleaned_up(tmp_path):
     checkpointer.save(2, some_state(), {})
     checkpointer.close()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    checkpointer = Checkpointer(folder, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, some_state(step), {"train_step": 10 * step})
+    checkpointer.close()
+    return folder
+
+
+def damaged_copies(two, tmp_path, load_script, count):
+    """`count` copies of `two`, in each of which one file of step 2 is damaged, and what was done to it."""
+    damage, rng = load_script("damage").damage, random.Random(0)
+    for _ in range(count):
+        folder = tmp_path / "checkpoints"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(two, folder)
+        yield folder, damage(folder / "2", rng)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_damage_is_found_and_the_checkpoint_before_is_used(two, tmp_path, load_script, caplog, count):
+    """Damage that changes nothing that was saved may be passed over."""
+    found = []
+    for folder, what in damaged_copies(two, tmp_path, load_script, count):
+        caplog.clear()
+        step, restored, host = Checkpointer(folder).restore(abstract(some_state()))
+        same_bits(restored, some_state(step))
+        assert host == {"train_step": 10 * step}, what
+        names = [record.message for record in caplog.records]
+        if step == 1:
+            assert len(names) == 1, what
+            assert names[0].startswith(f"the checkpoint of step 2 in {folder} is damaged: ")
+            assert names[0].endswith("; the checkpoint of step 1 is used")
+            assert len(names[0]) < 600
+        else:
+            assert not names
+        found.append(step)
+    assert 0.3 * count < found.count(1) < count
+
+
+def test_numbers_in_the_json_are_believed_only_with_their_digest(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    file = folder / "2" / "host" / "metadata"
+    text = file.read_text()
+    assert json.loads(text)["host"]["train_step"] == 20
+    file.write_text(text.replace('"train_step": 20', '"train_step": 21'))
+    assert file.read_text() != text
+    with pytest.raises(
+        DamagedCheckpoint, match=r"step 2 .* JSON is not what was saved.* choose another step"
+    ):
+        Checkpointer(folder).read_host(2)
+    assert Checkpointer(folder).read_host() == {"train_step": 10}
+
+
+def test_without_a_whole_checkpoint_all_are_named(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    for step in (1, 2):
+        shutil.rmtree(folder / str(step))
+        (folder / str(step)).mkdir()
+    with pytest.raises(
+        DamagedCheckpoint, match=r"of step 2 .* is damaged.*of step 1 .*; no other checkpoint"
+    ):
+        Checkpointer(folder).restore(abstract(some_state()))
+
+
+def test_damaged_checkpoints_are_set_aside(two, tmp_path, caplog):
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    for _ in range(2):
+        (checkpointer := Checkpointer(folder, keep=2)).set_aside(after=1)
+        assert "the damaged checkpoint of step 2 was moved to" in caplog.text
+        checkpointer.save(2, some_state(2), {})
+        checkpointer.close()
+        assert checkpointer.steps() == [1, 2]
+    assert {path.name for path in (tmp_path / "checkpoints.damaged").iterdir()} == {"2", "2.1"}
+
+
+def test_another_structure_is_not_damage(two):
+    state = some_state() | {"step": jnp.zeros(2, jnp.int32)}
+    with pytest.raises(ValueError, match="use the model and optimizer") as raised:
+        Checkpointer(two).restore(state)
+    assert not isinstance(raised.value, DamagedCheckpoint)
+
+
+def test_ruined_numbers_are_not_saved(checkpointer):
+    checkpointer.save(1, some_state(), {})
+    state = some_state()
+    state["params"]["layers"][0]["w"] = state["params"]["layers"][0]["w"].at[2, 1].set(jnp.inf)
+    with pytest.raises(NonFiniteState, match=r"step 2 is not saved: params\.layers\.0\.w have numbers"):
+        checkpointer.save(2, state, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_full_disk_costs_that_checkpoint_only(tmp_path):
+    """Files have a limit of 100 kB, as on a full disk, while step 2 is saved; step 3 is saved again."""
+    code = f"""
+        import resource, numpy as np
+        from quatrain.checkpoint import Checkpointer, SaveFailed
+        state = lambda n: {{"w": np.random.default_rng(n).random(200_000, np.float32)}}
+        c = Checkpointer({str(tmp_path / "checkpoints")!r}, keep=2)
+        c.save(1, state(1), {{}})
+        c.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            c.save(2, state(2), {{}})
+            c.wait()
+        except SaveFailed as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert c.steps() == [1]
+        assert np.array_equal(c.restore(state(0))[1]["w"], state(1)["w"])
+        c.save(3, state(3), {{}})
+        c.close()
+        assert c.steps() == [1, 3]
+        assert np.array_equal(c.restore(state(0))[1]["w"], state(3)["w"])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}")
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr

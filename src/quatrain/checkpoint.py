@@ -1,44 +1,75 @@
-"""Asynchronous, atomic checkpoints of the state that is needed to resume a run.
+"""Asynchronous, atomic checkpoints of the state that is needed to resume a run, verified when they are read.
 
 The training loop saves the state after an update and restores it on resume; `export` reads it too.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from quatrain.cluster.processes import decided_by_main, gather_objects
+from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
+from quatrain.parallel.mesh import to_memory
+
 Array = jax.Array | np.ndarray
 Abstract = Array | jax.ShapeDtypeStruct
+T = TypeVar("T")
+LONGEST_REASON = 300
+"""Characters of an error of the checkpoint library that a message shows."""
+
+logger = logging.getLogger(__name__)
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint's files are missing or not those that were saved."""
+
+
+class NonFiniteState(ValueError):
+    """A state is not saved because it has numbers that are not finite."""
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are unchanged."""
 
 
 class Checkpointer:
     """The checkpoints in a folder, one subfolder per step; the newest `keep` of them are kept.
 
     A checkpoint contains `arrays`, any pytree of arrays, and `host`, a JSON object. Its subfolder gets its
-    final name only when it is complete, so an interrupted save is never restored.
+    final name only when it is complete, so an interrupted save is never restored. With it are saved a digest
+    of each array's numbers, made before they are written, and one of the JSON; both are compared when the
+    checkpoint is read. Digests do not depend on devices or processes.
     """
 
     def __init__(self, directory: str | Path, keep: int = 1):
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
-        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs internal details at a lower level
+        self._saving: int | None = None
+        """The step of the last save, which may not be on disk."""
+        self._reported: set[int] = set()
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs its details and, twice, its errors
 
     def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
         """Start saving `step`; returns when the arrays are copied, and writes the files in the background.
 
         The buffers of `arrays` may be donated or deleted as soon as this returns. If the previous save is
-        still running, this waits for it, and raises its error if it failed. Raises ValueError for a leaf
-        that is not an array, a `host` that is not JSON-serialisable, and a step not after the latest.
+        still running, this waits for it. Raises SaveFailed if the files cannot be written, NonFiniteState if
+        an array has numbers that are not finite, and ValueError for a leaf that is not an array, a `host`
+        that is not JSON-serialisable, and a step not after the latest.
         """
         self.wait()
         latest = self.latest_step()
@@ -48,48 +79,64 @@ class Checkpointer:
                 f"step {latest}; resume from that step, or remove the later checkpoints"
             )
         json.dumps(host, allow_nan=False)
+        leaves = _named_leaves(arrays)
+        proofs, ruined = _proofs(leaves)
+        if ruined:
+            raise NonFiniteState(
+                f"the state of step {step} is not saved: {_few(ruined)} have numbers that are not finite"
+            )
+        content = {"host": dict(host), "arrays": proofs}
         items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(_named_leaves(arrays)), host=ocp.args.JsonSave(dict(host))
+            arrays=ocp.args.StandardSave(leaves),
+            host=ocp.args.JsonSave(content | {"sha256": _sha256(content)}),
         )
-        self._writer().save(step, args=items, force=True)
+        self._saving = step
+        self._written(lambda: self._writer().save(step, args=items, force=True))
 
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, arrays, host) of checkpoint `step` (default: the latest).
+        """(step, arrays, host) of checkpoint `step` (default: the latest that is not damaged).
 
         `arrays` is a tree of arrays or `jax.ShapeDtypeStruct` with the saved structure; each leaf is
         restored as a `jax.Array` with its sharding, or on the first device if it has none. With `partial`,
         `arrays` may be a part of the saved tree (such as `{"params": ...}`), and other leaves are not read.
-        Raises ValueError if there is no such checkpoint, or if leaves differ in name, shape or dtype.
+        Raises ValueError if there is no such checkpoint, or if leaves differ in name, shape or dtype;
+        DamagedCheckpoint if checkpoint `step` is damaged, or all are.
         """
-        self.wait()
-        step = self._existing(step)
         wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(arrays).items()}
-        items = ocp.args.Composite(
-            arrays=ocp.args.PyTreeRestore(
-                wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=partial,
-            ),
-            host=ocp.args.JsonRestore(),
-        )
-        with _reader(self.directory) as reader:
-            saved = dict(reader.item_metadata(step)["arrays"])
-            self._check(step, wanted, {name: saved[name] for name in saved if not partial or name in wanted})
-            restored = reader.restore(step, args=items)
-        leaves = [restored["arrays"][name] for name in wanted]
-        return step, jax.tree.unflatten(jax.tree.structure(arrays), leaves), restored["host"]
+
+        def read(chosen: int) -> tuple[int, Any, dict[str, Any]]:
+            content = self._read_json(chosen)
+            self._check(chosen, wanted, content["arrays"], partial=partial)
+            restored = self._read_arrays(chosen, wanted, content["arrays"], partial=partial)
+            leaves = [restored[name] for name in wanted]
+            return chosen, jax.tree.unflatten(jax.tree.structure(arrays), leaves), content["host"]
+
+        return self._newest_whole(step, read)
 
     def read_host(self, step: int | None = None) -> dict[str, Any]:
-        """The `host` object of checkpoint `step` (default: the latest), without reading its arrays.
+        """The `host` object of checkpoint `step`, without reading its arrays.
 
-        Raises ValueError if there is no such checkpoint.
+        The default is the latest checkpoint whose `host` is not damaged. Raises ValueError if there is no
+        such checkpoint.
         """
-        self.wait()
-        items = ocp.args.Composite(host=ocp.args.JsonRestore())
-        with _reader(self.directory) as reader:
-            return dict(reader.restore(self._existing(step), args=items)["host"])
+        return self._newest_whole(step, lambda chosen: dict(self._read_json(chosen)["host"]))
+
+    def set_aside(self, after: int) -> None:
+        """Move the checkpoints after step `after`, which are damaged, to a folder beside `directory`."""
+
+        def move() -> None:
+            aside = self.directory.with_name(self.directory.name + ".damaged")
+            for step in self.steps():
+                if step > after:
+                    aside.mkdir(exist_ok=True)
+                    again = len(list(aside.glob(f"{step}*")))
+                    moved = aside / (f"{step}.{again}" if again else str(step))
+                    (self.directory / str(step)).rename(moved)
+                    logger.warning("the damaged checkpoint of step %d was moved to %s", step, moved)
+
+        decided_by_main(move)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in increasing order, without a save that is still running."""
@@ -100,15 +147,26 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raises its error if it failed."""
+        """Wait until the last save is on disk; raises SaveFailed if it could not be written."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            self._written(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait for the last save, then end the background threads."""
-        if self._manager is not None:
-            self._manager.close()
+        """Wait for the last save, then end the background threads; raises SaveFailed as `wait` does."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            self._written(manager.close)
+
+    def _written(self, write: Callable[[], Any]) -> None:
+        """Calls `write`; any of its errors becomes SaveFailed, after which a new writer begins."""
+        try:
+            write()
+        except Exception as error:
             self._manager = None
+            raise SaveFailed(
+                f"the checkpoint of step {self._saving} cannot be written to {self.directory}: "
+                f"{_reason(error)}; free space or mend the disk"
+            ) from error
 
     def _writer(self) -> ocp.CheckpointManager:
         """The manager for writing, created by the first save, which deletes files of interrupted saves."""
@@ -122,27 +180,110 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         return self._manager
 
-    def _existing(self, step: int | None) -> int:
+    def _newest_whole(self, step: int | None, read: Callable[[int], T]) -> T:
+        """`read(step)`; without a step, that of the latest checkpoint for which it does not raise an error.
+
+        All processes use the same checkpoint: one that is damaged in one of them is so in all.
+        """
+        self.wait()
+        candidates = [self._existing(step)] if step is not None else self._existing_steps()[::-1]
+        problems: dict[int, str] = {}
+        for candidate in candidates:
+            found: T | None = None
+            problem: str | None = None
+            try:
+                found = read(candidate)
+            except DamagedCheckpoint as error:
+                problem = str(error)
+            known = [each for each in gather_objects(problem) if each is not None]
+            if not known:
+                self._report(problems, candidate)
+                return found  # type: ignore[return-value]
+            problems[candidate] = known[0]
+        raise DamagedCheckpoint(
+            "; ".join(problems.values())
+            + ("; no other checkpoint is left" if step is None else "; choose another step")
+            + "; restore its files from a copy, or start another run"
+        )
+
+    def _report(self, problems: Mapping[int, str], used: int) -> None:
+        for step, problem in problems.items():
+            if step not in self._reported:
+                logger.warning("%s; the checkpoint of step %d is used", problem, used)
+                self._reported.add(step)
+
+    def _existing_steps(self) -> list[int]:
         steps = self.steps()
         if not steps:
             raise ValueError(
                 f"{self.directory} must have a complete checkpoint, but has none; "
                 "train first, or give another run"
             )
-        if step is not None and step not in steps:
+        return steps
+
+    def _existing(self, step: int) -> int:
+        steps = self._existing_steps()
+        if step not in steps:
             raise ValueError(
                 f"there is no checkpoint of step {step} in {self.directory}; choose one of {steps}"
             )
-        return steps[-1] if step is None else step
+        return step
 
-    def _check(self, step: int, wanted: Mapping[str, Abstract], saved: Mapping[str, Any]) -> None:
-        for name in [*wanted, *saved]:
-            expected, found = (_describe(tree.get(name)) for tree in (wanted, saved))
-            if expected != found:
+    def _read_json(self, step: int) -> dict[str, Any]:
+        """What `save` wrote of checkpoint `step` as JSON; raises DamagedCheckpoint unless it is the same."""
+        items = ocp.args.Composite(host=ocp.args.JsonRestore())
+        content = dict(self._read(step, items)["host"])
+        if content.pop("sha256", None) != _sha256(content):
+            raise self._damaged(step, "its JSON is not what was saved, or has no digest")
+        return content
+
+    def _read_arrays(
+        self,
+        step: int,
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
+        proofs: Mapping[str, str],
+        *,
+        partial: bool,
+    ) -> dict[str, jax.Array]:
+        """The arrays `wanted` of checkpoint `step`; raises DamagedCheckpoint unless they have `proofs`."""
+        arrays = ocp.args.PyTreeRestore(
+            dict(wanted),
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=partial,
+        )
+        restored = self._read(step, ocp.args.Composite(arrays=arrays))["arrays"]
+        different = [name for name, proof in _proofs(restored)[0].items() if proof != proofs[name]]
+        if different:
+            raise self._damaged(step, f"the numbers of {_few(different)} are not those that were saved")
+        return dict(restored)
+
+    def _read(self, step: int, items: ocp.args.Composite) -> Any:
+        with _one_message():
+            try:
+                with _reader(self.directory) as reader:
+                    return reader.restore(step, args=items)
+            except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
+                raise  # of this machine, not of the files
+            except Exception as error:
+                reason = _reason(error)
+            gc.collect()
+        raise self._damaged(step, reason)
+
+    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"the checkpoint of step {step} in {self.directory} is damaged: {reason}")
+
+    def _check(
+        self, step: int, wanted: Mapping[str, Abstract], proofs: Mapping[str, str], *, partial: bool
+    ) -> None:
+        """Raises ValueError if the arrays that a run needs are not those that another run saved."""
+        expected = {name: _describe(leaf) for name, leaf in wanted.items()}
+        saved = {name: proof.rpartition(" ")[0] for name, proof in proofs.items()}
+        for name in [*expected, *(() if partial else saved)]:
+            if expected.get(name) != saved.get(name):
                 raise ValueError(
-                    "the arrays of a checkpoint must have the names, shapes and dtypes of this run's: "
-                    f"at {name!r} this run has {expected}, step {step} in {self.directory} has {found}; "
-                    "use the model and optimizer of the saved run"
+                    "the arrays of a checkpoint must have the names, shapes and dtypes of this run's: at "
+                    f"{name!r} this run has {expected.get(name, 'nothing')}, step {step} in {self.directory} "
+                    f"has {saved.get(name, 'nothing')}; use the model and optimizer of the saved run"
                 )
 
 
@@ -150,6 +291,48 @@ def _reader(directory: Path) -> ocp.CheckpointManager:
     handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(create=False)
     return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+
+
+@contextmanager
+def _one_message() -> Iterator[None]:
+    """Silences what asyncio prints of reads that orbax gives up because another read failed."""
+    hook, asyncio = sys.unraisablehook, logging.getLogger("asyncio")
+    disabled = asyncio.disabled
+    sys.unraisablehook, asyncio.disabled = lambda unraisable: None, True
+    try:
+        yield
+    finally:
+        sys.unraisablehook, asyncio.disabled = hook, disabled
+
+
+def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Dtype, shape and digest of each array, as `float32[3, 4] 0123456789abcdef`; names of those not finite.
+
+    Arrays in host memory come to the devices one by one.
+    """
+    found = jax.device_get(
+        {
+            name: fingerprint(to_memory("device", leaf) if isinstance(leaf, jax.Array) else leaf)
+            for name, leaf in leaves.items()
+        }
+    )
+    proofs = {n: f"{_describe(leaves[n])} {describe_fingerprint(digest)}" for n, (digest, _) in found.items()}
+    return proofs, [name for name, (_, finite) in found.items() if not finite]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if names[3:] else "")
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's message, with the name of its class."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {line.strip()}"
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
 
 
 def _named_leaves(tree: Any) -> dict[str, Abstract]:
@@ -161,18 +344,19 @@ def _named_leaves(tree: Any) -> dict[str, Abstract]:
         if (
             not isinstance(leaf, Abstract)
             or not leaf.size
+            or leaf.dtype.itemsize > 4
             or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ):
             raise ValueError(
-                "a checkpoint's arrays must be non-empty arrays of numbers: "
+                "a checkpoint's arrays must be non-empty arrays of numbers of 32 bits at most: "
                 f"{name!r} is {getattr(leaf, 'aval', None) or type(leaf).__name__}; "
                 "put Python values into `host` and keys through `jax.random.key_data`"
             )
     return leaves
 
 
-def _describe(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+def _describe(leaf: Abstract) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def _abstract(leaf: Abstract) -> jax.ShapeDtypeStruct:

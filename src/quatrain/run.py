@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from quatrain.ahead import Ahead, Taken
-from quatrain.checkpoint import Checkpointer
+from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
 from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
@@ -74,26 +74,27 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
     if folder.resumed:  # a resumed run keeps its name, even if the given configuration sets another
         run_section = config.run.model_copy(update={"name": folder.name})
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
-    try:
-        if not (folder.resumed or folder.restarted):
-            folder.write_config(dump_yaml(resolved))
-        run = Run(resolved, folder)
-    except BaseException:
-        folder.discard()
-        raise
-    run.report = Report(
-        folder,
-        config.logging,
-        redact=lambda text: redact(text, os.environ),
-        run_config=plain(resolved),
-    )
-    with closing(run.report):
+    with closing(folder):
         try:
-            with closing(run.checkpoints), closing(run.ahead):
-                yield run
-        except BaseException as error:
-            run.report.failed(error)
+            if not (folder.resumed or folder.restarted):
+                folder.write_config(dump_yaml(resolved))
+            run = Run(resolved, folder)
+        except BaseException:
+            folder.discard()
             raise
+        run.report = Report(
+            folder,
+            config.logging,
+            redact=lambda text: redact(text, os.environ),
+            run_config=plain(resolved),
+        )
+        with closing(run.report):
+            try:
+                with closing(run):
+                    yield run
+            except BaseException as error:
+                run.report.failed(error)
+                raise
 
 
 class Run:
@@ -206,6 +207,14 @@ class Run:
                 f"{data.train}: {self.prompts.filtered} prompts left out by their pass rates, "
                 f"{len(self.prompts)} kept"
             )
+
+    def close(self) -> None:
+        """End the rollout's thread and the writing of checkpoints."""
+        self.ahead.close()
+        try:
+            self.checkpoints.close()
+        except SaveFailed as error:
+            logger.error("%s", error)  # `export` raises it in a run that comes to its end
 
     def begin(self) -> tuple[TrainState, Stages]:
         """The initial training state (after the warm start, or from a checkpoint) and the stages."""
@@ -359,34 +368,68 @@ class Run:
         return numbers
 
     def save_when_due(self, state: TrainState) -> None:
-        """Save a checkpoint every `checkpoint.every_steps` training steps, and after the last."""
+        """Save a checkpoint every `checkpoint.every_steps` training steps, and after the last.
+
+        After optimizer steps that were not applied, weights may be ruined; until one is applied again, the
+        checkpoints before them are not displaced by others.
+        """
         every, last = self.config.checkpoint.every_steps, state.train_step == self.steps
-        if last or (every and state.train_step % every == 0):
+        bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
+        if not last and bad_steps and every and state.train_step % every == 0:
+            logger.warning(
+                "no checkpoint of step %d: the last %d optimizer steps were not applied",
+                state.train_step,
+                bad_steps,
+            )
+        elif last or (every and state.train_step % every == 0):
             self.save(state)
             self.report.log(state.train_step, self.timer.metrics())
 
     def save(self, state: TrainState) -> None:
-        """Save a checkpoint of `state`, unless one of the same or a later step exists."""
+        """Save a checkpoint of `state`, unless one of the same or a later step exists.
+
+        A checkpoint that cannot be written is reported, and the run goes on. Raises NonFiniteState if
+        parameters or optimizer state have numbers that are not finite.
+        """
+        with self._reported_if_failed():
+            self.checkpoints.wait()
         latest = decided_by_main(self.checkpoints.latest_step)
         if latest is not None and state.train_step <= latest:
             return
         self.progress.stage("checkpoint")
-        with self.timer.stage("checkpoint"):
-            self.checkpoints.save(
-                state.train_step,
-                _arrays(state),
-                {
-                    **_counts(state),
-                    "train_step": state.train_step,
-                    "place": asdict(state.place),
-                    "reward_kl_coef": state.reward_kl_coef,
-                    "critic": None if state.critic is None else _counts(state.critic),
-                    "config": _kept_on_resume(self.config),
-                    "num_prompts": len(self.prompts),
-                    "before": self.before,
-                    "accuracy": self.accuracy,
-                },
+        with self.timer.stage("checkpoint"), self._reported_if_failed():
+            try:
+                self.checkpoints.save(state.train_step, _arrays(state), self._host(state))
+            except NonFiniteState as error:
+                before = "there is no checkpoint before it"
+                if latest is not None:
+                    before = f"continue from step {latest} with `--resume {self.folder.name}`"
+                raise NonFiniteState(f"{error}; lower optimizer.learning_rate; {before}") from error
+
+    @contextmanager
+    def _reported_if_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as error:
+            logger.warning(
+                "%s; the run goes on; its newest checkpoint is of step %s",
+                error,
+                self.checkpoints.latest_step(),
             )
+
+    def _host(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint holds besides arrays."""
+        return {
+            **_counts(state),
+            "train_step": state.train_step,
+            "place": asdict(state.place),
+            "reward_kl_coef": state.reward_kl_coef,
+            "critic": None if state.critic is None else _counts(state.critic),
+            "config": _kept_on_resume(self.config),
+            "num_prompts": len(self.prompts),
+            "before": self.before,
+            "accuracy": self.accuracy,
+        }
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
@@ -421,6 +464,9 @@ class Run:
 
     def _restore(self, state: TrainState) -> TrainState:
         step, arrays, host = self.checkpoints.restore(_arrays(state))
+        self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
+        self._check_prompts(host.get("num_prompts"))
+        self.checkpoints.set_aside(after=step)
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]

@@ -1,11 +1,16 @@
+import json
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from quatrain.report import run_dir as module
 from quatrain.report.metrics import MetricsFile, read_metrics
 from quatrain.report.run_dir import RunDir, checkpoint_steps
+from quatrain.report.run_lock import FILES as LOCK_FILES
 
 
 def with_checkpoint(run, *steps, age_s=0):
@@ -25,7 +30,7 @@ def test_a_fresh_run_has_its_folder_and_names(tmp_path):
         p.name for p in (run.config, run.metrics, run.samples, run.checkpoints, run.final, run.log, run.plot)
     ]
     assert names == ["config.yaml", "metrics.jsonl", "samples", "checkpoints", "final", "run.log", "plot.png"]
-    assert [p.name for p in run.path.iterdir()] == ["samples"]
+    assert {p.name for p in run.path.iterdir()} == {"samples", *LOCK_FILES}
 
 
 def test_a_taken_name_is_refused_with_both_remedies(tmp_path):
@@ -42,12 +47,14 @@ def test_a_name_is_one_folder(tmp_path, name):
 
 def test_a_run_is_resumed_by_name_and_by_path(tmp_path):
     made = with_checkpoint(RunDir.create(tmp_path, "first"), 9, 10)
+    made.close()
     (made.checkpoints / "11.orbax-checkpoint-tmp").mkdir()
     assert checkpoint_steps(made.path) == [9, 10]
     for resume in ("first", str(made.path)):
         run = RunDir.create(tmp_path, "second", resume=resume)
         assert (run.path, run.resumed) == (made.path, True)
         assert run.note.endswith("first from step 10")
+        run.close()
     assert not (tmp_path / "second").exists()
 
 
@@ -185,7 +192,8 @@ def test_a_run_that_only_began_is_discarded(tmp_path):
     kept = RunDir.create(tmp_path, "first")
     kept.metrics.write_text("")
     kept.discard()
-    assert sorted(p.name for p in kept.path.iterdir()) == ["metrics.jsonl", "samples"]
+    assert {p.name for p in kept.path.iterdir()} == {"metrics.jsonl", "samples", *LOCK_FILES}
+    kept.close()
     resumed = RunDir.create(tmp_path, "x", resume=str(with_checkpoint(kept, 1).path))
     resumed.discard()
     assert resumed.metrics.exists()
@@ -202,3 +210,39 @@ def test_rewinding_is_counted_and_logged(tmp_path, caplog):
         "2 lines after step 1 removed from metrics.jsonl, kept in metrics.discarded.jsonl"
     ]
     assert [row["step"] for row in read_metrics(run.metrics)] == [0, 1]
+
+
+def test_a_run_has_one_writer(tmp_path):
+    """Whoever comes second changes nothing, until the first has ended, also if it was killed."""
+    code = (
+        "import sys, time; from quatrain.report.run_dir import RunDir; "
+        f"run = RunDir.create({str(tmp_path)!r}, 'mine'); print('holds', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "holds\n"
+        with_checkpoint(RunDir(tmp_path / "mine"), 1)
+        before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+        for resume in ("mine", "auto"):
+            with pytest.raises(ValueError, match=rf"only one process .* process {other.pid} on .* uses it"):
+                RunDir.create(tmp_path, "mine", resume=resume)
+        assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+        other.kill()
+    taken = RunDir.create(tmp_path, "mine", resume="mine")
+    assert json.loads((taken.path / ".lock.json").read_text())["process"] == os.getpid()
+
+
+def test_there_is_a_configuration_at_every_moment(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path, "first")
+    run.write_config("seed: 1\n")
+    seen = []
+    plain = Path.write_text
+
+    def watched(path, *args, **kwargs):
+        seen.append(run.config.read_text())
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", watched)
+    monkeypatch.setattr(Path, "replace", lambda *paths: seen.append(run.config.read_text()))
+    run.write_config("seed: 2\n")
+    assert seen == ["seed: 1\n"] * 2
+    assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"

@@ -11,6 +11,7 @@ from quatrain.metrics import Metric
 from quatrain.report import sinks as module
 from quatrain.report.metrics import read_metrics
 from quatrain.report.run_dir import RunDir
+from quatrain.report.run_lock import FILES as LOCK_FILES
 from quatrain.report.sinks import Report
 from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
@@ -152,7 +153,7 @@ def test_other_processes_write_nothing(run, monkeypatch, capsys):
     report.samples(1, batch())
     report.event("hello")
     report.close()
-    assert [path.name for path in run.path.iterdir()] == ["samples"]
+    assert {path.name for path in run.path.iterdir()} == {"samples", *LOCK_FILES}
     assert not list(run.samples.iterdir())
     assert capsys.readouterr().err == ""
 
@@ -244,9 +245,12 @@ def test_tensorboard_gets_scalars(run, monkeypatch):
     assert told == [(folder, None), ("loss", 2.0, 4), "closed"]
 
     (run.checkpoints / "3").mkdir(parents=True)
+    run.close()
     resumed = RunDir.create(run.path.parent, "x", resume="first")
-    Report(resumed, LoggingConfig(tensorboard=True), redact=plain).close()
-    assert told[3:] == [(folder, 4), "closed"]
+    report = Report(resumed, LoggingConfig(tensorboard=True), redact=plain)
+    report.log(4, {"loss": 1.0})
+    report.close()
+    assert told[3:] == [(folder, 4), ("loss", 1.0, 4), "closed"]
 
 
 def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import yaml
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
 from quatrain.report.metrics import MetricsFile
+from quatrain.report.run_lock import FILES as LOCK_FILES
+from quatrain.report.run_lock import RunLock
 
 AUTO = "auto"
 _log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ class RunDir:
     """Log message that says what is resumed; empty without `--resume`."""
     restarted: bool = False
     """True if the folder has files of an attempt without a checkpoint, and the run starts in it again."""
+    lock: RunLock | None = field(default=None, compare=False, repr=False)
+    """Held by the main process, from before anything in the folder is touched until `close`."""
 
     @classmethod
     def create(cls, root: str | Path, name: str, *, resume: str | None = None) -> RunDir:
@@ -40,17 +44,18 @@ class RunDir:
         `resume`: a run's name, a path to its folder, or `auto`. `auto` selects run `name` if its folder
         exists, else the run under `root` with the newest checkpoint, else a new run `name`. Only `auto`
         accepts a run that ended before its first checkpoint, and starts it again from its beginning. The main
-        process selects and creates the folder. Raises ValueError if the name of a new run is already used,
-        there is nothing to resume, or the folder is not writable.
+        process selects and creates the folder, and locks it. Raises ValueError if the name of a new run is
+        already used, there is nothing to resume, another process uses the folder, or it is not writable.
         """
+        locks: list[RunLock] = []
 
         def chosen() -> tuple[str, bool, str, bool]:
-            run = cls._chosen(Path(root), name, resume)
-            run._make()
+            run = cls._chosen(Path(root).absolute(), name, resume)
+            locks.append(run._make())
             return str(run.path), run.resumed, run.note, run.restarted
 
         path, resumed, note, restarted = decided_by_main(chosen)
-        run = cls(Path(path), resumed, note, restarted)
+        run = cls(Path(path), resumed, note, restarted, *locks)
         blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
         if blind:
             raise ValueError(
@@ -114,7 +119,7 @@ class RunDir:
     def write_config(self, text: str) -> None:
         """Write the resolved configuration to `config.yaml`.
 
-        If an existing `config.yaml` has different values, it is renamed to `config.1.yaml` (`config.2.yaml`
+        If an existing `config.yaml` has different values, it is kept as `config.1.yaml` (`config.2.yaml`
         and so on); if it differs in comments only, it is not changed.
         """
         if not is_main_process():
@@ -123,11 +128,14 @@ class RunDir:
             if _values(self.config.read_text(encoding="utf-8")) == _values(text):
                 return
             taken = len(list(self.path.glob("config.*.yaml")))
-            earlier = self.config.rename(self.path / f"config.{taken + 1}.yaml")
+            earlier = self.path / f"config.{taken + 1}.yaml"
+            shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
             _log.warning(
                 "the configuration differs from the run's previous one, which is kept in %s", earlier
             )
-        self.config.write_text(text, encoding="utf-8")
+        draft = self.path / "config.draft"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self.config)
 
     def rewind(self, step: int) -> int:
         """Move the metrics after `step` to `metrics.discarded.jsonl`; returns the number of moved lines."""
@@ -161,19 +169,29 @@ class RunDir:
         """Delete the folder of a new run that has no results yet, so that its name can be used again."""
         if self.resumed or self.restarted or not is_main_process():
             return
-        if {entry.name for entry in self.path.iterdir()} <= {self.config.name, self.samples.name}:
+        created = {self.config.name, self.samples.name, *LOCK_FILES}
+        if {entry.name for entry in self.path.iterdir()} <= created:
             with suppress(OSError):  # if there are samples or a file was just written, the folder stays
                 self.samples.rmdir()
-                self.config.unlink(missing_ok=True)
+                for name in created - {self.samples.name}:
+                    (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
-    def _make(self) -> None:
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _make(self) -> RunLock:
+        """Creates the folder, or takes an existing one; returns its lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
+            lock = RunLock(self.path)
             probe = self.path / ".write_probe"
             probe.write_bytes(b"probe" * 1000)
             probe.unlink()
             self.samples.mkdir(exist_ok=True)
+            return lock
         except OSError as error:
             raise ValueError(
                 f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
@@ -202,7 +220,7 @@ def auto_run(root: Path, name: str) -> Path | None:
 def _can_start_over(path: Path) -> bool:
     """Whether `path` is the folder of a run that has neither a checkpoint nor an exported model."""
     entries = {entry.name for entry in path.iterdir()}
-    begun = "config.yaml" in entries or entries <= {"samples", ".write_probe"}
+    begun = "config.yaml" in entries or entries <= {"samples", ".write_probe", "config.draft", *LOCK_FILES}
     return begun and "final" not in entries and not checkpoint_steps(path)
 
 

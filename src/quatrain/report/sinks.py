@@ -12,6 +12,7 @@ import math
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
 from quatrain.report.metrics import MetricsFile, reduce_metrics
 from quatrain.report.plot import can_plot, plot_run
-from quatrain.report.run_dir import RunDir, checkpoint_steps
+from quatrain.report.run_dir import RunDir
 from quatrain.types import AdvantagedBatch
 
 Redact = Callable[[str], str]
@@ -216,18 +217,20 @@ class _TensorBoard:
     def __init__(self, run_dir: RunDir):
         from tensorboardX import SummaryWriter
 
-        # A resumed run logs the steps after the checkpoint again: purge_step removes the earlier values.
-        again = 0 if run_dir.restarted else None
-        if run_dir.resumed:
-            again = max(checkpoint_steps(run_dir.path)) + 1
-        self._writer = SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=again)
+        self._new_writer = partial(SummaryWriter, str(run_dir.path / "tensorboard"))
+        self._again = run_dir.resumed or run_dir.restarted
+        self._writer: Any = None
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._writer is None:
+            # A run that goes on logs the steps after its checkpoint again: earlier values are removed.
+            self._writer = self._new_writer(purge_step=step if self._again else None)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _Service:
