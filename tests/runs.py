@@ -1,10 +1,25 @@
-"""What two runs that compute the same have in common."""
+"""Runs small enough for a test, and what two that compute the same have in common."""
 
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
-from quatrain.report.metrics import read_metrics
+import pytest
 
+from quatrain.config.load import load_config
+from quatrain.report.metrics import read_metrics
+from quatrain.update.learner import Learner
+
+SMALL = (
+    "data.batch_size=4",
+    "rollout.n=4",
+    "run.steps=4",
+    "sft.steps=3",
+    "eval.num_prompts=8",
+    "eval.final_num_prompts=8",
+    "eval.every_steps=2",
+    "checkpoint.every_steps=2",
+)
 CHANGING = re.compile(r"^time/|_per_s$|compilations$|^rollout/(prefill|decode)_s$")
 """Timings differ between runs; whether something compiles depends on what ran before in the process."""
 
@@ -13,3 +28,24 @@ def steady_metrics(run: Path) -> list[dict[str, float]]:
     """The rows of a run's metrics without those that differ between runs that compute the same."""
     rows = read_metrics(run / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not CHANGING.search(key)} for row in rows]
+
+
+def small_run(folder, name, *overrides):
+    """The configuration of a small run `name` in `folder`."""
+    settings = (*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides)
+    return load_config(None, settings, environ={})
+
+
+@contextmanager
+def interrupted_after(steps):
+    """Ctrl-C in the update of the training step after `steps` finished ones."""
+    plain_step = Learner.step
+
+    def dies(self, state, batch):
+        if state.train_step == steps:
+            raise KeyboardInterrupt
+        return plain_step(self, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "step", dies)
+        yield

@@ -4,12 +4,11 @@ import json
 import re
 import shutil
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs import steady_metrics
+from runs import interrupted_after, small_run, steady_metrics
 
 from quatrain.checkpoint import Checkpointer
 from quatrain.config.load import load_config
@@ -17,54 +16,15 @@ from quatrain.draw import NoSignal
 from quatrain.evaluate import evaluate_run, finite_numbers
 from quatrain.export import export
 from quatrain.metrics import Metric
-from quatrain.models import families
 from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.run import logprob_diff_warning
 from quatrain.train import supervise, train
-from quatrain.update.learner import Learner, TooManyBadSteps
+from quatrain.update.learner import TooManyBadSteps
 
-SMALL = (
-    "data.batch_size=4",
-    "rollout.n=4",
-    "run.steps=4",
-    "sft.steps=3",
-    "eval.num_prompts=8",
-    "eval.final_num_prompts=8",
-    "eval.every_steps=2",
-    "checkpoint.every_steps=2",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _smaller():
-    """`builtin:tiny` has two narrow layers in these tests, which compile faster than its four."""
-    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families._BUILTIN, "tiny", families._BUILTIN["tiny"] | narrow)
-        yield
-
-
-def _resolved(folder, name, *overrides):
-    settings = (*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides)
-    return load_config(None, settings, environ={})
-
-
-@contextmanager
-def _interrupted_after(steps):
-    """Ctrl-C in the update of the training step after `steps` finished ones."""
-    plain_step = Learner.step
-
-    def dies(self, state, batch):
-        if state.train_step == steps:
-            raise KeyboardInterrupt
-        return plain_step(self, state, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Learner, "step", dies)
-        yield
+pytestmark = pytest.mark.usefixtures("narrow_model")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +37,7 @@ def finished(tmp_path_factory):
         "reward.kl_coef=0.05", "reward.kl_target=0.01", "reward.kl_horizon=100",
         "rollout.dynamic_sampling_rounds=3", "offload.critic=true",
     )  # fmt: skip
-    return train(_resolved(folder, "whole", *options)), options
+    return train(small_run(folder, "whole", *options)), options
 
 
 def test_what_a_run_leaves(finished):
@@ -126,7 +86,7 @@ def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkey
         )
 
     monkeypatch.setattr(RolloutEngine, "generate", shifted)
-    run = train(_resolved(tmp_path, "shifted", "run.steps=2", "eval.every_steps=0", "sft.steps=0")).run
+    run = train(small_run(tmp_path, "shifted", "run.steps=2", "eval.every_steps=0", "sft.steps=0")).run
     log = (run / "run.log").read_text()
     for step in (1, 2):
         said = (
@@ -151,7 +111,7 @@ def test_a_sampler_and_a_trainer_that_disagree_are_warned_about(tmp_path, monkey
 )
 def test_when_a_difference_is_warned_about(tmp_path, limit, sum_, count, warns):
     option = f"rollout.logprob_diff_warning={'null' if limit is None else limit}"
-    config = _resolved(tmp_path, "x", option).config
+    config = small_run(tmp_path, "x", option).config
     metrics = {
         "rollout/logprob_diff_mean": Metric(sum_, count),
         "rollout/logprob_diff_max": Metric(2.0, reduction="max"),
@@ -165,7 +125,7 @@ def test_when_a_difference_is_warned_about(tmp_path, limit, sum_, count, warns):
 
 def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(progress, "QUIET_INTERVAL_S", 0.0)
-    resolved = _resolved(tmp_path, "shown", "run.steps=1", "sft.steps=0")
+    resolved = small_run(tmp_path, "shown", "run.steps=1", "sft.steps=0")
     train(resolved)
     shown = capfd.readouterr().err
     ended = r"completions, [\d,]+ tokens/s, 0 slots$"
@@ -180,9 +140,9 @@ def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
 def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
     """Invariant 5, with the reference model, epochs and mini-batches in play."""
     whole, options = finished
-    with _interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(_resolved(tmp_path, "broken", *options))
-    summary = train(_resolved(tmp_path, "broken", *options), resume="broken")
+    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
+        train(small_run(tmp_path, "broken", *options))
+    summary = train(small_run(tmp_path, "broken", *options), resume="broken")
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -204,7 +164,7 @@ def ahead(tmp_path_factory):
         "rollout.max_staleness=2", "run.steps=6", "checkpoint.every_steps=3", "eval.every_steps=2",
         "update.mini_batch_size=2", "rollout.dynamic_sampling_rounds=2",
     )  # fmt: skip
-    return train(_resolved(tmp_path_factory.mktemp("runs"), "ahead", *options)), options
+    return train(small_run(tmp_path_factory.mktemp("runs"), "ahead", *options)), options
 
 
 def test_a_run_with_rollouts_ahead_is_stale_by_its_lag_and_corrected(ahead):
@@ -224,13 +184,13 @@ def test_a_run_with_rollouts_ahead_is_stale_by_its_lag_and_corrected(ahead):
 
 def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_path):
     whole, options = ahead
-    again = train(_resolved(tmp_path, "again", *options))
-    with _interrupted_after(4), pytest.raises(KeyboardInterrupt):
-        train(_resolved(tmp_path, "broken", *options))
+    again = train(small_run(tmp_path, "again", *options))
+    with interrupted_after(4), pytest.raises(KeyboardInterrupt):
+        train(small_run(tmp_path, "broken", *options))
     assert not any(
         thread.name == "quatrain-rollout" and thread.is_alive() for thread in threading.enumerate()
     )
-    resumed = train(_resolved(tmp_path, "broken", *options), resume="broken")
+    resumed = train(small_run(tmp_path, "broken", *options), resume="broken")
     for other in (again, resumed):
         assert other.after == whole.after
         final = [(each.run / "final" / "model.safetensors").read_bytes() for each in (whole, other)]
@@ -241,7 +201,7 @@ def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_
 def test_staleness_without_a_correction_is_refused_before_anything_runs(tmp_path):
     options = ("rollout.max_staleness=1", "update.loss=reinforce", "update.old_logprobs=rollout")
     with pytest.raises(ValueError, match=r"update\.loss reinforce does not read old log-probabilities"):
-        train(_resolved(tmp_path, "stale", *options))
+        train(small_run(tmp_path, "stale", *options))
     assert not (tmp_path / "stale").exists()
 
 
@@ -256,7 +216,7 @@ def test_an_older_checkpoint_had_no_staleness(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "read_host", older)
     summary, options = finished
     with pytest.raises(ValueError, match=r"rollout\.max_staleness of a resumed run .* has 0, got 1"):
-        train(_resolved(summary.run.parent, "x", *options, "rollout.max_staleness=1"), resume="whole")
+        train(small_run(summary.run.parent, "x", *options, "rollout.max_staleness=1"), resume="whole")
 
 
 @pytest.mark.parametrize("changed", ["rollout.max_staleness=1", "checkpoint.every_steps=2"])
@@ -264,7 +224,7 @@ def test_what_decides_the_weights_of_a_batch_cannot_change_on_resume(ahead, chan
     summary, options = ahead
     key = changed.split("=")[0]
     with pytest.raises(ValueError, match=f"{key} of a resumed run must not change"):
-        train(_resolved(summary.run.parent, "unused", *options, changed), resume="ahead")
+        train(small_run(summary.run.parent, "unused", *options, changed), resume="ahead")
 
 
 def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path):
@@ -279,7 +239,7 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
         "eval.every_steps=0",
     )
     with pytest.raises(ValueError, match="must return a list with one number per completion"):
-        train(_resolved(tmp_path, "failing", *options, "sft.steps=0"))
+        train(small_run(tmp_path, "failing", *options, "sft.steps=0"))
     rows = read_metrics(tmp_path / "failing" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]  # the first call was the evaluation
 
@@ -291,7 +251,7 @@ def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
         "rollout.max_concurrency=6",
         "run.steps=5",
     )
-    run = train(_resolved(tmp_path, "flight", *options, "checkpoint.every_steps=3")).run
+    run = train(small_run(tmp_path, "flight", *options, "checkpoint.every_steps=3")).run
     rows = read_metrics(run / "metrics.jsonl")[1:]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["async/staleness_max"] <= 1 for row in rows)
@@ -303,16 +263,16 @@ def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):
 def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp_path):
     options = ("update.kl_coef=0.1", "run.steps=2", "checkpoint.every_steps=0", "eval.every_steps=0")
 
-    with _interrupted_after(1), pytest.raises(KeyboardInterrupt):
-        train(_resolved(tmp_path, "mine", *options), resume="auto")
+    with interrupted_after(1), pytest.raises(KeyboardInterrupt):
+        train(small_run(tmp_path, "mine", *options), resume="auto")
     run = tmp_path / "mine"
     earlier = (run / "metrics.jsonl").read_text()
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="no built-in data set is called 'other'"):
-        train(_resolved(tmp_path, "mine", *options, "data.train=builtin:other"), resume="auto")
+        train(small_run(tmp_path, "mine", *options, "data.train=builtin:other"), resume="auto")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
 
-    assert train(_resolved(tmp_path, "mine", *options), resume="auto").run == run
+    assert train(small_run(tmp_path, "mine", *options), resume="auto").run == run
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert (run / "metrics.discarded.jsonl").read_text() == earlier
     assert "no complete checkpoint: starting mine again" in (run / "run.log").read_text()
@@ -341,10 +301,10 @@ def test_a_resume_with_other_data_is_refused(tmp_path):
     rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(6)]
     data.write_text("".join(rows))
     options = (f"data.train={data}", "sft.steps=0", "run.steps=1")
-    train(_resolved(tmp_path, "grown", *options))
+    train(small_run(tmp_path, "grown", *options))
     data.write_text("".join([*rows, rows[0]]))
     with pytest.raises(ValueError, match="had 6 prompts that were not skipped, and has 7; restore the data"):
-        train(_resolved(tmp_path, "grown", *options), resume="grown")
+        train(small_run(tmp_path, "grown", *options), resume="grown")
 
 
 def test_a_run_of_other_devices_is_exported_on_these(finished, tmp_path):
@@ -362,7 +322,7 @@ def test_a_run_of_other_devices_is_exported_on_these(finished, tmp_path):
 
 def test_the_final_model_evaluates_to_the_same_numbers(finished, tmp_path):
     whole = finished[0]
-    resolved = _resolved(tmp_path, "unused", "eval.n=2", f"model.path={whole.run / 'final'}")
+    resolved = small_run(tmp_path, "unused", "eval.n=2", f"model.path={whole.run / 'final'}")
     again = evaluate_run(resolved)
     for name in ("eval/accuracy_strict", "eval/accuracy_lenient", "eval/reward", "eval/completion_length"):
         assert again[name] == pytest.approx(whole.after[name])
@@ -371,7 +331,7 @@ def test_the_final_model_evaluates_to_the_same_numbers(finished, tmp_path):
 def test_a_taken_name_is_refused(finished):
     run = finished[0].run
     with pytest.raises(ValueError, match="--resume whole"):
-        train(_resolved(run.parent, "whole"))
+        train(small_run(run.parent, "whole"))
 
 
 @pytest.mark.parametrize(
@@ -390,7 +350,7 @@ def test_a_resume_that_does_not_fit_changes_nothing(finished, override, message)
     before = [(summary.run / name).read_bytes() for name in kept]
     sizes = ("update.mini_batch_size=2", override)
     with pytest.raises(ValueError, match=message):
-        train(_resolved(summary.run.parent, "unused", *options, *sizes), resume="whole")
+        train(small_run(summary.run.parent, "unused", *options, *sizes), resume="whole")
     assert [(summary.run / name).read_bytes() for name in kept] == before
     assert not list(summary.run.glob("config.*.yaml"))
 
@@ -399,9 +359,9 @@ def test_bad_input_leaves_the_name_free(tmp_path):
     data = tmp_path / "bare.jsonl"
     data.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     with pytest.raises(ValueError, match="the supervised warm start needs the column `completion`"):
-        train(_resolved(tmp_path, "bad", f"data.train={data}"))
+        train(small_run(tmp_path, "bad", f"data.train={data}"))
     with pytest.raises(ValueError, match=r"takes it from update\.clip_low; set that instead"):
-        train(_resolved(tmp_path, "bad", "update.loss_args={clip_low: 0.1}"))
+        train(small_run(tmp_path, "bad", "update.loss_args={clip_low: 0.1}"))
     assert not (tmp_path / "bad").exists()
 
 
@@ -410,14 +370,14 @@ def test_kl_cannot_begin_on_resume(finished, tmp_path):
     with pytest.raises(
         ValueError, match=r"resumed with update\.kl_coef above 0 only .*set update\.kl_coef back to 0"
     ):
-        train(_resolved(tmp_path, "x", *finished[1]), resume="whole")
+        train(small_run(tmp_path, "x", *finished[1]), resume="whole")
 
 
 def test_no_signal_is_counted_and_skipped(tmp_path):
     rewards = tmp_path / "flat.py"
     rewards.write_text("def flat(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
     flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=2", "eval.every_steps=0")
-    summary = train(_resolved(tmp_path, "silent", *flat, "update.entropy_coef=0", "update.kl_coef=0"))
+    summary = train(small_run(tmp_path, "silent", *flat, "update.entropy_coef=0", "update.kl_coef=0"))
     rows = read_metrics(summary.run / "metrics.jsonl")[1:]
     assert [row["advantage/zero_signal_fraction"] for row in rows] == [1.0, 1.0]
     assert [row["update/skipped_steps"] for row in rows] == [1, 1]
@@ -431,12 +391,12 @@ def test_no_signal_in_five_steps_stops_dynamic_sampling_with_a_checkpoint(tmp_pa
     flat = (f"reward.functions={{'{rewards}:flat': 1.0}}", "run.steps=6", "sft.steps=0", "data.eval=null")
     options = (*flat, "rollout.dynamic_sampling_rounds=2", "checkpoint.every_steps=0")
     with pytest.raises(NoSignal, match="drew 8 prompts in 2 rounds"):
-        train(_resolved(tmp_path, "silent", *options))
+        train(small_run(tmp_path, "silent", *options))
     host = Checkpointer(tmp_path / "silent" / "checkpoints").read_host()
     assert host["train_step"] == 4
     assert host["place"] == {"next_prompt": 32, "steps_without_signal": 4}
     with pytest.raises(NoSignal):
-        train(_resolved(tmp_path, "silent", *options), resume="silent")
+        train(small_run(tmp_path, "silent", *options), resume="silent")
 
 
 def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
@@ -445,7 +405,7 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
         "def not_a_number(tokens):\n    return TokenLoss(tokens.logprobs * float('nan'))\n"
     )
     loss = f"update.loss={tmp_path / 'loss.py'}:not_a_number"
-    resolved = _resolved(tmp_path, "bad", "update.max_bad_steps=2", loss)
+    resolved = small_run(tmp_path, "bad", "update.max_bad_steps=2", loss)
     with pytest.raises(TooManyBadSteps, match="max_bad_steps=2"):
         train(resolved)
     run = tmp_path / "bad"
@@ -461,13 +421,13 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
 
 
 def test_supervised_command(tmp_path):
-    summary = supervise(_resolved(tmp_path, "sft", "sft.steps=5"))
+    summary = supervise(small_run(tmp_path, "sft", "sft.steps=5"))
     rows = read_metrics(summary.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[5]["sft/loss"] < rows[1]["sft/loss"]
     assert (summary.run / "final" / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"sft\.steps is 0"):
-        supervise(_resolved(tmp_path, "none", "sft.steps=0"))
+        supervise(small_run(tmp_path, "none", "sft.steps=0"))
 
 
 def test_steps_follow_from_epochs(tmp_path):
@@ -475,7 +435,7 @@ def test_steps_follow_from_epochs(tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = (f"data.train={data}", "run.steps=null", "run.epochs=0.5", "sft.steps=0", "data.eval=null")
-    summary = train(_resolved(tmp_path, "epochs", *options))
+    summary = train(small_run(tmp_path, "epochs", *options))
     assert summary.steps == 2  # half a pass over 10 prompts, 4 at a time
     assert summary.before == summary.after == {}
 
@@ -494,7 +454,7 @@ def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
         "rollout.max_new_tokens=4", "reward.functions={tag_count: 1.0, overlong: 0.5}",
         "reward.overlong_buffer=2",
     )  # fmt: skip
-    summary = train(_resolved(tmp_path, "remax", *options))
+    summary = train(small_run(tmp_path, "remax", *options))
     row = read_metrics(summary.run / "metrics.jsonl")[-1]
     assert row["reward/overlong/mean"] == -1.0
     assert row["reward/greedy/mean"] == pytest.approx(row["reward/mean"], abs=0.3)
