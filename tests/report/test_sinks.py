@@ -2,6 +2,7 @@ import json
 import logging
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,3 +261,43 @@ def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
     report.log(1, {"loss": 1.0})
     report.close()
     assert "WARNING: no plot.png was drawn: division by zero" in capsys.readouterr().err
+
+
+def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, capsys):
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.log(1, {"loss": 1.0})
+    plain_open, half = Path.open, []
+
+    class Full:
+        """Writes half of a line, as a disk that becomes full."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def seek(self, offset):
+            self.file.seek(offset)
+
+        def write(self, line):
+            half.append(self.file.write(line[: len(line) // 2]))
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Full(plain_open(path, mode)))
+    for step in (2, 3):
+        report.log(step, {"loss": float(step)})
+    assert len(half) == 2
+    monkeypatch.setattr(Path, "open", plain_open)
+    report.log(3, {"reward": 0.5})
+    report.log(4, {"loss": 4.0})
+    report.close()
+    rows = read_metrics(run.metrics)
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert rows[2]["reward"] == 0.5
+    message = "WARNING: metrics cannot be written ([Errno 28] No space left on device); the run goes on"
+    assert capsys.readouterr().err.count(message) == 1

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quatrain.metrics import Metric
 
@@ -52,31 +52,32 @@ class MetricsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._last: tuple[int, dict[str, Any]] | None = None
-        """Byte offset and row of the last line; None until the first `write`."""
+        self._last: _LastRow | None = None
+        """The last line; None until the first `write`."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Append the row of `step`; a second write of the last step merges into its row.
 
         Raises ValueError for a step before the last one written: the file has one row per step, in order.
+        After an OSError, such as that of a full disk, the row can be written again.
         """
-        offset, last = self._last or self._find_last()
+        last = self._last or self._find_last()
         row = metrics_row(step, numbers)
-        if last and step < last["step"]:
+        if last.row and step < last.row["step"]:
             raise ValueError(
-                f"metrics must be written in the order of steps: got step {step} after step {last['step']}; "
-                "on resume, rewind the metrics to the restored step first"
+                f"metrics must be written in the order of steps: got step {step} after step "
+                f"{last.row['step']}; on resume, rewind the metrics to the restored step first"
             )
-        if last and step == last["step"]:
-            row = _merge(last, row)
-        else:
-            offset = self.path.stat().st_size if self.path.exists() else 0
+        again = last.row is not None and step == last.row["step"]
+        if last.row is not None and again:
+            row = _merge(last.row, row)
+        offset = last.begin if again else last.end
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with self.path.open("r+b" if self.path.exists() else "wb") as file:
             file.seek(offset)
             file.write(line)
             file.truncate()
-        self._last = offset, row
+        self._last = _LastRow(offset, offset + len(line), row)
 
     def rewind(self, step: int) -> int:
         """Move the rows after `step`, and any incomplete line, to `metrics.discarded.jsonl`.
@@ -96,17 +97,26 @@ class MetricsFile:
         self._last = None
         return len(moved)
 
-    def _find_last(self) -> tuple[int, dict[str, Any] | None]:
+    def _find_last(self) -> _LastRow:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         if not lines:
-            return 0, None
+            return _LastRow(0, 0, None)
         row = _parse(lines[-1])
         if row is None:
             raise ValueError(
                 f"every line of {self.path} must be one JSON object; its last line is incomplete. "
                 "Resume the run, which rewinds the metrics to the restored step"
             )
-        return sum(len(line) for line in lines[:-1]), row
+        end = sum(len(line) for line in lines)
+        return _LastRow(end - len(lines[-1]), end, row)
+
+
+class _LastRow(NamedTuple):
+    """The last line of a metrics file: its first byte, the byte after it, and its row."""
+
+    begin: int
+    end: int
+    row: dict[str, Any] | None
 
 
 def _parse(line: str | bytes) -> dict[str, Any] | None:

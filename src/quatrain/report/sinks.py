@@ -54,6 +54,9 @@ class Report:
         if not self._main:
             _root_log.setLevel(logging.ERROR)  # the main process gives the same warnings
         self._metrics = MetricsFile(run_dir.metrics)
+        self._unwritten: list[tuple[int, Mapping[str, float]]] = []
+        """Rows of metrics that are not on disk: the disk was full."""
+        self._failing: set[str] = set()
         self._handlers: list[logging.Handler] = []
         self._services: list[_Service] = []
         if not self._main:
@@ -80,7 +83,8 @@ class Report:
         if not self._main:
             return
         numbers = reduce_metrics(metrics)
-        self._metrics.write(step, numbers)
+        self._unwritten.append((step, numbers))
+        self._guard("metrics", self._write_metrics)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         for service in self._services:
             service.log(step, finite)
@@ -95,7 +99,25 @@ class Report:
         ]
         path = self._run.samples / f"step_{step:06d}.jsonl"
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+        text = "\n".join(lines) + "\n"
+        self._guard("samples", lambda: path.write_text(text, encoding="utf-8", errors="backslashreplace"))
+
+    def _write_metrics(self) -> None:
+        while self._unwritten:
+            self._metrics.write(*self._unwritten[0])
+            del self._unwritten[0]
+
+    def _guard(self, what: str, write: Callable[[], Any]) -> None:
+        """Calls `write`; an error of the disk is reported once, until writing succeeds again."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self._failing:
+                kept = "are kept and written later" if what == "metrics" else "of such steps are lost"
+                _log.warning("%s cannot be written (%s); the run goes on; %s %s", what, error, what, kept)
+            self._failing.add(what)
+        else:
+            self._failing.discard(what)
 
     def event(self, text: str) -> None:
         """Write `text` to the console and to `run.log`."""
@@ -111,6 +133,9 @@ class Report:
         """Draw `plot.png` if matplotlib is installed, close the services and `run.log`."""
         if not self._main:
             return
+        self._guard("metrics", self._write_metrics)
+        if self._unwritten:
+            _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
         self._draw()
         for service in self._services:
             service.close()
@@ -160,8 +185,16 @@ class _Redacting(logging.Formatter):
         return self._redact(super().format(record))
 
 
+class _FileHandler(logging.FileHandler):
+    """Does not print an error for every message that a full disk refuses: checkpoints report it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def _file_handler(path: Path, redact: Redact) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
     return handler
 
