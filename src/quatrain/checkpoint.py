@@ -308,16 +308,16 @@ def _one_message() -> Iterator[None]:
 def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Dtype, shape and digest of each array, as `float32[3, 4] 0123456789abcdef`; names of those not finite.
 
-    Arrays in host memory come to the devices one by one.
+    One array at a time: those in host memory come to the devices for it.
     """
-    found = jax.device_get(
-        {
-            name: fingerprint(to_memory("device", leaf) if isinstance(leaf, jax.Array) else leaf)
-            for name, leaf in leaves.items()
-        }
-    )
-    proofs = {n: f"{_describe(leaves[n])} {describe_fingerprint(digest)}" for n, (digest, _) in found.items()}
-    return proofs, [name for name, (_, finite) in found.items() if not finite]
+    proofs, ruined = {}, []
+    for name, leaf in leaves.items():
+        array = to_memory("device", leaf) if isinstance(leaf, jax.Array) else leaf
+        digest, finite = jax.device_get(fingerprint(array))
+        proofs[name] = f"{_describe(leaf)} {describe_fingerprint(digest)}"
+        if not finite:
+            ruined.append(name)
+    return proofs, ruined
 
 
 def _few(names: Sequence[str]) -> str:

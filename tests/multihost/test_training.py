@@ -57,13 +57,14 @@ def _train(folder, settings, resume=None):
     return train(load_config(None, overrides, environ={}), resume=resume)
 
 
-def _launch(folder, settings, *more):
+def _launch(folder, settings, *more, resume=None):
     overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS}", *more)
     arguments = [part for override in overrides for part in ("--set", override)]
     return subprocess.run(
         [
             *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
             *("--devices-per-process", "4", "--", "train", *arguments),
+            *(("--resume", resume) if resume else ()),
         ],
         env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
         capture_output=True,
@@ -120,3 +121,25 @@ def _assert_resumed_alone(folder, settings, alone):
     assert ours.keys() == theirs.keys()
     for name, weights in theirs.items():
         np.testing.assert_allclose(ours[name], weights, rtol=1e-5, atol=1e-5 * np.abs(weights).max())
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_the_checkpoint_that_is_whole(tmp_path, settings):
+    """One process reads the damaged numbers, both use the checkpoint before."""
+    every = ("checkpoint.every_steps=1", "mesh=1,-1,1")
+    assert _launch(tmp_path, settings, *every).returncode == 0
+    arrays = tmp_path / "run" / "checkpoints" / str(STEPS) / "arrays"
+    for process in (0, 1):
+        shutil.copytree(tmp_path / "run", tmp_path / f"kept{process}")
+        file = max(arrays.glob(f"ocdbt.process_{process}/d/*"), key=lambda path: path.stat().st_size)
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2] + b"\0" * 32 + content[len(content) // 2 + 32 :])
+        resumed = _launch(tmp_path, settings, *every, f"run.steps={STEPS + 1}", resume="run")
+        assert resumed.returncode == 0, resumed.stderr
+        output = resumed.stdout + resumed.stderr
+        assert output.count(f"the checkpoint of step {STEPS} in") == 1
+        assert f"; the checkpoint of step {STEPS - 1} is used" in output
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(STEPS + 2))
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / f"kept{process}").rename(tmp_path / "run")
