@@ -19,6 +19,7 @@ from quatrain.metrics import Metric
 from quatrain.report import progress
 from quatrain.report.catalogue import unknown_metrics
 from quatrain.report.metrics import read_metrics
+from quatrain.report.run_lock import FILES as LOCK_FILES
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.run import logprob_diff_warning
 from quatrain.train import supervise, train
@@ -267,10 +268,13 @@ def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp
         train(small_run(tmp_path, "mine", *options), resume="auto")
     run = tmp_path / "mine"
     earlier = (run / "metrics.jsonl").read_text()
-    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    files = [path for path in run.rglob("*") if path.is_file() and path.name not in LOCK_FILES]
+    kept = {path: path.read_bytes() for path in files}
+    before = {path.name for path in run.iterdir()}
     with pytest.raises(ValueError, match="no built-in data set is called 'other'"):
         train(small_run(tmp_path, "mine", *options, "data.train=builtin:other"), resume="auto")
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
+    assert {path: path.read_bytes() for path in files} == kept
+    assert {path.name for path in run.iterdir()} == before
 
     assert train(small_run(tmp_path, "mine", *options), resume="auto").run == run
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
