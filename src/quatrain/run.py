@@ -89,7 +89,7 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
     )
     with closing(run.report):
         try:
-            with closing(run.checkpoints), closing(run.ahead):
+            with closing(run.checkpoints), closing(run.ahead), closing(run.scorer):
                 yield run
         except BaseException as error:
             run.report.failed(error)
