@@ -142,7 +142,7 @@ class _Worker:
         self._closed = False
 
     def load(self, spec: str) -> Any | Failure:
-        request = pickle.dumps(("load", spec))
+        request = pickle.dumps(("load", LOAD_TIMEOUT_S, spec))
         reply = self._exchange(spec, request, LOAD_TIMEOUT_S)
         if isinstance(reply, dict) and "parameters" in reply:
             self._loaded.add(spec)
@@ -158,7 +158,8 @@ class _Worker:
                 return reply
             if "refused" in reply:  # it was there when it was loaded first
                 return Failure("error", reply["refused"])
-        return self._exchange(spec, pickle.dumps(("call", spec, arguments, timeout_s)), timeout_s)
+        request = pickle.dumps(("call", timeout_s, spec, arguments))
+        return self._exchange(spec, request, timeout_s)
 
     def _exchange(self, spec: str, request: bytes, timeout_s: float) -> Any | Failure:
         """The reply to a request, or the failure; after most failures the process has been ended."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PR_SET_PDEATHSIG = 1
-STANDARD_ERROR = 2
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 LONGEST_DETAIL = 4000
 TRACE_BEFORE_S = 0.05
 """Seconds before the time limit at which the process prints where it is."""
@@ -59,14 +60,9 @@ class _Functions:
             return {"refused": str(error)}
         return {"parameters": parameters_of(self._loaded[spec])}
 
-    def call(self, spec: str, pickled: bytes, timeout_s: float) -> Any:
+    def call(self, spec: str, pickled: bytes) -> Any:
         """What the function `spec` returns for these arguments, converted to values that JSON has."""
-        arguments = pickle.loads(pickled)
-        faulthandler.dump_traceback_later(max(timeout_s - TRACE_BEFORE_S, timeout_s / 2), file=STANDARD_ERROR)
-        try:
-            return self._convert(self._loaded[spec](**arguments))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        return self._convert(self._loaded[spec](**pickle.loads(pickled)))
 
 
 def main() -> None:
@@ -78,20 +74,22 @@ def main() -> None:
     _limit_memory(settings["memory_bytes"])
     sys.argv, sys.path = [""], settings["path"]
     functions = _Functions(settings["what"], settings["convert"])
-    home = os.open(".", os.O_RDONLY)
+    home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
     while True:
+        _tidy(home, output)
         try:
             request = pickle.load(requests)
         except EOFError:
             return
-        connection.sendall(_answer(functions, request, home).encode() + b"\n")
+        connection.sendall(_answer(functions, request).encode() + b"\n")
         del request
 
 
-def _answer(functions: _Functions, request: tuple[Any, ...], home: int) -> str:
+def _answer(functions: _Functions, request: tuple[Any, ...]) -> str:
     """The reply to a request: JSON of {"value": …} or {"kind": …, "detail": …}."""
-    process, streams = os.getpid(), (sys.stdout, sys.stderr)
-    operation, *arguments = request
+    process = os.getpid()
+    operation, timeout_s, *arguments = request
+    faulthandler.dump_traceback_later(max(timeout_s - TRACE_BEFORE_S, timeout_s / 2), file=STANDARD_ERROR)
     try:
         value = functions.load(*arguments) if operation == "load" else functions.call(*arguments)
         line = json.dumps({"value": value})
@@ -100,19 +98,19 @@ def _answer(functions: _Functions, request: tuple[Any, ...], home: int) -> str:
         line = json.dumps({"kind": kind, "detail": detail})
     if os.getpid() != process:  # a function forked, and its child came back
         os._exit(0)
-    _tidy(streams, home)
+    faulthandler.cancel_dump_traceback_later()
     return line
 
 
-def _tidy(streams: tuple[Any, Any], home: int) -> None:
-    """Takes back what a call may have left for the next: a timer, other streams, another folder."""
+def _tidy(home: int, output: int) -> None:
+    """Takes back what a call may have left for the next: a timer, another folder, closed or other streams."""
     signal.setitimer(signal.ITIMER_REAL, 0)
-    sys.stdout, sys.stderr = streams
-    with contextlib.suppress(OSError):  # a function may have closed the folder
-        os.fchdir(home)
-    for stream in streams:
-        with contextlib.suppress(ValueError, OSError):  # or the stream
-            stream.flush()
+    os.fchdir(home)
+    for name, number in (("stdout", STANDARD_OUTPUT), ("stderr", STANDARD_ERROR)):
+        os.dup2(output, number)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+        setattr(sys, name, stream)
 
 
 def _end_with(parent: int) -> None:
