@@ -6,6 +6,7 @@ that do odd things and return rewards. Used by tests/reward/test_bad_rewards.py;
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -79,10 +80,8 @@ def ignores_signals(completions, **_):
 def catches_everything(completions, **_):
     def fail():
         while True:
-            try:
+            with contextlib.suppress(BaseException):
                 time.sleep(LONG_S)
-            except BaseException:
-                pass
 
     return _rewards(completions, fail)
 
@@ -173,10 +172,8 @@ def limits_its_processor_time(completions, **_):
 def writes_into_every_file(completions, **_):
     def fail():
         for number in range(3, 64):
-            try:
+            with contextlib.suppress(OSError):
                 os.write(number, b"[] no reply\n")
-            except OSError:
-                pass
         time.sleep(LONG_S)
 
     return _rewards(completions, fail)

@@ -1,6 +1,5 @@
 """Whatever a reward function does, it costs the samples on which it does it, and no other."""
 
-import os
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -82,32 +81,30 @@ def test_a_wrong_return_value_is_one_clear_error():
 
 def test_odd_functions_that_harm_nobody(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = descendants()
     with closing(make_scorer(bad_rewards.HARMLESS, workers=1)) as scorer:
         for _ in range(2):
             batch = scorer.score(make_rollouts(COMPLETIONS))
             wanted = [np.float32([2, 3, 1, 4])] * len(bad_rewards.HARMLESS)
             np.testing.assert_array_equal(batch.rewards_per_function, wanted)
             assert not [name for name in batch.metrics if "/errors/" in name]
-        # The children of functions that forked have ended, and there is one worker.
-        assert len(descendants() - before) == 1
+        worker = scorer._pool._workers[0]._process._popen.pid
+        assert of_session(worker) == [worker]  # the children of functions that forked have ended
     assert Path.cwd() == tmp_path
-    assert descendants() <= before
+    assert of_session(worker) == []
 
 
 def test_there_are_as_many_as_promised():
     assert len(bad_rewards.FAILING) >= 50
 
 
-def descendants() -> set[int]:
-    """The processes that run the worker's script and are no zombies."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"reward/worker.py" in command and os.getpid() != int(folder.name):
-                found.add(int(folder.name))
+def of_session(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = path.read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:  # it has just ended
+            continue
+        if int(its_session) == session and state not in "ZX":
+            found.append(int(path.parent.name))
     return found

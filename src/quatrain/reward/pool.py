@@ -150,7 +150,7 @@ class _Worker:
 
     def call(self, spec: str, arguments: bytes, timeout_s: float) -> Any | Failure:
         process = self._process
-        if process is not None and process.ended():
+        if process is not None and process.ended(or_stopped=True):
             self.stop()
         if spec not in self._loaded:
             reply = self.load(spec)
@@ -297,12 +297,13 @@ class _Process:
             return Failure("exit", f"its process exited with status {status}")
         return Failure("crash", f"its process was ended by {_signal_name(-status)}")
 
-    def ended(self) -> bool:
-        """Whether the process has ended; its number stays taken until its status is read."""
+    def ended(self, *, or_stopped: bool = False) -> bool:
+        """Whether the process has ended (or was stopped); its number stays taken until its status is read."""
         if self._popen.returncode is not None:
             return True
+        events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
         with suppress(ChildProcessError):  # somebody else has read its status
-            return os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
         return True
 
     def kill(self) -> None:
