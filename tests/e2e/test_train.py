@@ -6,6 +6,7 @@ import shutil
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,7 +288,7 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
 
 def _reward_workers():
     """The worker processes that this process has started and that have not ended."""
-    children = Path(f"/proc/self/task/{os.getpid()}").parent.glob("*/children")
+    children = Path("/proc/self/task").glob("*/children")
     processes = [Path("/proc", child) for path in children for child in path.read_text().split()]
     return [process for process in processes if b"reward/worker.py" in (process / "cmdline").read_bytes()]
 
