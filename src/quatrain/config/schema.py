@@ -403,19 +403,23 @@ class RewardConfig(Section):
     )
     workers: NonNegative | None = Field(
         None,
+        le=1024,
         description="Processes that call users' reward functions; null: one for each core that the process "
         "may use, at most 8. 0: they are called in the process of the run, for functions that hold a model, "
         "without limits on time and memory.",
     )
     timeout_s: float = Field(
         10.0,
-        gt=0,
+        ge=0.01,
+        le=86400,
         description="Seconds that one call of a user's reward function may take, and so the longest time "
         "for one sample. A call that takes longer is ended, and its samples are called again in smaller "
         "parts.",
     )
-    memory_mb: Count | None = Field(
+    memory_mb: int | None = Field(
         4096,
+        ge=64,
+        le=2**30,
         description="MiB of private memory that a process that calls users' reward functions may use; null: "
         "not limited.",
     )
