@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -142,7 +143,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     )
     prompts = source.head(config.eval.final_num_prompts)
     total = len(prompts) * (2 if config.eval.n else 1)
-    with Progress(total) as progress:
+    with closing(scorer), Progress(total) as progress:
         progress.phase("evaluation", first=0)
         engine = build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
         engine.sync_weights(loaded.params, 0)

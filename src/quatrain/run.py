@@ -209,7 +209,8 @@ class Run:
             )
 
     def close(self) -> None:
-        """End the rollout's thread and the writing of checkpoints."""
+        """End the workers of reward functions, the rollout's thread and the writing of checkpoints."""
+        self.scorer.close()  # first, because the rollout's thread may wait for a reward function
         self.ahead.close()
         try:
             self.checkpoints.close()

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -71,6 +69,18 @@ def _import_file(name: str, path: Path) -> ModuleType:
         del sys.modules[module_name]
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] | None:
+    """Name, kind (as in `inspect.Parameter`) and whether it is required, for each parameter of `function`.
+
+    None for callables written in C that have no signature.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    return [(p.name, p.kind.name, p.default is p.empty and p.kind not in VARIADIC) for p in parameters]
 
 
 def own_arguments(
@@ -141,6 +151,9 @@ def _listed(parameters: Mapping[str, inspect.Parameter]) -> str:
 
 def _typed(function: Callable[..., Any], name: str, key: str, argument: str, value: Any) -> Any:
     """Returns `value`; raises ValueError if its type does not match the parameter's annotation."""
+    # Imported here, because processes that only find functions must start quickly.
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         annotation = get_type_hints(function).get(argument, Any)
     except Exception:  # the value cannot be checked against an annotation that cannot be resolved

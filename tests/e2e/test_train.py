@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -243,6 +244,14 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
         train(small_run(tmp_path, "failing", *options, "sft.steps=0"))
     rows = read_metrics(tmp_path / "failing" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]  # the first call was the evaluation
+    assert not _reward_workers()
+
+
+def _reward_workers():
+    """The worker processes that this process has started and that have not ended."""
+    children = Path("/proc/self/task").glob("*/children")
+    processes = [Path("/proc", child) for path in children for child in path.read_text().split()]
+    return [process for process in processes if b"reward/worker.py" in (process / "cmdline").read_bytes()]
 
 
 def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from rollouts import make_rollouts
 
 from quatrain.config.schema import RewardConfig
-from quatrain.reward import scorer as scorer_module
+from quatrain.reward import calls
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types import RolloutBatch
 
@@ -18,10 +18,11 @@ GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
 
 
-def make_scorer(tmp_path, source, *names, weight=1.0):
+def make_scorer(tmp_path, source, *names, weight=1.0, workers=1, **settings):
     path = tmp_path / "rewards.py"
     path.write_text(source)
-    return RewardScorer(RewardConfig(functions={f"{path}:{name}": weight for name in names}))
+    functions = {f"{path}:{name}": weight for name in names}
+    return RewardScorer(RewardConfig(functions=functions, workers=workers, **settings))
 
 
 def results(metrics):
@@ -86,22 +87,24 @@ def test_a_batch_that_raises_without_a_guilty_sample_is_one_error(tmp_path):
     assert results(batch.metrics)["reward/single/errors"] == 1
 
 
-def test_a_function_that_exits_is_an_error_of_its_sample(tmp_path, caplog):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_exits_is_an_error_of_its_sample(tmp_path, caplog, workers):
     source = (
         "import sys\n"
         "def leave(completions, **_):\n    return [sys.exit() if c == 'b' else 1.0 for c in completions]\n"
     )
     with caplog.at_level(logging.WARNING):
-        batch = make_scorer(tmp_path, source, "leave").score(make_rollouts(["a", "b", "c"]))
+        batch = make_scorer(tmp_path, source, "leave", workers=workers).score(make_rollouts(["a", "b", "c"]))
     np.testing.assert_array_equal(batch.rewards, [1, -1, 1])
-    assert results(batch.metrics)["reward/leave/errors"] == 1
+    counts = results(batch.metrics)
+    assert counts["reward/leave/errors"] == counts["reward/leave/errors/exit"] == 1
     assert "SystemExit" in caplog.text
 
 
 def test_an_interrupt_ends_scoring(tmp_path):
     source = "def stop(completions, **_): raise KeyboardInterrupt\n"
     with pytest.raises(KeyboardInterrupt):
-        make_scorer(tmp_path, source, "stop").score(make_rollouts(["a", "b"]))
+        make_scorer(tmp_path, source, "stop", workers=0).score(make_rollouts(["a", "b"]))
 
 
 def test_values_that_are_not_finite_are_errors(tmp_path):
@@ -173,10 +176,10 @@ def test_token_ids_and_finish_reasons_are_those_of_the_policy(tmp_path):
         prompts=("q", "q"),
         completions=("a", "b"),
     )
-    scorer = make_scorer(tmp_path, source, "see", "any_of_them")
+    scorer = make_scorer(tmp_path, source, "see", "any_of_them", workers=0)
     assert scorer.required_columns == frozenset()
     np.testing.assert_array_equal(scorer.score(rollouts).rewards_per_function, [[2, 3.5], [1, 1]])
-    seen = scorer._functions[0].function.__globals__["seen"]
+    seen = scorer._functions[0].caller.function.__globals__["seen"]
     assert seen == [([[1, 3], [6, 7, 8]], ["stop", "length"])]
     assert all(type(token) is int for ids in seen[0][0] for token in ids)
     assert all(type(reason) is str for reason in seen[0][1])
@@ -189,14 +192,23 @@ def test_a_column_with_the_name_of_an_argument_is_an_error(name):
         scorer.score(replace(make_rollouts(["x"]), columns={name: (0,)}))
 
 
-def test_a_function_cannot_change_what_the_next_one_sees(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_changes_nothing_that_others_or_later_steps_see(tmp_path, workers):
     source = (
-        "def thief(completions, completion_ids):\n    completions.clear()\n    completion_ids[0].clear()\n"
+        "def thief(prompts, completions, completion_ids, tests):\n"
+        "    completions.clear()\n"
+        "    for values in (prompts[0], completion_ids[0], tests[0]['cases']): values.clear()\n"
         "    return [0.0] * 2\n"
-        "def count(completions, completion_ids): return [len(completions) + len(completion_ids[0])] * 2\n"
+        "def count(prompts, completions, completion_ids, tests):\n"
+        "    nested = (prompts[0], completion_ids[0], tests[0]['cases'])\n"
+        "    return [len(completions) + sum(map(len, nested))] * 2\n"
     )
-    batch = make_scorer(tmp_path, source, "thief", "count").score(make_rollouts(["a", "b"]))
-    np.testing.assert_array_equal(batch.rewards_per_function, [[0, 0], [3, 3]])
+    prompts = [({"role": "user", "content": "q"},)] * 2
+    rollouts = make_rollouts(["a", "b"], prompts, tests=[{"cases": [1, 2, 3]}, {"cases": []}])
+    scorer = make_scorer(tmp_path, source, "thief", "count", workers=workers)
+    for _ in range(2):
+        batch = scorer.score(rollouts)
+        np.testing.assert_array_equal(batch.rewards_per_function, [[0, 0], [7, 7]])
 
 
 def test_a_missing_column_is_an_error():
@@ -264,7 +276,7 @@ def test_the_example():
 def test_a_call_of_user_code_goes_through_one_seam(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        scorer_module, "call_reward", lambda function, arguments: seen.append(sorted(arguments)) or [1.0]
+        calls, "call_reward", lambda function, arguments: seen.append(sorted(arguments)) or [1.0]
     )
     RewardScorer(RewardConfig(functions={"format": 1.0})).score(make_rollouts(["x"], level=[1]))
     assert seen == [["completion_ids", "completions", "finish_reasons", "level", "prompts"]]

@@ -395,6 +395,34 @@ class RewardConfig(Section):
         description="Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 "
         "to -1; derived if `reward.functions` has `overlong`: a fifth of the limit.",
     )
+    per_call: Literal["batch", "group", "sample"] = Field(
+        "batch",
+        description="Samples that a reward function gets in one call: the whole batch, the samples of one "
+        "prompt, or one. Calls on groups or samples run in parallel, and a function that compares samples "
+        "sees those of its call only.",
+    )
+    workers: NonNegative | None = Field(
+        None,
+        le=1024,
+        description="Processes that call users' reward functions; null: one for each core that the process "
+        "may use, at most 8. 0: they are called in the process of the run, for functions that hold a model, "
+        "without limits on time and memory.",
+    )
+    timeout_s: float = Field(
+        10.0,
+        ge=0.01,
+        le=86400,
+        description="Seconds that one call of a user's reward function may take, and so the longest time "
+        "for one sample. A call that takes longer is ended, and its samples are called again in smaller "
+        "parts.",
+    )
+    memory_mb: int | None = Field(
+        4096,
+        ge=64,
+        le=2**30,
+        description="MiB of private memory that a process that calls users' reward functions may use; null: "
+        "not limited.",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0,

@@ -227,6 +227,25 @@ CATALOGUE: dict[str, MetricDoc] = {
         "Sequences on which this reward function failed, each scored -1; of a reward model: sequences whose "
         "score is not finite, which get none.",
     ),
+    **{
+        f"reward/<name>/errors/{kind}": MetricDoc(
+            "sequences", "sum", f"Sequences {meaning}; part of `errors`."
+        )
+        for kind, meaning in (
+            ("timeout", "on which this reward function took longer than `reward.timeout_s`"),
+            (
+                "crash",
+                "on which a signal ended the process of this reward function, as after a segmentation fault",
+            ),
+            ("memory", "on which this reward function exceeded `reward.memory_mb`"),
+            ("exit", "on which this reward function called `sys.exit` or `os._exit`"),
+            (
+                "error",
+                "on which this reward function raised another exception or returned a value that is not "
+                "finite",
+            ),
+        )
+    },
     "reward/<name>/abstained": MetricDoc(
         "sequences",
         "sum",

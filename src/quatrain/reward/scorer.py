@@ -5,11 +5,11 @@ Stage 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedB
 
 from __future__ import annotations
 
-import inspect
 import logging
+import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from quatrain.config.environment import redact
 from quatrain.config.schema import RewardConfig
 from quatrain.metrics import Metric, combine, describe
-from quatrain.reward.functions import BUILTIN_FUNCTIONS, RewardFunction, overlong
+from quatrain.reward.calls import Caller, Function, InProcess, InWorkers, Samples, score_function
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
+from quatrain.reward.pool import Failure, Pool, default_workers
 from quatrain.types import REWARD_ARGUMENTS, PromptText, RewardedBatch, RolloutBatch
-from quatrain.user_code import VARIADIC, find_function
+from quatrain.user_code import find_function, parameters_of
 
 if TYPE_CHECKING:
     from quatrain.reward.model import RewardModel
 
 logger = logging.getLogger(__name__)
 
-ERROR_REWARD = -1.0
-"""Raw reward of a sample for which a reward function fails."""
+WHAT = "reward function"
+Decide = Callable[[Callable[[], Any]], Any]
 _STATS = ("mean", "std", "min", "max")
 
 
@@ -50,8 +53,9 @@ class RewardScorer:
     `models` are the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
     needs all processes of a run. `decide` calls its argument and returns the result. In a run of several
     processes it must do so in one process and broadcast the result (`cluster.processes.decided_by_main`),
-    because users' functions may return different values in different processes. Raises ValueError if a
-    function cannot be imported or called, and if `models` lacks a reward model.
+    because users' functions may return different values in different processes; only that process has
+    worker processes. `close` ends them; otherwise they end with the scorer or with this process. Raises
+    ValueError if a function cannot be imported or called, and if `models` lacks a reward model.
     """
 
     def __init__(
@@ -59,9 +63,9 @@ class RewardScorer:
         config: RewardConfig,
         *,
         models: Mapping[str, RewardModel] = MappingProxyType({}),
-        decide: Callable[[Callable[[], Any]], Any] = lambda f: f(),
+        decide: Decide = lambda f: f(),
     ):
-        self._decide = decide
+        self._decide, self._per_call = decide, config.per_call
         missing = config.models.keys() - models.keys()
         if missing:
             raise ValueError(
@@ -71,13 +75,18 @@ class RewardScorer:
         names = short_names(config)
         self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
-        functions = (spec for spec in config.functions if spec not in config.models)
-        self._functions = [_load(spec, names[spec], config) for spec in functions]
+        self._pool = _pool(config, names)
+        self._functions = list(_functions(config, names, self._pool, decide))
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
         """Data columns that at least one reward function requires."""
+
+    def close(self) -> None:
+        """Ends the worker processes; the scorer must not be used afterwards."""
+        if self._pool is not None:
+            self._pool.close()
 
     def check_prompt(self, prompt: PromptText) -> None:
         """Raises ValueError if a reward model cannot score the completions of `prompt`."""
@@ -85,15 +94,16 @@ class RewardScorer:
             model.check_prompt(prompt)
 
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
-        """The rollouts with raw rewards per function and their weighted sum; one call per function.
+        """The rollouts with raw rewards per function and their weighted sum.
 
         If the rollouts have greedy completions as a baseline, these are scored too; errors, abstentions and
         other counts include theirs.
 
         If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
         sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
-        cannot score (`RewardModel.score`). If a function raises an error or returns a non-finite value, the
-        raw reward of each failing sample is `ERROR_REWARD`, counted in `reward/<name>/errors`. Raises
+        cannot score (`RewardModel.score`). If a function fails (`pool.Failure`) or returns a value
+        that is not finite, the raw reward of each failing sample is `ERROR_REWARD`, counted in
+        `reward/<name>/errors`. Raises
         ValueError if a function returns the wrong number of values or values that are not numbers, if it
         needs a column that the rollouts lack, and if a column has the name of an argument passed to every
         reward function (`REWARD_ARGUMENTS`).
@@ -139,125 +149,28 @@ class RewardScorer:
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int]]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
-        samples = _Samples.of(rollouts)
-        scores = {function.name: _score_function(function, samples) for function in self._functions}
-        return {name: (values.tolist(), {"errors": errors}) for name, (values, errors) in scores.items()}
+        samples = Samples.of(rollouts)
+        called: dict[str, tuple[list[float], dict[str, int]]] = {}
+        for function in self._functions:
+            values, errors = score_function(function, samples, self._per_call)
+            kinds = {f"errors/{kind}": count for kind, count in errors.items()}
+            called[function.name] = values.tolist(), {"errors": errors.total(), **kinds}
+        return called
 
 
-def call_reward(function: RewardFunction, arguments: Mapping[str, list]) -> Sequence[float | None]:
-    """Calls a reward function on a batch; users' reward functions are called only here."""
-    return function(**arguments)
-
-
-@dataclass(frozen=True)
-class _Function:
-    spec: str
-    name: str
-    function: RewardFunction
-    accepts: frozenset[str] | None  # names of accepted arguments; None: any name
-    required_columns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """The arguments of the reward functions, one item per sample."""
-
-    arguments: Mapping[str, Sequence[Any]]
-    num_samples: int
-
-    @staticmethod
-    def of(rollouts: RolloutBatch) -> _Samples:
-        prompts = [p if isinstance(p, str) else [dict(message) for message in p] for p in rollouts.prompts]
-        tokens_and_masks = zip(rollouts.input_ids, rollouts.completion_mask, strict=True)
-        arguments = {
-            **rollouts.columns,
-            "prompts": prompts,
-            "completions": rollouts.completions,
-            "completion_ids": [tokens[mask].tolist() for tokens, mask in tokens_and_masks],
-            "finish_reasons": rollouts.finish_reason.tolist(),
-        }
-        return _Samples(arguments, len(rollouts))
-
-    def for_function(self, function: _Function, rows: slice) -> dict[str, list]:
-        """New lists with the arguments that `function` accepts, for the samples `rows`."""
-        accepts = function.accepts
-        return {
-            name: [list(ids) for ids in values[rows]] if name == "completion_ids" else list(values[rows])
-            for name, values in self.arguments.items()
-            if accepts is None or name in accepts
-        }
-
-
-def _score_function(function: _Function, samples: _Samples) -> tuple[np.ndarray, int]:
-    """[B] float32 raw rewards, and the number of errors."""
-    everything = slice(0, samples.num_samples)
-    try:
-        returned = call_reward(function.function, samples.for_function(function, everything))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # includes SystemExit, which would end the run with exit status 0
-        logger.warning(
-            "reward function `%s` raised an error; calling it on each sample alone",
-            function.name,
-            exc_info=True,
-        )
-        return _score_one_by_one(function, samples)
-    return _checked(function, returned, samples.num_samples)
-
-
-def _score_one_by_one(function: _Function, samples: _Samples) -> tuple[np.ndarray, int]:
-    values = np.full(samples.num_samples, ERROR_REWARD, np.float32)
-    errors = 0
-    for index in range(samples.num_samples):
-        try:
-            returned = call_reward(function.function, samples.for_function(function, slice(index, index + 1)))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            errors += 1
-            continue
-        values[index : index + 1], bad = _checked(function, returned, 1)
-        errors += bad
-    # If the call on the batch failed but the calls on its samples did not, one error is counted.
-    return values, max(errors, 1)
-
-
-def _checked(function: _Function, returned: Any, num_samples: int) -> tuple[np.ndarray, int]:
-    """The returned values as float32, NaN for None and ERROR_REWARD for non-finite ones; number of errors."""
-    if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__len__"):
-        raise ValueError(
-            f"reward function `{function.spec}` must return a list with one number per completion; it "
-            f"returned {type(returned).__name__}"
-        )
-    if len(returned) != num_samples:
-        raise ValueError(
-            f"reward function `{function.spec}` must return one value per completion: expected "
-            f"{num_samples}, got {len(returned)}"
-        )
-    values = np.full(num_samples, np.nan, np.float32)
-    errors = 0
-    for index, value in enumerate(returned):
-        if value is not None:
-            number = _number(function, value)
-            finite = bool(np.isfinite(number))
-            values[index] = number if finite else ERROR_REWARD
-            errors += not finite
-    if errors:
-        logger.warning("reward function `%s` returned %d values that are not finite", function.name, errors)
-    return values, errors
-
-
-def _number(function: _Function, value: Any) -> np.float32:
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        with np.errstate(over="ignore"):
-            return np.float32(float(value))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"reward function `{function.spec}` must return numbers, or None to abstain; it returned a value "
-            f"{type(value).__name__} {value!r:.80}"
-        ) from error
+def _pool(config: RewardConfig, names: Mapping[str, str]) -> Pool | None:
+    """Workers for users' functions; None if there are none, or if `reward.workers` is 0."""
+    num_workers = default_workers() if config.workers is None else config.workers
+    users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys()
+    if not (users and num_workers):
+        return None
+    return Pool(
+        WHAT,
+        num_workers,
+        convert="quatrain.reward.values:plain_rewards",
+        memory_mb=config.memory_mb,
+        on_output=partial(_log_output, names),
+    )
 
 
 def _weighted_sum(raw: np.ndarray, weights: Sequence[float]) -> np.ndarray:
@@ -278,20 +191,58 @@ def short_names(config: RewardConfig) -> dict[str, str]:
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _load(spec: str, name: str, config: RewardConfig) -> _Function:
-    function = find_function(spec, BUILTIN_FUNCTIONS, "reward function")
-    if function is overlong:
-        assert config.overlong_limit is not None, "the limit is derived before it comes here"
-        assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
-        function = partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some callables written in C have no signature
-        return _Function(spec, name, function, None, ())
-    if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
-        raise ValueError(f"reward function {spec!r} takes positional-only arguments; it is called by keyword")
-    named = [p for p in parameters if p.kind not in VARIADIC]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    required = [p.name for p in named if p.default is p.empty and p.name not in REWARD_ARGUMENTS]
-    accepts = None if takes_any else frozenset(p.name for p in named)
-    return _Function(spec, name, function, accepts, tuple(required))
+def _functions(
+    config: RewardConfig, names: Mapping[str, str], pool: Pool | None, decide: Decide
+) -> Iterator[Function]:
+    """The reward functions of `config`; without a pool, users' functions are called in this process."""
+    for spec in config.functions:
+        if spec in config.models:
+            continue
+        caller: Caller
+        if pool is None or ":" not in spec:
+            function = find_function(spec, BUILTIN_FUNCTIONS, WHAT)
+            if function is overlong:
+                assert config.overlong_limit is not None, "the limit is derived before it comes here"
+                assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
+                function = partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
+            caller = InProcess(function, copies=spec not in BUILTIN_FUNCTIONS)
+            parameters = parameters_of(function)
+        else:
+            caller = InWorkers(pool, spec, config.timeout_s)
+            parameters = decide(partial(_loaded, pool, spec))
+        yield _function(spec, names[spec], caller, parameters)
+
+
+def _loaded(pool: Pool, spec: str) -> list[Any] | None:
+    """The parameters of a user's function, which a worker imports."""
+    if spec.startswith("__main__:"):
+        raise ValueError(
+            f"{WHAT} {spec!r} is defined in the running program, which worker processes cannot import; put "
+            "it into a file and name it as `path/file.py:function`, or set reward.workers to 0"
+        )
+    reply = pool.load(spec)
+    if isinstance(reply, Failure):
+        raise ValueError(f"{WHAT} {spec!r} cannot be imported ({reply.kind}): {reply.detail}")
+    if "refused" in reply:
+        raise ValueError(reply["refused"])
+    return reply["parameters"]
+
+
+def _function(spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None) -> Function:
+    if parameters is None:  # some callables written in C have no signature
+        return Function(spec, name, None, (), caller)
+    kinds = {parameter: kind for parameter, kind, _ in parameters}
+    if "POSITIONAL_ONLY" in kinds.values():
+        raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
+    required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
+    named = frozenset(p for p, kind in kinds.items() if kind not in ("VAR_POSITIONAL", "VAR_KEYWORD"))
+    return Function(spec, name, None if "VAR_KEYWORD" in kinds.values() else named, required, caller)
+
+
+def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:
+    """Writes what a function printed to the run's log; to standard error if nothing logs that much."""
+    message = f"reward function `{names[spec]}` printed: {text}"
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", message, extra={"only_in_file": True})
+    else:
+        print(redact(message, os.environ), file=sys.stderr)

@@ -1,0 +1,317 @@
+"""Calls of one reward function on the samples of a batch, and what a sample costs on which it fails.
+
+Data flow: `RolloutBatch` -> `Samples` -> `score_function`, for `reward/scorer.py`. A function is called in a
+worker process (`reward/pool.py`) or, if it is built in or `reward.workers` is 0, in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from quatrain.reward.functions import RewardFunction
+from quatrain.reward.pool import Failure, Kind, Pool
+from quatrain.reward.values import plain_rewards
+from quatrain.reward.worker import failure
+from quatrain.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+ERROR_REWARD = -1.0
+"""Raw reward of a sample for which a reward function fails."""
+TIMEOUTS_PER_WORKER = 6
+"""Calls of one function on one batch that may take too long, for each worker, before it is given up."""
+PATIENCE_S = 1.0
+"""Seconds after which the samples of a group are called alone while the group's call still runs. Only in the
+search for the sample at fault: a function that hangs on one sample does so on its group."""
+_KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
+
+PerCall = Literal["batch", "group", "sample"]
+Rows = Sequence[int]
+Arguments = Mapping[str, list]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The arguments of the reward functions, one item per sample, and the group of each sample."""
+
+    arguments: Mapping[str, Sequence[Any]]
+    group_ids: Sequence[int]
+
+    @staticmethod
+    def of(rollouts: RolloutBatch) -> Samples:
+        """The samples of a batch."""
+        prompts = [p if isinstance(p, str) else [dict(message) for message in p] for p in rollouts.prompts]
+        tokens_and_masks = zip(rollouts.input_ids, rollouts.completion_mask, strict=True)
+        arguments = {
+            **rollouts.columns,
+            "prompts": prompts,
+            "completions": rollouts.completions,
+            "completion_ids": [tokens[mask].tolist() for tokens, mask in tokens_and_masks],
+            "finish_reasons": rollouts.finish_reason.tolist(),
+        }
+        return Samples(arguments, rollouts.group_ids.tolist())
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    def take(self, rows: Rows, accepts: frozenset[str] | None) -> Arguments:
+        """The arguments called `accepts` (None: all) of the samples `rows`."""
+        return {
+            name: [values[row] for row in rows]
+            for name, values in self.arguments.items()
+            if accepts is None or name in accepts
+        }
+
+    def pieces(self, per_call: PerCall) -> list[Rows]:
+        """The rows of each first call of a function."""
+        rows = range(len(self))
+        if per_call == "sample" or not rows:
+            return [[row] for row in rows]
+        return [rows] if per_call == "batch" else self._groups(rows)
+
+    def split(self, rows: Rows) -> list[Rows]:
+        """The groups of `rows`; the single samples if they are of one group."""
+        groups = self._groups(rows)
+        return groups if len(groups) > 1 else [[row] for row in rows]
+
+    def _groups(self, rows: Rows) -> list[Rows]:
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(self.group_ids[row], []).append(row)
+        return list(groups.values())
+
+
+class Caller(Protocol):
+    """Calls a reward function; the result of a call is what `plain_rewards` returns, or a failure."""
+
+    @property
+    def most_timeouts(self) -> int:
+        """Calls on one batch that may take too long before the function is given up."""
+        ...
+
+    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
+        """Calls the function, at once or as soon as a worker is free."""
+        ...
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function, found by `scorer.py`."""
+
+    spec: str
+    name: str
+    accepts: frozenset[str] | None
+    """Names of the arguments that it accepts; None: any."""
+    required_columns: tuple[str, ...]
+    caller: Caller
+
+
+def call_reward(function: RewardFunction, arguments: Arguments) -> Any:
+    """Calls a reward function in this process; nothing else does."""
+    return function(**arguments)
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """Calls a function in this process, where it can hang, or end the process."""
+
+    function: RewardFunction
+    copies: bool
+    """Whether the function gets copies of its arguments, which users' functions may change."""
+    most_timeouts: int = 1  # which a call in this process cannot have
+
+    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
+        future: Future[Any | Failure] = Future()
+        future.set_result(self._outcome(arguments))
+        return future
+
+    def _outcome(self, arguments: Arguments) -> Any | Failure:
+        if self.copies:
+            arguments = pickle.loads(pickled(arguments))
+        try:
+            return plain_rewards(call_reward(self.function, arguments))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
+            kind, detail = failure(error)
+            return Failure(kind, detail)
+
+
+@dataclass(frozen=True)
+class InWorkers:
+    """Calls a function in the workers of a pool, several calls at a time."""
+
+    pool: Pool
+    spec: str
+    timeout_s: float
+
+    @property
+    def most_timeouts(self) -> int:
+        return TIMEOUTS_PER_WORKER * self.pool.num_workers
+
+    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
+        return self.pool.submit(self.spec, pickled(arguments), self.timeout_s)
+
+
+def pickled(arguments: Arguments) -> bytes:
+    """The pickle of the arguments, for copies; raises ValueError for a value that cannot be copied."""
+    try:
+        return pickle.dumps(arguments)
+    except Exception as error:
+        raise ValueError(
+            "the columns of the data must hold values that can be copied for reward functions (numbers, "
+            f"strings, lists, mappings); they do not: {type(error).__name__}: {error}; change the data"
+        ) from error
+
+
+def score_function(
+    function: Function, samples: Samples, per_call: PerCall
+) -> tuple[np.ndarray, Counter[Kind]]:
+    """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
+
+    The first calls get the samples that `per_call` says. The samples of a failing call are called again, the
+    groups of a batch one by one, then the samples of a failing group. Raises ValueError if the function
+    returns the wrong number of values or values that are no numbers.
+    """
+    scoring = _Scoring(function, samples)
+    try:
+        return scoring.run(samples.pieces(per_call))
+    finally:  # also if the run is interrupted
+        scoring.cancel()
+
+
+class _Call(NamedTuple):
+    rows: Rows
+    future: Future[Any | Failure]
+
+
+class _Scoring:
+    """The calls of one function on one batch."""
+
+    def __init__(self, function: Function, samples: Samples):
+        self._function, self._samples = function, samples
+        self._values = np.full(len(samples), ERROR_REWARD, np.float32)
+        self._kinds: dict[int, Kind] = {}  # of the samples that failed
+        self._failures: list[Failure] = []
+        self._futures: list[Future[Any | Failure]] = []
+        self._late: list[_Call] = []  # calls that still run while their samples are called alone
+        self._timeouts_left = function.caller.most_timeouts
+
+    def run(self, pieces: Sequence[Rows]) -> tuple[np.ndarray, Counter[Kind]]:
+        """The values and the failures; `pieces` are the rows of the first calls."""
+        calls = [self._submit(rows) for rows in pieces]
+        self._wait(calls, None)
+        while calls := [after for call in calls for after in self._settled(call)]:
+            self._wait(calls, PATIENCE_S if any(len(call.rows) > 1 for call in calls) else None)
+        for call in self._late:
+            self._take(call)
+        errors = Counter(self._kinds.values())
+        if self._failures and not errors:  # it failed on several samples, and on none of them alone
+            errors[self._failures[0].kind] = 1
+        _report(self._function, self._failures, errors, len(self._samples))
+        return self._values, errors
+
+    def _settled(self, call: _Call) -> list[_Call]:
+        """What to wait for from now on: nothing, the same call, or calls on its parts."""
+        single = len(call.rows) == 1
+        if call.future.done():
+            if self._take(call) or single:
+                return []
+        elif single or not call.future.running():
+            return [call]
+        else:
+            self._late.append(call)
+        return [self._submit(rows) for rows in self._samples.split(call.rows)]
+
+    def cancel(self) -> None:
+        """Cancels the calls that have not begun."""
+        for future in self._futures:
+            future.cancel()
+
+    def _submit(self, rows: Rows) -> _Call:
+        arguments = self._samples.take(rows, self._function.accepts)
+        future = self._function.caller.submit(arguments)
+        self._futures.append(future)
+        if self._timeouts_left <= 0:
+            future.cancel()
+        return _Call(rows, future)
+
+    def _wait(self, calls: Sequence[_Call], timeout_s: float | None) -> None:
+        """Waits for the calls; cancels those that have not begun once too many have taken too long."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        finished: SimpleQueue[Future[Any | Failure]] = SimpleQueue()
+        for call in calls:
+            call.future.add_done_callback(finished.put)
+        with suppress(Empty):
+            for _ in calls:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                outcome = _outcome(finished.get(timeout=left))
+                if isinstance(outcome, Failure) and outcome.kind == "timeout":
+                    self._timeouts_left -= 1
+                if self._timeouts_left <= 0:
+                    self.cancel()
+
+    def _take(self, call: _Call) -> bool:
+        """Takes the values of a call, or its failure if it had one sample; whether it has not failed."""
+        rows, outcome = call.rows, _outcome(call.future)
+        if not isinstance(outcome, Failure):
+            self._values[rows], bad = _checked(self._function, outcome, len(rows))
+            for row in rows:
+                self._kinds.pop(row, None)
+            self._kinds |= dict.fromkeys((rows[index] for index in bad), "error")
+            return True
+        self._failures.append(outcome)
+        if len(rows) == 1:
+            self._kinds[rows[0]] = outcome.kind
+        return False
+
+
+def _outcome(future: Future[Any | Failure]) -> Any | Failure:
+    try:
+        return future.result()
+    except CancelledError:
+        return Failure("timeout", "it was not called, because too many of its calls took too long")
+
+
+def _report(function: Function, failures: list[Failure], errors: Counter[Kind], num_samples: int) -> None:
+    if not failures:
+        return
+    first = failures[0]
+    logger.warning(
+        "reward function `%s` failed on %d of %d samples (%s), which get %g%s; its first failure: %s",
+        function.name,
+        errors.total(),
+        num_samples,
+        ", ".join(f"{kind}: {count}" for kind, count in errors.items()),
+        ERROR_REWARD,
+        f"; {_KEYS[first.kind]} sets the limit" if first.kind in _KEYS else "",
+        first.detail,
+    )
+
+
+def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.ndarray, list[int]]:
+    """The result as float32, NaN for None and ERROR_REWARD for non-finite values; indices of the latter."""
+    problem = returned if isinstance(returned, str) else None
+    if problem is None and len(returned) != num_samples:
+        problem = f"one value per completion: expected {num_samples}, got {len(returned)}"
+    if problem is not None:
+        raise ValueError(f"reward function `{function.spec}` must return {problem}")
+    with np.errstate(over="ignore"):
+        values = np.array([np.nan if value is None else value for value in returned], np.float32)
+    given = np.array([value is not None for value in returned], np.bool_)
+    bad = np.flatnonzero(given & ~np.isfinite(values)).tolist()
+    if bad:
+        values[bad] = ERROR_REWARD
+        logger.warning("reward function `%s` returned %d values that are not finite", function.name, len(bad))
+    return values, bad

@@ -1,0 +1,327 @@
+"""Worker processes that call users' functions, with limits on time and memory.
+
+`reward/calls.py` calls users' reward functions through it. Each worker is a process of `reward/worker.py`. It
+shares a socket and a pipe with this process, and nothing with other workers, so that it can be killed at any
+moment. Libraries for process pools are not used, because their workers share a queue and its locks, which a
+worker that is killed may hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["timeout", "crash", "memory", "exit", "error"]
+KINDS: tuple[Kind, ...] = ("timeout", "crash", "memory", "exit", "error")
+MOST_WORKERS = 8
+LOAD_TIMEOUT_S = 120.0
+"""Time limit of importing the module of a function."""
+PAUSE_S = 0.1
+"""Seconds between two looks whether a process has ended."""
+GRACE_S = 1.0
+"""Seconds that a process gets to end after it has closed its socket."""
+LONGEST_OUTPUT = 16384
+"""Bytes of what one call printed that are passed on; the rest is counted."""
+_READ_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no result.
+
+    `timeout`: it took too long. `crash`: a signal ended its process. `exit`: it left with `sys.exit` or
+    `os._exit`. `memory`: it exceeded the memory limit. `error`: it raised another exception.
+    """
+
+    kind: Kind
+    detail: str
+
+
+def default_workers() -> int:
+    """The number of cores that this process may use, at most MOST_WORKERS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+class Pool:
+    """Up to `num_workers` processes that call functions by their specs (`user_code.find_function`).
+
+    A process starts when it is first needed. After a failure other than an exception, and after it has ended
+    by itself, it is replaced. One call after the other always uses the first worker, so what a function keeps
+    in global variables is there in its next call, unless the worker was replaced.
+
+    Args:
+        what: kind of the functions in error messages, such as "reward function".
+        convert: spec of a function that turns a returned value into values that JSON has; it is called in
+            the worker.
+        memory_mb: MiB of private memory of one process; None: not limited.
+        on_output: called with the spec and what the function printed.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        num_workers: int,
+        *,
+        convert: str | None = None,
+        memory_mb: int | None = None,
+        on_output: Callable[[str, str], None] = lambda spec, text: None,
+    ):
+        settings = {"what": what, "convert": convert, "memory_bytes": memory_mb and memory_mb << 20}
+        self.num_workers = num_workers
+        self._workers = [_Worker(settings, on_output) for _ in range(num_workers)]
+        self._idle = list(range(num_workers))
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="quatrain-pool")
+        self._finalizer = weakref.finalize(self, _end, self._threads, self._workers)
+
+    def load(self, spec: str) -> Any | Failure:
+        """Imports the function `spec` in a worker: {"parameters": …} (`user_code.parameters_of`).
+
+        {"refused": message} if there is no such function.
+        """
+        return self._threads.submit(self._on_worker, lambda worker: worker.load(spec)).result()
+
+    def submit(self, spec: str, arguments: bytes, timeout_s: float) -> Future[Any | Failure]:
+        """Calls the function `spec`, which a worker imports first if it has not yet.
+
+        `arguments` is the pickle of its keyword arguments. `timeout_s` is the time limit of the call, without
+        the import.
+        """
+        return self._threads.submit(self._on_worker, lambda worker: worker.call(spec, arguments, timeout_s))
+
+    def close(self) -> None:
+        """Ends the processes; calls that have not ended are `crash` failures. May be called again."""
+        self._finalizer()
+
+    def _on_worker(self, job: Callable[[_Worker], Any | Failure]) -> Any | Failure:
+        with self._lock:
+            first = heapq.heappop(self._idle)  # there are as many threads as workers
+        try:
+            return job(self._workers[first])
+        finally:
+            with self._lock:
+                heapq.heappush(self._idle, first)
+
+
+def _end(threads: ThreadPoolExecutor, workers: Sequence[_Worker]) -> None:
+    threads.shutdown(wait=False, cancel_futures=True)
+    for worker in workers:
+        worker.close()
+    threads.shutdown()
+    for worker in workers:
+        worker.stop()
+
+
+class _Worker:
+    """One process, started when it is needed. Used by one thread at a time; any thread may close it."""
+
+    def __init__(self, settings: Mapping[str, Any], on_output: Callable[[str, str], None]):
+        self._settings, self._on_output = settings, on_output
+        self._process: _Process | None = None
+        self._loaded: set[str] = set()
+        self._closed = False
+
+    def load(self, spec: str) -> Any | Failure:
+        request = pickle.dumps(("load", LOAD_TIMEOUT_S, spec))
+        reply = self._exchange(spec, request, LOAD_TIMEOUT_S)
+        if isinstance(reply, dict) and "parameters" in reply:
+            self._loaded.add(spec)
+        return reply
+
+    def call(self, spec: str, arguments: bytes, timeout_s: float) -> Any | Failure:
+        process = self._process
+        if process is not None and process.ended(or_stopped=True):
+            self.stop()
+        if spec not in self._loaded:
+            reply = self.load(spec)
+            if isinstance(reply, Failure):
+                return reply
+            if "refused" in reply:  # it was there when it was loaded first
+                return Failure("error", reply["refused"])
+        request = pickle.dumps(("call", timeout_s, spec, arguments))
+        return self._exchange(spec, request, timeout_s)
+
+    def _exchange(self, spec: str, request: bytes, timeout_s: float) -> Any | Failure:
+        """The reply to a request, or the failure; after most failures the process has been ended."""
+        if self._closed:
+            raise RuntimeError("the pool is closed; make another")
+        if self._process is None:
+            self._process = _Process(self._settings)
+        process = self._process
+        reply = process.exchange(request, timeout_s)
+        if isinstance(reply, Failure) and reply.kind != "error":
+            self.stop()
+        output = process.taken_output()
+        if output:
+            self._on_output(spec, output)
+        return reply
+
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        self._loaded = set()
+        if process is not None:
+            process.end()
+
+    def close(self) -> None:
+        """Kills the process, so that a thread that waits for it goes on."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+
+class _Process:
+    """A process of `reward/worker.py`, with its socket and the pipe of what it prints."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self._socket, theirs = socket.socketpair()
+        worker = str(Path(__file__).with_name("worker.py"))
+        with theirs:
+            # -P: the script's folder is not added to the import path. -u: what is printed before a crash is
+            # not lost. A session of its own: a keyboard interrupt does not reach it, and it ends with its
+            # children.
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-X", "faulthandler", worker, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                # A user's function that imports JAX must not take memory of the accelerator.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        assert self._popen.stdout is not None
+        self._printed = self._popen.stdout
+        os.set_blocking(self._printed.fileno(), False)
+        self._output, self._omitted_bytes = b"", 0
+        self._opening = pickle.dumps({**settings, "parent": os.getpid(), "path": sys.path})
+
+    def exchange(self, request: bytes, timeout_s: float) -> Any | Failure:
+        """The reply to a request; a `Failure` other than an exception leaves the process unusable."""
+        deadline = time.monotonic() + timeout_s
+        request, self._opening = self._opening + request, b""
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(request)
+            line = self._line(deadline)
+        except TimeoutError:
+            return Failure("timeout", f"it took longer than {timeout_s:g} s")
+        except OSError:  # the process has ended or closed its socket
+            line = b""
+        finally:
+            self._read_output()
+        if not line:
+            return self._death()
+        try:
+            reply = json.loads(line)
+            return Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
+        except (ValueError, LookupError, TypeError):  # a function wrote into the socket
+            return Failure("crash", "its process sent a reply that is none")
+
+    def _line(self, deadline: float) -> bytes:
+        """The line that the process sends; empty if it ends before. Raises TimeoutError at the deadline."""
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._printed, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                # Children of the process may keep the socket open, so its end is looked for.
+                ended = self.ended()
+                ready = {key.fileobj for key, _ in selector.select(0 if ended else min(left, PAUSE_S))}
+                if self._printed in ready and not self._read_output():
+                    selector.unregister(self._printed)
+                if self._socket in ready:
+                    part = self._socket.recv(_READ_BYTES)
+                    if not part:
+                        return b""
+                    line += part
+                elif ended:
+                    return b""
+        return line
+
+    def _read_output(self) -> bool:
+        """Reads what was printed, as far as it is there; False at its end."""
+        with suppress(BlockingIOError):
+            for _ in range(16):  # a process may print faster than it is read
+                part = os.read(self._printed.fileno(), _READ_BYTES)
+                if not part:
+                    return False
+                kept = part[: LONGEST_OUTPUT - len(self._output)]
+                self._output += kept
+                self._omitted_bytes += len(part) - len(kept)
+        return True
+
+    def taken_output(self) -> str:
+        """What was printed since this was last called."""
+        text = self._output.decode(errors="backslashreplace").rstrip()
+        if self._omitted_bytes:
+            text += f"\n({self._omitted_bytes} more bytes are left out)"
+        self._output, self._omitted_bytes = b"", 0
+        return text
+
+    def _death(self) -> Failure:
+        """How the process ended, which closed its socket; its children are killed."""
+        deadline = time.monotonic() + GRACE_S
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(PAUSE_S / 10)
+        alive = not self.ended()
+        self.kill()
+        status = self._popen.wait()
+        if alive:
+            return Failure("crash", "its process closed its connection")
+        if status >= 0:
+            return Failure("exit", f"its process exited with status {status}")
+        return Failure("crash", f"its process was ended by {_signal_name(-status)}")
+
+    def ended(self, *, or_stopped: bool = False) -> bool:
+        """Whether the process has ended (or was stopped); its number stays taken until its status is read."""
+        if self._popen.returncode is not None:
+            return True
+        events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
+        with suppress(ChildProcessError):  # somebody else has read its status
+            return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
+        return True
+
+    def kill(self) -> None:
+        """Kills the process and its children, unless its status was read before."""
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills the process and its children, and frees what belongs to it."""
+        self.kill()
+        self._popen.wait()
+        self._read_output()
+        self._printed.close()
+        self._socket.close()
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"signal {number}"

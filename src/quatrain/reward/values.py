@@ -1,0 +1,47 @@
+"""What reward functions return, as plain numbers.
+
+Used where a function is called: in a worker process by `reward/worker.py`, or in the process of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+_NOT_LISTS = (str, bytes, bytearray, Mapping, Set)
+
+
+def plain_rewards(returned: Any) -> list[float | None] | str:
+    """The returned values as a list of numbers, None for abstentions.
+
+    If they are no list of numbers, a description of what the function must return and did: sets are refused,
+    because their order is random, and generators, because they cannot be counted. An error that is raised by
+    a method of a returned object is the function's error.
+    """
+    try:
+        if isinstance(returned, _NOT_LISTS) or not hasattr(returned, "__len__"):
+            raise TypeError
+        values = iter(returned)
+    except TypeError:
+        return f"a list with one number per completion; it returned {type(returned).__name__}"
+    numbers: list[float | None] = []
+    for value in values:
+        try:
+            numbers.append(_number(value))
+        except (TypeError, ValueError, OverflowError):
+            return f"numbers, or None to abstain; it returned a value {_shown(value)}"
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError
+    return None if value is None else float(value)
+
+
+def _shown(value: Any) -> str:
+    name = type(value).__name__
+    try:
+        return f"{name} {value!r:.80}"
+    except Exception:  # of the value's own __repr__
+        return name

@@ -1,0 +1,136 @@
+"""A child process that calls users' functions by their specs; what a function does ends this process at most.
+
+`reward/pool.py` runs it as a script. It reads pickled requests from a socket and writes one line of JSON for
+each. What functions print goes to its standard output and error, which the pool reads. It imports neither JAX
+nor numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+PR_SET_PDEATHSIG = 1
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+LONGEST_DETAIL = 4000
+TRACE_BEFORE_S = 0.05
+"""Seconds before the time limit at which the process prints where it is."""
+
+
+def failure(error: BaseException) -> tuple[Literal["memory", "exit", "error"], str]:
+    """The kind of a failure, and the end of its traceback."""
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)  # frees what they hold, which formatting needs
+    detail = "".join(traceback.format_exception(error))[-LONGEST_DETAIL:].strip()
+    if isinstance(error, MemoryError):
+        return "memory", detail
+    return "exit" if isinstance(error, SystemExit) else "error", detail
+
+
+class _Functions:
+    """The functions that were loaded, by their specs."""
+
+    def __init__(self, what: str, convert: str | None):
+        from quatrain.user_code import find_function
+
+        self._find = lambda spec: find_function(spec, {}, what)
+        self._convert: Callable[[Any], Any] = self._find(convert) if convert else lambda value: value
+        self._loaded: dict[str, Callable[..., Any]] = {}
+
+    def load(self, spec: str) -> Any:
+        """Imports the function `spec`: {"parameters": …}, or {"refused": …} if there is no such function."""
+        from quatrain.user_code import parameters_of
+
+        try:
+            self._loaded[spec] = self._find(spec)
+        except ValueError as error:
+            return {"refused": str(error)}
+        return {"parameters": parameters_of(self._loaded[spec])}
+
+    def call(self, spec: str, pickled: bytes) -> Any:
+        """What the function `spec` returns for these arguments, converted to values that JSON has."""
+        return self._convert(self._loaded[spec](**pickle.loads(pickled)))
+
+
+def main() -> None:
+    """Answers requests until the socket is closed."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    requests = connection.makefile("rb")
+    settings = pickle.load(requests)
+    _end_with(settings["parent"])
+    _limit_memory(settings["memory_bytes"])
+    sys.argv, sys.path = [""], settings["path"]
+    functions = _Functions(settings["what"], settings["convert"])
+    home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
+    while True:
+        _tidy(home, output)
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        connection.sendall(_answer(functions, request).encode() + b"\n")
+        del request
+
+
+def _answer(functions: _Functions, request: tuple[Any, ...]) -> str:
+    """The reply to a request: JSON of {"value": …} or {"kind": …, "detail": …}."""
+    process = os.getpid()
+    operation, timeout_s, *arguments = request
+    faulthandler.dump_traceback_later(max(timeout_s - TRACE_BEFORE_S, timeout_s / 2), file=STANDARD_ERROR)
+    try:
+        value = functions.load(*arguments) if operation == "load" else functions.call(*arguments)
+        line = json.dumps({"value": value})
+    except BaseException as error:
+        kind, detail = failure(error)
+        line = json.dumps({"kind": kind, "detail": detail})
+    if os.getpid() != process:  # a function forked, and its child came back
+        os._exit(0)
+    faulthandler.cancel_dump_traceback_later()
+    return line
+
+
+def _tidy(home: int, output: int) -> None:
+    """Takes back what a call may have left for the next: a timer, another folder, closed or other streams."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    os.fchdir(home)
+    for name, number in (("stdout", STANDARD_OUTPUT), ("stderr", STANDARD_ERROR)):
+        os.dup2(output, number)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+
+
+def _end_with(parent: int) -> None:
+    """Lets the kernel end this process with its parent, also if it is in a loop in C code then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    """Limits this process's own memory, and lets the kernel end it first if the machine has none left.
+
+    RLIMIT_DATA counts private writable memory; RLIMIT_AS would also count what libraries only reserve.
+    """
+    with contextlib.suppress(OSError):  # only Linux has this file
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if num_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+if __name__ == "__main__":
+    main()
