@@ -41,7 +41,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         if path.startswith("builtin:"):
             return builtin_tokenizer()
         if path.endswith(".gguf"):
-            return gguf_tokenizer(read_header(path).metadata)
+            return gguf_tokenizer(read_header(path).metadata, path)
         if local_path(path).is_dir():
             return _from_folder(str(local_path(path)))
         return _from_hub(path)
