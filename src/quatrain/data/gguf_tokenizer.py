@@ -37,7 +37,7 @@ _RULES = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
 
-_CHATML = (
+CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -223,7 +223,7 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(metadata: Mapping[str, Any]) -> str | None:
     template = metadata.get("tokenizer.chat_template")
     if template is None and {"<|im_start|>", "<|im_end|>"} <= set(_array(metadata, "tokens")):
-        return _CHATML
+        return CHATML
     return template
 
 

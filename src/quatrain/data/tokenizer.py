@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.child import Child, ChildError
+from quatrain.config.errors import shown
+from quatrain.config.files import MAX_DEPTH, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.data.builtin import builtin_tokenizer
-from quatrain.data.gguf_tokenizer import gguf_tokenizer
+from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
+from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.weights.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -24,8 +28,11 @@ if TYPE_CHECKING:
 
     from quatrain.types import PromptText
 
+MAX_TEXT_CHARS = 4_000_000
+"""Length of the longest text that is tokenised: about a million tokens."""
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+MAX_REASON_CHARS = 500
 _CONFIG = "tokenizer_config.json"
 # The class that every version of transformers has, and that uses tokenizer.json without changes.
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
@@ -60,7 +67,7 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
         tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # for a broken folder, transformers raises exceptions of any class
         _refuse_code(path, error)
-        raise ValueError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        raise ValueError(f"the tokenizer in {path} cannot be loaded: {str(error):.{MAX_REASON_CHARS}}") from error
     return _of_class(_fast(tokenizer, path), Path(path) / _CONFIG)
 
 
@@ -75,7 +82,7 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
         tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
     except Exception as error:  # no network, an unknown name or a broken repository
         _refuse_code(model_id, error)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON_CHARS]
         raise ValueError(
             f"there is no folder {model_id!r}, and loading a tokenizer of that name from the Hub failed "
             f"({reason}); check the name and the network, or give a local folder"
@@ -103,8 +110,10 @@ def _hub_config(model_id: str) -> Path | None:
 
 def _of_class(tokenizer: PreTrainedTokenizerFast, config: Path | None) -> PreTrainedTokenizerFast:
     """`tokenizer` with the attribute `source_class`: its class name in the source, for `save_tokenizer`."""
-    source = json.loads(config.read_text("utf-8")) if config is not None and config.is_file() else {}
+    source = read_json(config) if config is not None and config.is_file() else {}
     name = source.get("tokenizer_class") or type(tokenizer).__name__
+    if not isinstance(name, str):
+        raise ValueError(f"{config}: tokenizer_class must be text, not {shown(name)}; correct the file")
     # Class names that end in Backend exist only in recent versions of transformers. With an auto_map, the
     # class is defined in custom code, which is not exported.
     own = not name.endswith("Backend") and "auto_map" not in source
@@ -202,9 +211,9 @@ def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Map
     Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
     template, and a prompt that has no tokens.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
+    ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
     if not ids:
-        raise ValueError(f"a prompt must have at least one token; {prompt!r} has none")
+        raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
     return ids
 
 
@@ -218,7 +227,7 @@ def render_completed(
     template, which writes all special tokens. Raises ValueError for messages that `render` refuses.
     """
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt + completion)
+        return _encode(tokenizer, prompt + completion)
     messages = [*_check_messages(prompt), {"role": "assistant", "content": completion}]
     return _encode_messages(tokenizer, messages, add_generation_prompt=False)
 
@@ -228,30 +237,85 @@ def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mappin
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *, add_generation_prompt: bool
 ) -> list[int]:
-    import jinja2
-
     if not tokenizer.chat_template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
+    text = _fill_template(tokenizer, messages, add_generation_prompt)
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], add: bool) -> str:
+    """The text that the chat template makes of `messages`; `add`: with the start of the assistant's answer.
+
+    A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
+    templates do not.
+    """
+    template = tokenizer.chat_template
+    if template in (CHAT_TEMPLATE, CHATML):
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
+        return text
+    request = [template, dict(tokenizer.special_tokens_map), messages, add]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except jinja2.TemplateError as error:
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template rejects messages with the roles {roles}: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+        rendered, text = _templates.ask(request)
+    except ChildError as error:
+        rendered, text = False, "it takes too long, or all memory" if error.late else str(error)
+    if not rendered:
+        roles = shown([message["role"] for message in messages])
+        raise ValueError(f"the chat template rejects messages with the roles {roles}: {text}")
+    return text
 
 
-def _check_messages(prompt: Any) -> list[dict[str, str]]:
+_templates = Child(Path(__file__).with_name("template_worker.py"))
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    reason = _unfit_text(text)
+    if reason:
+        raise ValueError(f"a prompt {reason}")
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return ids
+
+
+def _check_messages(prompt: Any) -> list[dict[str, Any]]:
     if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {prompt!r}")
+        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
     for message in prompt:
         fields = dict(message) if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise ValueError(f"a message must have a `role` and a `content`, both strings; got {message!r}")
+            raise ValueError(
+                f"a message must have a `role` and a `content`, both strings; got {shown(message)}"
+            )
+        reason = _unfit(fields, MAX_DEPTH)
+        if reason:
+            raise ValueError(f"a message {reason}; correct the message {shown(message)}")
     return [dict(message) for message in prompt]
+
+
+def _unfit(value: Any, depth: int) -> str | None:
+    """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
+    if isinstance(value, str):
+        return _unfit_text(value)
+    if value is None or isinstance(value, bool | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"must have finite numbers; it has {value}"
+    if not isinstance(value, Mapping | list | tuple):
+        return f"must consist of text, numbers, lists and objects; it has a {type(value).__name__}"
+    if depth == 0:
+        return f"must not be nested deeper than {MAX_DEPTH} levels"
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
+
+
+def _unfit_text(text: str) -> str | None:
+    if len(text) > MAX_TEXT_CHARS:
+        return f"must have at most {MAX_TEXT_CHARS} characters; it has {len(text)}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"must be valid Unicode; the character at position {error.start} is half a surrogate pair"
+    return None
