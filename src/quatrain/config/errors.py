@@ -12,6 +12,7 @@ from typing import Any
 
 SHOWN_VALUE_LENGTH = 80
 SHOWN_PROBLEMS = 20
+SHOWN_NAMES = 12
 
 
 class ConfigError(ValueError):
@@ -69,6 +70,14 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
         return max(whole, 0.9 * last)
 
     return max(valid, key=similarity)
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first names as text for an error message, and the number of the others; `none` without names."""
+    every = list(names)
+    first = ", ".join(f"{name!s:.{SHOWN_VALUE_LENGTH}}" for name in every[:SHOWN_NAMES])
+    more = len(every) - SHOWN_NAMES
+    return (f"{first} and {more} more" if more > 0 else first) or "none"
 
 
 def shown(value: object) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_rows
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row = dict[str, Any]
+
+MAX_LINE_BYTES = 2**26
+"""Length of the longest line of a .jsonl file."""
+LARGEST_UNPACKED = 2**28
+"""Bytes of memory that any Parquet file may take."""
+MOST_UNPACKED_TIMES = 100
+"""How many times its size a large Parquet file may take; text takes about ten times."""
+MANY_ROWS = 1_000_000
+"""Rows that any Parquet file may have; a larger file may have one for each of its bytes."""
+BATCH_ROWS = 64
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -99,11 +110,27 @@ def _read_text(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    # Not splitlines(), which also splits at U+2028 and other characters that JSON strings may contain.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip():
-            rows.append(_parse_object(line, f"{path}, line {number}"))
+    for number, line in enumerate(_lines(path), start=1):
+        where = f"{path}, line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it")
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: expected UTF-8 text; {error}") from error
+        if text.strip():
+            rows.append(_parse_object(text, where))
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of a line longer than MAX_LINE_BYTES, its beginning, which is longer too."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                yield line
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
 def _parse_object(text: str, where: str) -> Row:
@@ -140,7 +167,28 @@ def _read_json(path: Path) -> list[Row]:
 def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
-    return _read_table(path, lambda: pyarrow.parquet.read_table(path, partitioning=None))
+    def read() -> pyarrow.Table:
+        # A few rows at a time: a small file can name one long text in millions of rows.
+        size = path.stat().st_size
+        limit = max(LARGEST_UNPACKED, MOST_UNPACKED_TIMES * size)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_unpacked(path, "rows", file.metadata.num_rows, max(MANY_ROWS, size))
+            batches, held = [], 0
+            for batch in file.iter_batches(BATCH_ROWS):
+                held += batch.nbytes
+                _check_unpacked(path, "bytes of memory", held, limit)
+                batches.append(batch)
+            return pyarrow.Table.from_batches(batches, file.schema_arrow)
+
+    return _read_table(path, read)
+
+
+def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
+    if found > limit:
+        raise ValueError(
+            f"{path}: a Parquet file of its size may take at most {limit} {what}; this one takes {found} or "
+            "more, mostly repeated; use another file"
+        )
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -159,7 +207,7 @@ def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:
     try:
         table = read()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix}: {error}") from error
+        raise ValueError(f"{path}: cannot be read as {path.suffix}: {str(error):.300}") from error
     _check_names(table.column_names, str(path))
     return table.to_pylist()
 
@@ -167,7 +215,7 @@ def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:
 def _check_names(names: Iterable[str], where: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"{where} has two columns called {twice[0]!r}; rename one")
+        raise ValueError(f"{where} has two columns called {shown(twice[0])}; rename one")
 
 
 def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]:
@@ -188,7 +236,7 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
-            f"{type(error).__name__}: {error}. Check the name and the network, or give a local file"
+            f"{type(error).__name__}: {str(error):.500}. Check the name and the network, or give a local file"
         ) from error
 
 

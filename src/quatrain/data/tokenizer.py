@@ -262,7 +262,7 @@ def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, 
     try:
         rendered, text = _templates.ask(request)
     except ChildError as error:
-        rendered, text = False, "it takes too long, or all memory" if error.late else str(error)
+        rendered, text = False, "it takes more than 2 s of the processor" if error.late else str(error)
     if not rendered:
         roles = shown([message["role"] for message in messages])
         raise ValueError(f"the chat template rejects messages with the roles {roles}: {text}")
@@ -273,7 +273,7 @@ _templates = Child(Path(__file__).with_name("template_worker.py"))
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    reason = _unfit_text(text)
+    reason = unfit_text(text)
     if reason:
         raise ValueError(f"a prompt {reason}")
     ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -298,7 +298,7 @@ def _check_messages(prompt: Any) -> list[dict[str, Any]]:
 def _unfit(value: Any, depth: int) -> str | None:
     """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
     if isinstance(value, str):
-        return _unfit_text(value)
+        return unfit_text(value)
     if value is None or isinstance(value, bool | int):
         return None
     if isinstance(value, float):
@@ -311,7 +311,8 @@ def _unfit(value: Any, depth: int) -> str | None:
     return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
 
 
-def _unfit_text(text: str) -> str | None:
+def unfit_text(text: str) -> str | None:
+    """Why `text` cannot be tokenised, as the end of a sentence; None if it can."""
     if len(text) > MAX_TEXT_CHARS:
         return f"must have at most {MAX_TEXT_CHARS} characters; it has {len(text)}"
     try:
