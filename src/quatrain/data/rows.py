@@ -10,25 +10,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_rows
 
-if TYPE_CHECKING:
-    import pyarrow
-
 Row = dict[str, Any]
 
 MAX_LINE_BYTES = 2**26
 """Length of the longest line of a .jsonl file."""
-LARGEST_UNPACKED = 2**28
-"""Bytes of memory that any Parquet file may take."""
-MOST_UNPACKED_TIMES = 100
-"""How many times its size a large Parquet file may take; text takes about ten times."""
-MANY_ROWS = 1_000_000
-"""Rows that any Parquet file may have; a larger file may have one for each of its bytes."""
+MANY_VALUES = 4_000_000
+"""Values that any Parquet file may have; a larger file may have one for each of its bytes."""
+MANY_BYTES = 2**28
+"""Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
+MOST_TIMES = 100
 BATCH_ROWS = 64
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
@@ -165,51 +161,64 @@ def _read_json(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow
     import pyarrow.parquet
 
-    def read() -> pyarrow.Table:
-        # A few rows at a time: a small file can name one long text in millions of rows.
-        size = path.stat().st_size
-        limit = max(LARGEST_UNPACKED, MOST_UNPACKED_TIMES * size)
+    size = path.stat().st_size
+    rows: list[Row] = []
+    held = 0
+    try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_unpacked(path, "rows", file.metadata.num_rows, max(MANY_ROWS, size))
-            batches, held = [], 0
+            _check_names(file.schema_arrow.names, str(path))
+            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+            values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+            _check_unpacked(path, "values", values, max(MANY_VALUES, size))
+            # A few rows at a time: a small file can name one long text in millions of rows.
             for batch in file.iter_batches(BATCH_ROWS):
-                held += batch.nbytes
-                _check_unpacked(path, "bytes of memory", held, limit)
-                batches.append(batch)
-            return pyarrow.Table.from_batches(batches, file.schema_arrow)
-
-    return _read_table(path, read)
+                some = batch.to_pylist()
+                held += _num_bytes(some)
+                _check_unpacked(path, "bytes of memory", held, max(MANY_BYTES, MOST_TIMES * size))
+                rows += some
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(_unreadable(path, error)) from error
+    return rows
 
 
 def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
     if found > limit:
         raise ValueError(
-            f"{path}: a Parquet file of its size may take at most {limit} {what}; this one takes {found} or "
-            "more, mostly repeated; use another file"
+            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {found} or "
+            "more, most of them repeated; use another file"
         )
 
 
+def _num_bytes(value: Any) -> int:
+    """About the number of bytes that a value takes in memory."""
+    if isinstance(value, dict):
+        return 250 + sum(map(_num_bytes, value.values()))
+    if isinstance(value, list):
+        return 50 + sum(map(_num_bytes, value))
+    return 50 + (len(value) if isinstance(value, str | bytes) else 0)
+
+
 def _read_csv(path: Path) -> list[Row]:
+    import pyarrow
     import pyarrow.csv
 
     if not path.stat().st_size:
         return []
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
     read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
-    return _read_table(path, lambda: pyarrow.csv.read_csv(path, read_options=read, parse_options=parse))
-
-
-def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:
-    import pyarrow
-
     try:
-        table = read()
+        table = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix}: {str(error):.300}") from error
+        raise ValueError(_unreadable(path, error)) from error
     _check_names(table.column_names, str(path))
     return table.to_pylist()
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path}: cannot be read as {path.suffix}: {str(error):.300}"
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
