@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 SHOWN_VALUE_LENGTH = 80
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS = 10
 SHOWN_NAMES = 12
 
 
