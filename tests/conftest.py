@@ -63,6 +63,7 @@ LONG_FILES = (
     "update/test_residuals.py",
     "plan/test_placement.py",
     "test_cli.py",
+    "fuzz/test_fuzz.py",
 )
 
 

@@ -44,7 +44,7 @@ class _SavedState(Description):
 
 
 def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:
-    """Raises ValueError unless `host`, of a checkpoint in `folder`, has the keys, types and bounds of a run's."""
+    """Raises ValueError unless `host`, from a checkpoint in `folder`, is what a run saves."""
     # Checkpoints of earlier versions lack some keys.
     checked(
         _SavedState,

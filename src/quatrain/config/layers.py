@@ -180,8 +180,8 @@ def file_layer(path: Path | None) -> list[Setting]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            return file.read(MAX_CHARS + 1)
+        with path.open(encoding="utf-8-sig") as opened:
+            return opened.read(MAX_CHARS + 1)
     except FileNotFoundError:
         near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
         found = f"; configurations nearby: {', '.join(near[:10])}" if near else ""

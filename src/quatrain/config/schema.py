@@ -152,7 +152,10 @@ class RunConfig(Section):
         description="Number of training steps (rollout batches); derived from `run.epochs` and the data.",
     )
     epochs: float = Field(
-        1.0, gt=0, le=1e6, description="Passes over the training prompts; has no effect if `run.steps` is set."
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Passes over the training prompts; has no effect if `run.steps` is set.",
     )
     compilation_cache: Text | None = Field(
         "auto",

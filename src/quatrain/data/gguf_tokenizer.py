@@ -89,8 +89,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str = "the GGUF file") -
         tokenizer, add_bos = _sentencepiece_bpe(metadata), True
     else:
         raise ValueError(
-            f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is {shown(kind)}; "
-            "set model.tokenizer to the model's Hugging Face folder or hub id"
+            f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is "
+            f"{shown(kind)}; set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     special = _special_tokens(metadata)
     _add_tokens(tokenizer, metadata)
@@ -123,7 +123,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], rule: str) -> Tokenizer:
         model = models.BPE(_vocabulary(metadata), merges, ignore_merges=rule == "llama3")
     except Exception as error:  # tokenizers raises plain Exception; its text names the invalid merge
         raise ValueError(
-            f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {str(error):.200}"
+            f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {error!s:.200}"
         ) from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _splitter(rule)
@@ -246,11 +246,13 @@ def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list):
         raise ValueError(f"the GGUF file has no tokenizer.ggml.{name}, which its tokenizer needs")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    if name in ("scores", "token_type") and len(values) != len(tokens):
-        raise ValueError(
-            f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has {len(values)}"
-        )
+    if name in ("scores", "token_type"):
+        tokens = _array(metadata, "tokens")
+        if len(values) != len(tokens):
+            raise ValueError(
+                f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has "
+                f"{len(values)}"
+            )
     return values
 
 

@@ -383,7 +383,8 @@ def _token_row(
     deep = [name for name, value in row.items() if too_deep(value)]
     if deep:
         raise ValueError(
-            f"{spec}, row {number}: a column must not be nested deeper than {MAX_DEPTH} levels; {listed(deep)} is"
+            f"{spec}, row {number}: columns must not be nested deeper than {MAX_DEPTH} levels, as "
+            f"{listed(deep)} is; flatten the column or remove it"
         )
     try:
         text = _prompt_text(row, data)

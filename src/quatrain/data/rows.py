@@ -109,7 +109,9 @@ def _read_jsonl(path: Path) -> list[Row]:
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path}, line {number}"
         if len(line) > MAX_LINE_BYTES:
-            raise ValueError(f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it")
+            raise ValueError(
+                f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it"
+            )
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -218,7 +220,7 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    return f"{path}: cannot be read as {path.suffix}: {str(error):.300}"
+    return f"{path}: cannot be read as {path.suffix}: {error!s:.300}"
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
@@ -245,7 +247,7 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
-            f"{type(error).__name__}: {str(error):.500}. Check the name and the network, or give a local file"
+            f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
 
 

@@ -37,7 +37,9 @@ def _tokenizer(template: str) -> Any:
     )
 
 
-def _render(template: Any, special: dict[str, Any], messages: list[Any], add_prompt: bool) -> tuple[bool, str]:
+def _render(
+    template: Any, special: dict[str, Any], messages: list[Any], add_prompt: bool
+) -> tuple[bool, str]:
     try:
         text = _tokenizer(json.dumps(template)).apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_prompt, **special

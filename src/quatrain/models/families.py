@@ -209,9 +209,7 @@ def _local_rope_theta(c: HFConfig, source: str) -> float:
     _require_object(local, "rope_parameters.sliding_attention", source)
     rope = checked(RopeConfig, local, f"{source}, rope_parameters.sliding_attention")
     if _rope_type(rope, c, source) != "default":
-        raise ValueError(
-            f"sliding_attention layers must have rope_type default; {source} has {shown(local)}"
-        )
+        raise ValueError(f"sliding_attention layers must have rope_type default; {source} has {shown(local)}")
     return rope.rope_theta or c.rope_local_base_freq or 10_000.0
 
 

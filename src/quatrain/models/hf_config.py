@@ -14,7 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from quatrain.config.files import Description
 
-Layers = Annotated[int, Field(ge=1, le=2**10)]
+MAX_LAYERS = 2**10
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Heads = Annotated[int, Field(ge=1, le=2**12)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
@@ -97,7 +98,7 @@ class HFConfig(GenerationConfig):
     sliding_window: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     sliding_window_pattern: Annotated[int, Field(ge=0, le=2**10)] | None = None
     max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
-    layer_types: Annotated[list[str], Field(max_length=2**10)] | None = None
+    layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     use_bidirectional_attention: bool | None = None
     quantization_config: Any = None
     bos_token_id: TokenId | None = None

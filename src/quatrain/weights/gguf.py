@@ -138,7 +138,9 @@ def _check_names(path: Path, expected: set[str], found: set[str]) -> None:
     for names, problem in ((expected - found, "lacks"), (found - expected, "has unexpected")):
         if names:
             first = sorted(names)
-            listed = ", ".join(name[:80] for name in first[:5]) + (f" and {len(first) - 5} more" if len(first) > 5 else "")
+            listed = ", ".join(name[:80] for name in first[:5]) + (
+                f" and {len(first) - 5} more" if len(first) > 5 else ""
+            )
             raise ValueError(
                 f"{path} {problem} tensors: {listed}; it is not a {' or '.join(ARCHITECTURES)} model"
             )
@@ -165,8 +167,8 @@ def _row_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
     if not tensor.shape or tensor.shape[-1] % block:
         raise ValueError(
-            f"the last dimension of {tensor.name:.80} must be a multiple of its quantisation block, {block}; its "
-            f"shape is {tensor.shape}"
+            f"the last dimension of {tensor.name:.80} must be a multiple of its quantisation block, {block}; "
+            f"its shape is {tensor.shape}"
         )
     return tensor.shape[-1] // block * size
 

@@ -158,7 +158,8 @@ class _Cursor:
             return [self.string() for _ in range(count)]
         if kind == _ARRAY:
             raise ValueError(
-                f"arrays of arrays are not supported; {self.path} has one at byte {self.position}; fetch it again"
+                f"arrays of arrays are not supported; {self.path} has one at byte {self.position}; "
+                "fetch it again"
             )
         code = self.code(kind)
         start = self.take(count * struct.calcsize("<" + code))
