@@ -49,8 +49,9 @@ converted to another type: a number in quotes is a string, and a string for a ke
 error.
 
 Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, and only `true` and `false` are booleans
-(`off`, `no` and `1:30` are strings). A key given twice in one file is an error. A string that contains `: `
-or ` #`, or that begins with one of `[ { * & ! % @ > |`, needs quotes:
+(`off`, `no` and `1:30` are strings). A key given twice in one file is an error; so is a file of more than
+131,072 characters or 10,000 keys and values, counted wherever an alias repeats them. A string that contains
+`: ` or ` #`, or that begins with one of `[ { * & ! % @ > |`, needs quotes:
 `--set 'data.system_prompt="Answer: a number."'`. An empty value is `null`. Relative paths are relative to
 the working directory.
 

@@ -67,6 +67,7 @@ LONG_FILES = (
     "update/test_residuals.py",
     "plan/test_placement.py",
     "test_cli.py",
+    "fuzz/test_fuzz.py",
 )
 
 

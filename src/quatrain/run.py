@@ -40,6 +40,7 @@ from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir
 from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
+from quatrain.saved_state import check_saved_state
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_advantage, build_learner
 from quatrain.types import AdvantagedBatch, PromptPlace
@@ -110,6 +111,7 @@ class Run:
         self.reference = Checkpointer(folder.path / "reference")
         saved = self.checkpoints.read_host() if folder.resumed else {}
         if folder.resumed:
+            check_saved_state(saved, folder.checkpoints)
             self._check_resumable(saved["config"])
         lag = config.rollout.max_staleness
         if lag and num_processes() > 1:
@@ -465,6 +467,7 @@ class Run:
 
     def _restore(self, state: TrainState) -> TrainState:
         step, arrays, host = self.checkpoints.restore(_arrays(state))
+        check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
         self._check_prompts(host.get("num_prompts"))
         self.checkpoints.set_aside(after=step)

@@ -390,7 +390,7 @@ def test_code_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 "Please pass the argument `trust_remote_code=True` to allow custom code to be run."
             )
 
-    monkeypatch.setattr(module, "_hub_has_json", lambda model_id: False)
+    monkeypatch.setattr(module, "_hub_file", lambda model_id, name: None)
     monkeypatch.setattr(module, "_loader", lambda has_json: Loader)
     with pytest.raises(ValueError, match=r"is never run; the tokenizer of org/name needs"):
         load_tokenizer("org/name")

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from quatrain import child
 from quatrain.reward import expressions
 from quatrain.reward.expressions import same_expression
 
@@ -69,12 +70,12 @@ def test_math_verify_stays_out_of_this_process():
 
 
 def test_a_child_that_fails_is_no_equality(monkeypatch, tmp_path, caplog):
-    python = tmp_path / "python"
+    python, script = tmp_path / "python", tmp_path / "script.py"
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
-    monkeypatch.setattr(expressions.sys, "executable", str(python))
-    assert expressions._Worker().same("1", "1") is False
+    monkeypatch.setattr(child.sys, "executable", str(python))
+    assert expressions._same(child.Child(script), "1", "1") is False
     assert "exit status 3" in caplog.text
-    monkeypatch.setattr(expressions.sys, "executable", str(tmp_path / "missing"))
-    assert expressions._Worker().same("1", "1") is False
+    monkeypatch.setattr(child.sys, "executable", str(tmp_path / "missing"))
+    assert expressions._same(child.Child(script), "1", "1") is False
     assert "math-verify failed" in caplog.text

@@ -1,22 +1,61 @@
-"""The exception for invalid configurations, and the search for the valid key closest to a misspelled one.
+"""The exception for invalid configurations, the words of its messages, and the search for the nearest key.
 
-Used for every configuration source: YAML files, `--set`, the environment and `.env` files.
+Used for every configuration source: YAML files, `--set`, the environment and `.env` files. The words are also
+those of messages about other files (`config/files.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from typing import Any
 
 SHOWN_VALUE_LENGTH = 80
+SHOWN_PROBLEMS = 10
+SHOWN_NAMES = 12
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; `problems` has one message per invalid key, `str()` puts each on a line."""
+    """An invalid configuration; `problems` has one message per invalid key.
+
+    `str()` puts each of the first SHOWN_PROBLEMS on a line and counts the others.
+    """
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__("\n".join(self.problems))
+        others = len(self.problems) - SHOWN_PROBLEMS
+        counted = [f"and {others} more problems"] if others > 0 else []
+        super().__init__("\n".join([*self.problems[:SHOWN_PROBLEMS], *counted]))
+
+
+_RULES = {
+    "missing": "must be given",
+    "string_type": "must be text; put it in quotes if YAML reads it as a number or a boolean",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "dict_type": "must be a mapping of names to values",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list, as [a, b]",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must have at least one entry",
+}
+
+
+def rule(detail: Mapping[str, Any]) -> str:
+    """The rule that a value breaks, from an entry of pydantic's `ValidationError.errors()`: `must be …`."""
+    known = _RULES.get(detail["type"])
+    if known:
+        return known
+    text: str = detail["msg"]
+    if detail["type"] == "across_sections":
+        return text
+    for beginning in ("Input should be ", "Value error, "):
+        text = text.removeprefix(beginning)
+    for beginning in ("String should have ", "List should have "):
+        text = text.replace(beginning, "must have ")
+    return text if text.startswith("must") else f"must be {text}"
 
 
 def nearest_key(key: str, valid: Iterable[str]) -> str:
@@ -33,7 +72,18 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
     return max(valid, key=similarity)
 
 
+def listed(names: Iterable[object]) -> str:
+    """The first names as text for an error message, and the number of the others; `none` without names."""
+    every = list(names)
+    first = ", ".join(f"{name!s:.{SHOWN_VALUE_LENGTH}}" for name in every[:SHOWN_NAMES])
+    more = len(every) - SHOWN_NAMES
+    return (f"{first} and {more} more" if more > 0 else first) or "none"
+
+
 def shown(value: object) -> str:
     """`value` as text for an error message, truncated to SHOWN_VALUE_LENGTH characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        return "a number of more than 4,300 digits"
     return text if len(text) <= SHOWN_VALUE_LENGTH else text[: SHOWN_VALUE_LENGTH - 1] + "…"

@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ from typing import Any, get_origin
 
 import yaml
 
-from quatrain.config.errors import ConfigError, nearest_key, shown
+from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_key, shown
 from quatrain.config.schema import Config, Section
 
+MAX_CHARS = 2**17
+MAX_NODES = 10_000
+"""Keys and values of a configuration; the schema has about 150 keys."""
+MAX_DIGITS = 30
 ENVIRONMENT_PREFIX = "QUATRAIN__"
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
@@ -62,6 +67,10 @@ class _Loader(yaml.SafeLoader):
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "").lower()
+    if len(text) > MAX_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a whole number has at most {MAX_DIGITS} digits", node.start_mark
+        )
     return int(text, 0 if text.lstrip("+-").startswith(("0x", "0o")) else 10)
 
 
@@ -88,8 +97,21 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 def parse_yaml(text: str, source: str) -> Any:
     """The value of one YAML document; raises ConfigError naming `source` and the line."""
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{source}: a configuration has at most {MAX_CHARS} characters; shorten it")
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > MAX_NODES:
+            raise ConfigError(
+                f"{source}: a configuration has at most {MAX_NODES} keys and values, counted wherever an "
+                "alias (*name) repeats them; remove some"
+            )
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}" if mark else source
@@ -104,12 +126,24 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
 
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """The number of nodes at and below `node`, counted again for every alias; `sizes` has those known."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MAX_NODES + 1  # that of an alias of the node in itself
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
+        sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
+    return sizes[id(node)]
+
+
+@functools.cache
 def sections() -> dict[str, type[Section]]:
     """The sections of the configuration by name, in order."""
     kinds = ((name, field.annotation) for name, field in Config.model_fields.items())
     return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Section)}
 
 
+@functools.cache
 def valid_keys() -> list[str]:
     """All dotted keys of the schema; a section's name alone is not among them."""
     nested = sections()
@@ -146,7 +180,8 @@ def file_layer(path: Path | None) -> list[Setting]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as opened:
+            return opened.read(MAX_CHARS + 1)
     except FileNotFoundError:
         near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
         found = f"; configurations nearby: {', '.join(near[:10])}" if near else ""
@@ -222,5 +257,7 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
     elif key in keys:
         settings.append(Setting(path, value, layer))
     else:
-        nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
-        problems.append(f"unknown key {key!r} (from {layer}); the nearest valid key is {nearest!r}")
+        problems.append(f"unknown key {shown(key)} (from {layer})")
+        if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
+            nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
+            problems[-1] += f"; the nearest valid key is {nearest!r}"

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from quatrain.config.derive import derived_values, value_at, warnings_about
-from quatrain.config.errors import ConfigError, shown
+from quatrain.config.errors import ConfigError, rule, shown
 from quatrain.config.layers import (
     QUICKSTART,
     KeyPath,
@@ -132,7 +132,7 @@ class _Merge:
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
         layer = self._layers.get(key) or self._layers.get(known, DEFAULT)
-        return f"{key} {_rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default})"
+        return f"{key} {rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default})"
 
     def provenance(self, config: Config) -> dict[str, str]:
         """The layer of every key of `config`, in the schema's order."""
@@ -142,31 +142,6 @@ class _Merge:
             names = [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]
             layers |= {name: self._layers.get(name, DEFAULT) for name in names}
         return layers
-
-
-_RULES = {
-    "string_type": "must be text; put it in quotes if YAML reads it as a number or a boolean",
-    "bool_type": "must be true or false",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "dict_type": "must be a mapping of names to values",
-    "tuple_type": "must be a list, as [a, b]",
-    "finite_number": "must be a finite number",
-    "string_too_short": "must not be empty",
-    "too_short": "must have at least one entry",
-}
-
-
-def _rule(detail: Any) -> str:
-    known = _RULES.get(detail["type"])
-    if known:
-        return known
-    text = detail["msg"]
-    if detail["type"] == "across_sections":
-        return text
-    for beginning in ("Input should be ", "Value error, "):
-        text = text.removeprefix(beginning)
-    return text if text.startswith("must") else f"must be {text}"
 
 
 def _as_yaml(value: Any) -> str:

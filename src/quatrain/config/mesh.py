@@ -10,6 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from quatrain.config.errors import listed, shown
+
+MAX_DEVICES = 2**20
+"""Of a run, in all its processes."""
+
 
 class MeshShape(NamedTuple):
     """Size of each mesh axis: data parallel, fully sharded data parallel, tensor parallel."""
@@ -60,6 +65,8 @@ def resolve_mesh(
 
 def devices_of_process(num_devices: int, num_processes: int) -> int:
     """Devices per process; raises ValueError if the devices cannot be divided evenly."""
+    if num_devices > MAX_DEVICES:
+        raise ValueError(f"a run has at most {MAX_DEVICES} devices; got {shown(num_devices)}; give fewer")
     if num_devices < 1 or num_processes < 1 or num_devices % num_processes:
         raise ValueError(
             f"every process must have the same number of devices; got {num_devices} devices and "
@@ -73,11 +80,14 @@ def device_numbers(spec: int | str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in str(spec).split(","):
         first, dash, last = part.partition("-")
-        numbers += range(int(first), int(last if dash else first) + 1)
+        begin, end = int(first), int(last if dash else first)
+        if end >= MAX_DEVICES or len(numbers) > MAX_DEVICES:
+            raise ValueError(f"device numbers must be below {MAX_DEVICES}; got {shown(spec)}; correct them")
+        numbers += range(begin, end + 1)
     if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
         raise ValueError(
-            f"devices are given by their numbers, which start at 0, each number once; got {spec!r}; write "
-            "e.g. 0-3 or 0,2,5"
+            f"devices are given by their numbers, which start at 0, each number once; got {shown(spec)}; "
+            "write e.g. 0-3 or 0,2,5"
         )
     return tuple(sorted(numbers))
 
@@ -89,6 +99,8 @@ def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:
         raise ValueError(
             f"each axis size of {name} must be at least 1, or -1 for at most one axis; got {_format(sizes)}"
         )
+    if max(sizes.values()) > MAX_DEVICES:
+        raise ValueError(f"each axis size of {name} must be at most {MAX_DEVICES}; got {_format(sizes)}")
     return sizes
 
 
@@ -101,14 +113,16 @@ def _parse_sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
             numbers = []
         if len(numbers) != len(MeshShape._fields):
             raise ValueError(
-                f'{name} must be "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {spec!r}'
+                f'{name} must be "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {shown(spec)}'
             )
         return dict(zip(MeshShape._fields, numbers, strict=True))
+    if not isinstance(spec, Mapping):
+        raise TypeError(f"{name} must be text or a mapping of axes; got {shown(spec)}")
     unknown = [str(axis) for axis in spec if axis not in MeshShape._fields]
     if unknown:
-        raise ValueError(f"the axes of {name} are {', '.join(MeshShape._fields)}; got {', '.join(unknown)}")
+        raise ValueError(f"the axes of {name} are {', '.join(MeshShape._fields)}; got {listed(unknown)}")
     return {axis: spec.get(axis, 1) for axis in MeshShape._fields}
 
 
 def _format(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return ", ".join(f"{axis} {shown(size)}" for axis, size in sizes.items())

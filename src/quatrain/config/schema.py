@@ -22,8 +22,18 @@ from pydantic_core import PydanticCustomError
 
 from quatrain.config.mesh import axis_sizes, device_numbers
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+LARGEST_COUNT = 2**31 - 1
+"""Above it, a number does not fit the 32 bits of the arrays that it becomes part of."""
+
+
+def _fits_32_bits(count: int) -> int:
+    if count > LARGEST_COUNT:
+        raise PydanticCustomError("count", "must be at most {largest}", {"largest": LARGEST_COUNT})
+    return count
+
+
+Count = Annotated[int, Field(ge=1), AfterValidator(_fits_32_bits)]
+NonNegative = Annotated[int, Field(ge=0), AfterValidator(_fits_32_bits)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
@@ -142,7 +152,10 @@ class RunConfig(Section):
         description="Number of training steps (rollout batches); derived from `run.epochs` and the data.",
     )
     epochs: float = Field(
-        1.0, gt=0, description="Passes over the training prompts; has no effect if `run.steps` is set."
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Passes over the training prompts; has no effect if `run.steps` is set.",
     )
     compilation_cache: Text | None = Field(
         "auto",

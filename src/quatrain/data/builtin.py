@@ -46,7 +46,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 # A word's token includes the space before it, and the space after it if a digit follows, so that a digit is
 # the same token in every context.
 _PIECES = r"</?(?:think|answer)>| ?\p{L}+(?: (?=\p{N}))?|\p{N}"
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -125,7 +125,7 @@ def builtin_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         pad_token=PAD,
         additional_special_tokens=list(ROLES),
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

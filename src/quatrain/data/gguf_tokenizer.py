@@ -7,7 +7,12 @@ names are those of llama.cpp's `llama-vocab.cpp`, which match the `tokenizer.jso
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from quatrain.config.errors import shown
+from quatrain.config.files import Description, checked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,15 +37,38 @@ _RULES = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
 
-_CHATML = (
+CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer described by the `tokenizer.*` keys of a GGUF file.
+Token = Annotated[str, Field(max_length=1024)]
+"""Longer than any token in use; SentencePiece's merges take quadratic time in the length of a token."""
+
+
+class _Metadata(Description):
+    """The `tokenizer.*` keys of a GGUF file; with a key missing, the functions below say what it means."""
+
+    model: Annotated[str | None, Field(alias="tokenizer.ggml.model")] = None
+    pre: Annotated[str | None, Field(alias="tokenizer.ggml.pre")] = None
+    tokens: Annotated[list[Token] | None, Field(alias="tokenizer.ggml.tokens")] = None
+    merges: Annotated[list[str] | None, Field(alias="tokenizer.ggml.merges")] = None
+    scores: Annotated[list[float] | None, Field(alias="tokenizer.ggml.scores")] = None
+    token_type: Annotated[list[int] | None, Field(alias="tokenizer.ggml.token_type")] = None
+    bos: Annotated[int | None, Field(alias="tokenizer.ggml.bos_token_id")] = None
+    eos: Annotated[int | None, Field(alias="tokenizer.ggml.eos_token_id")] = None
+    unknown: Annotated[int | None, Field(alias="tokenizer.ggml.unknown_token_id")] = None
+    padding: Annotated[int | None, Field(alias="tokenizer.ggml.padding_token_id")] = None
+    add_bos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_bos_token")] = None
+    add_eos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_eos_token")] = None
+    space_prefix: Annotated[bool | None, Field(alias="tokenizer.ggml.add_space_prefix")] = None
+    chat_template: Annotated[str | None, Field(alias="tokenizer.chat_template")] = None
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str = "the GGUF file") -> PreTrainedTokenizerFast:
+    """The tokenizer described by the `tokenizer.*` keys of a GGUF file, which `source` names.
 
     `tokenizer.ggml.model` must be `gpt2` (byte-level BPE; splitting rules smollm, gpt-2, llama-bpe, qwen2) or
     `llama` (SentencePiece BPE with byte fallback; merges are ordered by score). The file's `add_bos_token`
@@ -52,6 +80,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """
     from transformers import PreTrainedTokenizerFast
 
+    checked(_Metadata, metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         rule = _rule(metadata)
@@ -60,8 +89,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer, add_bos = _sentencepiece_bpe(metadata), True
     else:
         raise ValueError(
-            f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is {kind!r}; "
-            "set model.tokenizer to the model's Hugging Face folder or hub id"
+            f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is "
+            f"{shown(kind)}; set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     special = _special_tokens(metadata)
     _add_tokens(tokenizer, metadata)
@@ -80,7 +109,7 @@ def _rule(metadata: Mapping[str, Any]) -> str:
     if name not in _RULES:
         raise ValueError(
             f"the splitting rule (tokenizer.ggml.pre) must be one of {', '.join(_RULES)}; the file has "
-            f"{name!r}; set model.tokenizer to the model's Hugging Face folder or hub id"
+            f"{shown(name)}; set model.tokenizer to the model's Hugging Face folder or hub id"
         )
     return _RULES[name]
 
@@ -94,7 +123,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], rule: str) -> Tokenizer:
         model = models.BPE(_vocabulary(metadata), merges, ignore_merges=rule == "llama3")
     except Exception as error:  # tokenizers raises plain Exception; its text names the invalid merge
         raise ValueError(
-            f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {error}"
+            f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {error!s:.200}"
         ) from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _splitter(rule)
@@ -194,7 +223,7 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(metadata: Mapping[str, Any]) -> str | None:
     template = metadata.get("tokenizer.chat_template")
     if template is None and {"<|im_start|>", "<|im_end|>"} <= set(_array(metadata, "tokens")):
-        return _CHATML
+        return CHATML
     return template
 
 
@@ -203,7 +232,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise ValueError(f"tokenizer.ggml.tokens must contain each token once; {twice!r} occurs twice")
+        raise ValueError(f"tokenizer.ggml.tokens must contain each token once; {shown(twice)} occurs twice")
     return vocabulary
 
 
@@ -217,11 +246,13 @@ def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list):
         raise ValueError(f"the GGUF file has no tokenizer.ggml.{name}, which its tokenizer needs")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    if name in ("scores", "token_type") and len(values) != len(tokens):
-        raise ValueError(
-            f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has {len(values)}"
-        )
+    if name in ("scores", "token_type"):
+        tokens = _array(metadata, "tokens")
+        if len(values) != len(tokens):
+            raise ValueError(
+                f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has "
+                f"{len(values)}"
+            )
     return values
 
 

@@ -17,10 +17,12 @@ import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
+from quatrain.config.errors import listed
+from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
-from quatrain.data.tokenizer import render
+from quatrain.data.tokenizer import render, unfit_text
 from quatrain.types import REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ def load_prompts(
         if by_pass_rate and data.pass_rate_column not in row:
             raise ValueError(
                 f"{spec}: data.min_pass_rate and data.max_pass_rate need the column "
-                f"`{data.pass_rate_column}` (data.pass_rate_column); the columns are {', '.join(row)}; name "
+                f"`{data.pass_rate_column}` (data.pass_rate_column); the columns are {listed(row)}; name "
                 "another column, or unset these keys"
             )
 
@@ -285,15 +287,15 @@ def _assert_same_everywhere(spec: str, rows: Sequence[TokenRow]) -> None:
 
 
 def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
-    question, listed = data.question_column, ", ".join(row)
+    question, columns = data.question_column, listed(row)
     if question is None and "prompt" not in row:
         raise ValueError(
-            f"{spec}: no column `prompt`; the columns are {listed}. Name the one with the question in "
+            f"{spec}: no column `prompt`; the columns are {columns}. Name the one with the question in "
             f"data.question_column"
         )
     if question is not None and question not in row:
         raise ValueError(
-            f"{spec}: no column `{question}`, which data.question_column names; the columns are {listed}"
+            f"{spec}: no column `{question}`, which data.question_column names; the columns are {columns}"
         )
     if question not in (None, "prompt") and "prompt" in row:
         raise ValueError(
@@ -313,7 +315,7 @@ def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collectio
         # Reward functions receive the prompt as `prompts`, not as a column.
         if name not in row or name == "prompt":
             needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
-            columns = ", ".join(column for column in row if column != "prompt") or "none"
+            columns = listed(column for column in row if column != "prompt")
             raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {columns}")
 
 
@@ -378,6 +380,12 @@ def _truncated(row: TokenRow, limit: int) -> TokenRow:
 def _token_row(
     spec: str, number: int, row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> TokenRow:
+    deep = [name for name, value in row.items() if too_deep(value)]
+    if deep:
+        raise ValueError(
+            f"{spec}, row {number}: columns must not be nested deeper than {MAX_DEPTH} levels, as "
+            f"{listed(deep)} is; flatten the column or remove it"
+        )
     try:
         text = _prompt_text(row, data)
         ids = np.asarray(render(tokenizer, text), dtype=np.int32)
@@ -441,6 +449,9 @@ def _check_completions(spec: str, rows: Sequence[Row]) -> None:
                 f"{spec}, row {number}: the column `completion` must be a string with text; it is "
                 f"{_shown(completion)}"
             )
+        reason = unfit_text(completion)
+        if reason:
+            raise ValueError(f"{spec}, row {number}: the column `completion` {reason}; correct the text")
 
 
 def _demonstration(row: TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:

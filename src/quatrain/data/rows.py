@@ -8,17 +8,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_rows
 
-if TYPE_CHECKING:
-    import pyarrow
-
 Row = dict[str, Any]
+
+MAX_LINE_BYTES = 2**26
+"""Length of the longest line of a .jsonl file."""
+MANY_VALUES = 4_000_000
+"""Values that any Parquet file may have; a larger file may have one for each of its bytes."""
+MANY_BYTES = 2**28
+"""Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
+MOST_TIMES = 100
+BATCH_ROWS = 64
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -99,11 +106,29 @@ def _read_text(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    # Not splitlines(), which also splits at U+2028 and other characters that JSON strings may contain.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip():
-            rows.append(_parse_object(line, f"{path}, line {number}"))
+    for number, line in enumerate(_lines(path), start=1):
+        where = f"{path}, line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it"
+            )
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: expected UTF-8 text; {error}") from error
+        if text.strip():
+            rows.append(_parse_object(text, where))
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of a line longer than MAX_LINE_BYTES, its beginning, which is longer too."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                yield line
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
 def _parse_object(text: str, where: str) -> Row:
@@ -138,36 +163,70 @@ def _read_json(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow
     import pyarrow.parquet
 
-    return _read_table(path, lambda: pyarrow.parquet.read_table(path, partitioning=None))
+    size = path.stat().st_size
+    rows: list[Row] = []
+    held = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_names(file.schema_arrow.names, str(path))
+            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+            values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+            _check_unpacked(path, "values", values, max(MANY_VALUES, size))
+            # A few rows at a time: a small file can name one long text in millions of rows.
+            for batch in file.iter_batches(BATCH_ROWS):
+                some = batch.to_pylist()
+                held += _num_bytes(some)
+                _check_unpacked(path, "bytes of memory", held, max(MANY_BYTES, MOST_TIMES * size))
+                rows += some
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(_unreadable(path, error)) from error
+    return rows
+
+
+def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
+    if found > limit:
+        raise ValueError(
+            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {found} or "
+            "more, most of them repeated; use another file"
+        )
+
+
+def _num_bytes(value: Any) -> int:
+    """About the number of bytes that a value takes in memory."""
+    if isinstance(value, dict):
+        return 250 + sum(map(_num_bytes, value.values()))
+    if isinstance(value, list):
+        return 50 + sum(map(_num_bytes, value))
+    return 50 + (len(value) if isinstance(value, str | bytes) else 0)
 
 
 def _read_csv(path: Path) -> list[Row]:
+    import pyarrow
     import pyarrow.csv
 
     if not path.stat().st_size:
         return []
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
     read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
-    return _read_table(path, lambda: pyarrow.csv.read_csv(path, read_options=read, parse_options=parse))
-
-
-def _read_table(path: Path, read: Callable[[], pyarrow.Table]) -> list[Row]:
-    import pyarrow
-
     try:
-        table = read()
+        table = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix}: {error}") from error
+        raise ValueError(_unreadable(path, error)) from error
     _check_names(table.column_names, str(path))
     return table.to_pylist()
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path}: cannot be read as {path.suffix}: {error!s:.300}"
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"{where} has two columns called {twice[0]!r}; rename one")
+        raise ValueError(f"{where} has two columns called {shown(twice[0])}; rename one")
 
 
 def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]:
@@ -188,7 +247,7 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
-            f"{type(error).__name__}: {error}. Check the name and the network, or give a local file"
+            f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
 
 

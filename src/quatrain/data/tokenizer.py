@@ -10,13 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.child import Child, ChildError
+from quatrain.config.errors import shown
+from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.data.builtin import builtin_tokenizer
-from quatrain.data.gguf_tokenizer import gguf_tokenizer
+from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
+from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
+from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -24,9 +29,13 @@ if TYPE_CHECKING:
 
     from quatrain.types import PromptText
 
+MAX_TEXT_CHARS = 4_000_000
+"""Length of the longest text that is tokenised: about a million tokens."""
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-_CONFIG = "tokenizer_config.json"
+MAX_REASON_CHARS = 500
+MOST_GROWTH = 100
+_CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
 # The class that every version of transformers has, and that uses tokenizer.json without changes.
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
 
@@ -41,7 +50,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         if path.startswith("builtin:"):
             return builtin_tokenizer()
         if path.endswith(".gguf"):
-            return gguf_tokenizer(read_header(path).metadata)
+            return gguf_tokenizer(read_header(path).metadata, path)
         if local_path(path).is_dir():
             return _from_folder(str(local_path(path)))
         return _from_hub(path)
@@ -55,13 +64,19 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
             "save the tokenizer there with save_pretrained, or, for the policy, set model.tokenizer to a "
             "folder or hub id that has one"
         )
-    loader = _loader(has_json=(Path(path) / "tokenizer.json").is_file())
+    config = _config(Path(path) / _CONFIG)
+    _check_files(Path(path))
+    loader = _loader(has_json=(Path(path) / _JSON).is_file())
     try:
-        tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with _panic_is_an_error():
+            tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            _try(tokenizer)
     except Exception as error:  # for a broken folder, transformers raises exceptions of any class
         _refuse_code(path, error)
-        raise ValueError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-    return _of_class(_fast(tokenizer, path), Path(path) / _CONFIG)
+        raise ValueError(
+            f"the tokenizer in {path} cannot be loaded: {error!s:.{MAX_REASON_CHARS}}"
+        ) from error
+    return _of_class(_fast(tokenizer, path), config)
 
 
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
@@ -71,16 +86,22 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
             f"{model_id!r} is no folder and no hub id; check the path"
         )
     try:
-        loader = _loader(has_json=_hub_has_json(model_id))
-        tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
+        file = _hub_file(model_id, _JSON)
+        loader = _loader(has_json=file is not None)
+        described = file or _hub_file(model_id, _MODEL)
+        if described is not None:
+            _check_files(described.parent)
+        with _panic_is_an_error():
+            tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
+            _try(tokenizer)
     except Exception as error:  # no network, an unknown name or a broken repository
         _refuse_code(model_id, error)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON_CHARS]
         raise ValueError(
             f"there is no folder {model_id!r}, and loading a tokenizer of that name from the Hub failed "
             f"({reason}); check the name and the network, or give a local folder"
         ) from error
-    return _of_class(_fast(tokenizer, model_id), _hub_config(model_id))
+    return _of_class(_fast(tokenizer, model_id), _config(_hub_config(model_id)))
 
 
 def _refuse_code(path: str, error: Exception) -> None:
@@ -101,13 +122,95 @@ def _hub_config(model_id: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def _of_class(tokenizer: PreTrainedTokenizerFast, config: Path | None) -> PreTrainedTokenizerFast:
+class _Config(Description):
+    """What tokenizer_config.json says beyond what transformers checks itself."""
+
+    tokenizer_class: str | None = None
+    model_max_length: float | None = None
+    auto_map: Any = None
+
+
+def _config(path: Path | None) -> _Config:
+    """The tokenizer_config.json at `path`, which need not exist."""
+    exists = path is not None and path.is_file()
+    return checked(_Config, read_json(path), str(path)) if path is not None and exists else _Config()
+
+
+@contextlib.contextmanager
+def _panic_is_an_error() -> Iterator[None]:
+    """Raises ValueError where the tokenizers library, which is written in Rust, panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a class that cannot be imported, and no Exception
+            raise
+        raise ValueError(f"the tokenizer fails: {error!s:.{MAX_REASON_CHARS}}") from error
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ValueError if loading the tokenizer in `folder` might take all time or memory.
+
+    Replacements of a tokenizer.json may each lengthen a text, and together fill any memory. Without a
+    tokenizer.json, transformers reads config.json, and makes a list of its layers.
+    """
+    if (folder / _JSON).is_file():
+        content = read_json(folder / _JSON)
+        for part in ("normalizer", "decoder"):
+            growth = 1.0 if too_deep(content.get(part)) else math.prod(_growths(content.get(part)))
+            if growth > MOST_GROWTH or too_deep(content.get(part)):
+                raise ValueError(
+                    f"{folder / _JSON}: a {part} must not make a text {MOST_GROWTH} times as long, nor be "
+                    f"nested deeper than {MAX_DEPTH} levels; correct the file, or fetch it again"
+                )
+    elif (folder / _MODEL).is_file():
+        layers = [n for n in _numbers(read_json(folder / _MODEL), "layer") if n > MAX_LAYERS]
+        if layers:
+            raise ValueError(
+                f"{folder / _MODEL}: a model has at most {MAX_LAYERS} layers, not {shown(layers[0])}; "
+                "correct the file, or fetch it again"
+            )
+
+
+def _growths(node: Any) -> Iterator[float]:
+    """How many times longer each replacement of a normalizer or decoder can make a text."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _growths(each)
+    if not isinstance(node, dict):
+        return
+    for each in node.values():
+        yield from _growths(each)
+    if node.get("type") == "Replace" and isinstance(node.get("content"), str):
+        pattern, size = node.get("pattern"), len(node["content"])
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        # A regular expression and an empty text may match where there is nothing.
+        yield max(1.0, size / len(replaced)) if isinstance(replaced, str) and replaced else size + 1.0
+
+
+def _numbers(node: Any, name: str) -> Iterator[int]:
+    """The whole numbers in JSON under keys that contain `name`."""
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if name in key and isinstance(value, int))
+        for each in node.values():
+            yield from _numbers(each, name)
+
+
+def _try(tokenizer: Any) -> None:
+    """Raises some exception if the tokenizer has been loaded but does not work."""
+    tokenizer.decode(tokenizer.encode("a b"))
+    int(tokenizer.eos_token_id or 0)
+    template = tokenizer.chat_template or ""
+    texts = template.values() if isinstance(template, dict) else [template]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a chat template must be text, not {shown(template)}")
+
+
+def _of_class(tokenizer: PreTrainedTokenizerFast, config: _Config) -> PreTrainedTokenizerFast:
     """`tokenizer` with the attribute `source_class`: its class name in the source, for `save_tokenizer`."""
-    source = json.loads(config.read_text("utf-8")) if config is not None and config.is_file() else {}
-    name = source.get("tokenizer_class") or type(tokenizer).__name__
+    name = config.tokenizer_class or type(tokenizer).__name__
     # Class names that end in Backend exist only in recent versions of transformers. With an auto_map, the
     # class is defined in custom code, which is not exported.
-    own = not name.endswith("Backend") and "auto_map" not in source
+    own = not name.endswith("Backend") and not config.auto_map
     tokenizer.source_class = name if own else _PLAIN_CLASS
     return tokenizer
 
@@ -129,15 +232,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _hub_has_json(model_id: str) -> bool:
+def _hub_file(model_id: str, name: str) -> Path | None:
+    """A file of a repository on the Hub, downloaded unless it is cached; None if it has no such file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        hf_hub_download(model_id, "tokenizer.json")
+        return Path(hf_hub_download(model_id, name))
     except RemoteEntryNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _loader(has_json: bool) -> Any:
@@ -202,9 +305,9 @@ def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Map
     Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
     template, and a prompt that has no tokens.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
+    ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
     if not ids:
-        raise ValueError(f"a prompt must have at least one token; {prompt!r} has none")
+        raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
     return ids
 
 
@@ -218,7 +321,7 @@ def render_completed(
     template, which writes all special tokens. Raises ValueError for messages that `render` refuses.
     """
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt + completion)
+        return _encode(tokenizer, prompt + completion)
     messages = [*_check_messages(prompt), {"role": "assistant", "content": completion}]
     return _encode_messages(tokenizer, messages, add_generation_prompt=False)
 
@@ -228,30 +331,87 @@ def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mappin
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *, add_generation_prompt: bool
 ) -> list[int]:
-    import jinja2
-
     if not tokenizer.chat_template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
+    text = _fill_template(tokenizer, messages, add_generation_prompt)
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], add: bool) -> str:
+    """The text that the chat template makes of `messages`; `add`: with the start of the assistant's answer.
+
+    A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
+    templates do not.
+    """
+    template = tokenizer.chat_template
+    if template in (CHAT_TEMPLATE, CHATML):
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
+        return text
+    request = [template, dict(tokenizer.special_tokens_map), messages, add]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except jinja2.TemplateError as error:
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template rejects messages with the roles {roles}: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+        rendered, text = _templates.ask(request)
+    except ChildError as error:
+        rendered, text = False, "it takes more than 2 s of the processor" if error.late else str(error)
+    if not rendered:
+        roles = shown([message["role"] for message in messages])
+        raise ValueError(f"the chat template rejects messages with the roles {roles}: {text}")
+    return text
 
 
-def _check_messages(prompt: Any) -> list[dict[str, str]]:
+_templates = Child(Path(__file__).with_name("template_worker.py"))
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    reason = unfit_text(text)
+    if reason:
+        raise ValueError(f"a prompt {reason}")
+    with _panic_is_an_error():
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return ids
+
+
+def _check_messages(prompt: Any) -> list[dict[str, Any]]:
     if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {prompt!r}")
+        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
     for message in prompt:
         fields = dict(message) if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise ValueError(f"a message must have a `role` and a `content`, both strings; got {message!r}")
+            raise ValueError(
+                f"a message must have a `role` and a `content`, both strings; got {shown(message)}"
+            )
+        reason = _unfit(fields, MAX_DEPTH)
+        if reason:
+            raise ValueError(f"a message {reason}; correct the message {shown(message)}")
     return [dict(message) for message in prompt]
+
+
+def _unfit(value: Any, depth: int) -> str | None:
+    """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
+    if isinstance(value, str):
+        return unfit_text(value)
+    if value is None or isinstance(value, bool | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"must have finite numbers; it has {value}"
+    if not isinstance(value, Mapping | list | tuple):
+        return f"must consist of text, numbers, lists and objects; it has a {type(value).__name__}"
+    if depth == 0:
+        return f"must not be nested deeper than {MAX_DEPTH} levels"
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
+
+
+def unfit_text(text: str) -> str | None:
+    """Why `text` cannot be tokenised, as the end of a sentence; None if it can."""
+    if len(text) > MAX_TEXT_CHARS:
+        return f"must have at most {MAX_TEXT_CHARS} characters; it has {len(text)}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"must be valid Unicode; the character at position {error.start} is half a surrogate pair"
+    return None

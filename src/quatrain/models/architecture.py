@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quatrain.config.errors import shown
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -117,4 +119,4 @@ class Architecture:
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
-        raise ValueError(f"model architecture: {name} must be {expected}; got {got!r}")
+        raise ValueError(f"model architecture: {name} must be {expected}; got {shown(got)}")

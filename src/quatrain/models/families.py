@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quatrain.config.errors import shown
+from quatrain.config.files import CORRECT, checked
 from quatrain.models.architecture import LAYER_TYPES, Architecture, RopeScaling
+from quatrain.models.hf_config import HFConfig, RopeConfig
 
 Json = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -98,144 +101,148 @@ def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, .
     return Architecture(vocab_size=vocab_size, eos_token_ids=eos_token_ids, **_BUILTIN[name])
 
 
-def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a Hugging Face config.json describes.
+def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture that the values of a Hugging Face config.json describe; `source` names the file.
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
     `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
-    Raises ValueError for a `model_type`, RoPE type, activation or feature that the decoder does not support.
+    Raises ValueError for a value of the wrong type or outside its bounds (`hf_config.HFConfig`), and for a
+    `model_type`, RoPE type, activation or feature that the decoder does not support.
     """
-    family = str(config.get("model_type"))
-    if family not in FAMILIES:
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(
-            f"unsupported model_type {config.get('model_type')!r} in config.json; supported: {known}"
-        )
-    c = {**FAMILIES[family].defaults, **config}
-    _refuse_unsupported(family, c)
-    theta, scaling = _rope(c)
+        raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}")
+    values = {**FAMILIES[family].defaults, **config}
+    _refuse_unsupported(family, values, source)
+    c = checked(HFConfig, values, source)
+    theta, scaling = _rope(c, source)
     window, layer_types = _attention_pattern(family, c)
     gemma = family.startswith("gemma")
     return Architecture(
         family=family,
-        vocab_size=c["vocab_size"],
-        hidden_size=c["hidden_size"],
-        intermediate_size=c["intermediate_size"],
-        num_layers=c["num_hidden_layers"],
-        num_heads=c["num_attention_heads"],
-        num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-        head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        max_position=c.get("max_position_embeddings", 2048),
-        norm_eps=c.get("rms_norm_eps", 1e-6),
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads or c.num_attention_heads,
+        head_dim=c.head_dim or c.hidden_size // c.num_attention_heads,
+        max_position=c.max_position_embeddings or 2048,
+        norm_eps=c.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        local_rope_theta=_local_rope_theta(c) if family == "gemma3_text" else None,
-        tie_embeddings=bool(c.get("tie_word_embeddings")),
-        mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
-        activation=_activation(c),
-        query_pre_attn_scalar=c.get("query_pre_attn_scalar") if gemma else None,
-        attention_softcap=c.get("attn_logit_softcapping") if gemma else None,
-        final_softcap=c.get("final_logit_softcapping") if gemma else None,
+        local_rope_theta=_local_rope_theta(c, source) if family == "gemma3_text" else None,
+        tie_embeddings=bool(c.tie_word_embeddings),
+        mlp_bias=family == "llama" and bool(c.mlp_bias),
+        activation=c.hidden_activation or c.hidden_act or "silu",
+        query_pre_attn_scalar=c.query_pre_attn_scalar if gemma else None,
+        attention_softcap=c.attn_logit_softcapping if gemma else None,
+        final_softcap=c.final_logit_softcapping if gemma else None,
         sliding_window=window,
         layer_types=layer_types,
-        eos_token_ids=token_ids(c.get("eos_token_id")),
-        bos_token_id=c.get("bos_token_id"),
-        pad_token_id=c.get("pad_token_id"),
+        eos_token_ids=c.eos_token_id,
+        bos_token_id=c.bos_token_id,
+        pad_token_id=c.pad_token_id,
         **{
-            "qkv_bias": bool(c.get("attention_bias")),
-            "output_bias": bool(c.get("attention_bias")),
+            "qkv_bias": bool(c.attention_bias),
+            "output_bias": bool(c.attention_bias),
             **FAMILIES[family].fixed,
         },
     )
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids of a config value that is one number, a list or null."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _activation(c: Json) -> str:
-    return c.get("hidden_activation") or c.get("hidden_act") or "silu"
-
-
-def _refuse_unsupported(family: str, c: Json) -> None:
+def _refuse_unsupported(family: str, c: Json, source: str) -> None:
     """Raises ValueError for config values that the decoder does not support and would otherwise ignore."""
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if c.get(key) is None]
     if missing:
-        raise ValueError(f"config.json of a {family} model lacks the required keys {', '.join(missing)}")
+        raise ValueError(f"{source} of a {family} model lacks the required keys {', '.join(missing)}")
     unsupported = {
         "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
         "use_bidirectional_attention": "only causal attention is supported",
     }
     for key, remedy in unsupported.items():
         if c.get(key):
-            raise ValueError(f"config.json has {key} = {c[key]!r}: {remedy}")
+            raise ValueError(f"{source} has {key} = {shown(c[key])}: {remedy}")
     if family == "gemma3_text" and c.get("attn_logit_softcapping") is not None:
         raise ValueError(
-            f"config.json has attn_logit_softcapping = {c['attn_logit_softcapping']!r}, which gemma3_text "
+            f"{source} has attn_logit_softcapping = {shown(c['attn_logit_softcapping'])}, which gemma3_text "
             "does not have: set it to null"
         )
 
 
-def _rope(c: Json) -> tuple[float, RopeScaling | None]:
+def _rope(c: HFConfig, source: str) -> tuple[float, RopeScaling | None]:
     """RoPE theta and scaling of the layers with full attention."""
-    written: Json = c.get("rope_parameters") or {}
-    parameters: Json = {**(written.get("full_attention") or written), **(c.get("rope_scaling") or {})}
-    theta = float(parameters.get("rope_theta") or c.get("rope_theta") or 10_000.0)
-    kind = _rope_type(parameters, c)
+    written = c.rope_parameters or {}
+    full = written.get("full_attention") or {}
+    _require_object(full, "rope_parameters.full_attention", source)
+    parameters = {**(full or written), **(c.rope_scaling or {})}
+    rope = checked(RopeConfig, parameters, f"{source}, rotary embeddings")
+    theta = rope.rope_theta or c.rope_theta or 10_000.0
+    kind = _rope_type(rope, c, source)
     if kind == "default":
         return theta, None
+    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
+    missing = [name for name in needed if getattr(rope, name) is None]
+    if missing:
+        raise ValueError(f"{source}: the rope type {kind} needs {', '.join(missing)}; add the value")
+    factor = rope.factor or 1.0
     if kind == "linear":
-        return theta, RopeScaling("linear", float(parameters["factor"]))
+        return theta, RopeScaling("linear", factor)
+    low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 1.0
+    if low >= high:
+        raise ValueError(f"{source}: low_freq_factor must be below high_freq_factor; got {low} and {high}")
     original = (
-        c.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or c["max_position_embeddings"]
+        c.original_max_position_embeddings
+        or rope.original_max_position_embeddings
+        or c.max_position_embeddings
     )
-    return theta, RopeScaling(
-        "llama3",
-        float(parameters["factor"]),
-        float(parameters["low_freq_factor"]),
-        float(parameters["high_freq_factor"]),
-        int(original),
-    )
+    if original is None:
+        raise ValueError(f"{source}: the rope type llama3 needs original_max_position_embeddings; add it")
+    return theta, RopeScaling("llama3", factor, low, high, original)
 
 
-def _local_rope_theta(c: Json) -> float:
+def _local_rope_theta(c: HFConfig, source: str) -> float:
     """RoPE theta of sliding-window layers, whose frequencies are never scaled."""
-    local = (c.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if _rope_type(local, c) != "default":
-        raise ValueError(f"sliding_attention layers must have rope_type default; config.json has {local}")
-    return float(local.get("rope_theta") or c["rope_local_base_freq"])
+    local = (c.rope_parameters or {}).get("sliding_attention") or {}
+    _require_object(local, "rope_parameters.sliding_attention", source)
+    rope = checked(RopeConfig, local, f"{source}, rope_parameters.sliding_attention")
+    if _rope_type(rope, c, source) != "default":
+        raise ValueError(f"sliding_attention layers must have rope_type default; {source} has {shown(local)}")
+    return rope.rope_theta or c.rope_local_base_freq or 10_000.0
 
 
-def _rope_type(parameters: Json, c: Json) -> str:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+def _require_object(value: object, key: str, source: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{source}: {key} must be an object, not {shown(value)}; {CORRECT}")
+
+
+def _rope_type(rope: RopeConfig, c: HFConfig, source: str) -> str:
+    kind = rope.rope_type or rope.type or "default"
     if kind not in ROPE_TYPES:
-        raise ValueError(f"unsupported rope type {kind!r} in config.json; supported: {', '.join(ROPE_TYPES)}")
-    partial = parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+        known = ", ".join(ROPE_TYPES)
+        raise ValueError(f"unsupported rope type {shown(kind)} in {source}; supported: {known}")
+    partial = rope.partial_rotary_factor or c.partial_rotary_factor or 1.0
     if partial != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor = {partial}; only 1.0 is supported")
+        raise ValueError(f"{source} has partial_rotary_factor = {partial}; only 1.0 is supported")
     return kind
 
 
-def _attention_pattern(family: str, c: Json) -> tuple[int | None, tuple[str, ...]]:
+def _attention_pattern(family: str, c: HFConfig) -> tuple[int | None, tuple[str, ...]]:
     """The sliding window and each layer's attention type; (None, ()) if all layers have full attention."""
     full, sliding = LAYER_TYPES
-    layers = range(c["num_hidden_layers"])
-    window = c.get("sliding_window")
+    layers = range(c.num_hidden_layers)
+    window = c.sliding_window
     if family == "llama":
         types = [full for _ in layers]
     elif family.startswith("qwen"):
-        window = window if c.get("use_sliding_window") else None
-        first = c["max_window_layers"] if window is not None else c["num_hidden_layers"]
-        types = c.get("layer_types") or [sliding if i >= first else full for i in layers]
+        window = window if c.use_sliding_window else None
+        first = c.max_window_layers if window is not None else c.num_hidden_layers
+        types = c.layer_types or [sliding if i >= first else full for i in layers]
     else:
-        pattern = 2 if family == "gemma2" else c.get("sliding_window_pattern") or 6
-        types = c.get("layer_types") or [sliding if (i + 1) % pattern else full for i in layers]
+        pattern = 2 if family == "gemma2" else c.sliding_window_pattern or 6
+        types = c.layer_types or [sliding if (i + 1) % pattern else full for i in layers]
     return (window, tuple(types)) if set(types) != {full} else (None, ())
 
 
@@ -327,6 +334,11 @@ class TensorName(NamedTuple):
     path: Path
     part: Any = ...
     vector: bool = True
+
+    def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this tensor, given the shape of its parameter; needs no memory."""
+        part = np.broadcast_to(np.empty(()), parameter)[self.part].shape
+        return (math.prod(part),) if self.vector else (math.prod(part[:-1]), part[-1])
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).

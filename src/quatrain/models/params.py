@@ -199,6 +199,12 @@ def _draw(seed: Any, spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding)
     return jax.lax.with_sharding_constraint(drawn, sharding)
 
 
+def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a Hugging Face checkpoint of `arch`."""
+    specs = param_specs(arch)
+    return {name.name: name.shape_in(leaf_at(specs, name.path).shape) for name in tensor_names(arch)}
+
+
 def assemble(
     arch: Architecture,
     dtype: DTypeLike,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from quatrain.metrics import Metric
 
+LARGEST_STEP = 2**62
 AVERAGED_STEPS = 10
 """Steps that `time/<stage>_s_mean10` averages over."""
 
@@ -41,8 +42,8 @@ def metrics_row(step: int, numbers: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in order; a last line that a crash left incomplete is skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """The rows of a metrics file in order; lines that a crash or damage left without a row are skipped."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     rows = [_parse(line) for line in lines]
     return [row for row in rows if row is not None]
 
@@ -120,14 +121,24 @@ class _LastRow(NamedTuple):
 
 
 def _parse(line: str | bytes) -> dict[str, Any] | None:
-    """The row on a line, or None if a crash left the line incomplete."""
+    """The row on a line, or None if a crash or damage left no row there."""
     if isinstance(line, bytes) and not line.endswith(b"\n"):
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and "step" in row else None
+    return row if isinstance(row, dict) and _is_row(row) else None
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a step, and numbers, as `metrics_row` makes them."""
+    numbers = all(
+        value is None or (isinstance(value, int | float) and math.isfinite(value))
+        for name, value in row.items()
+        if name != "non_finite"
+    )
+    return numbers and type(row.get("step")) is int and 0 <= row["step"] <= LARGEST_STEP
 
 
 def _merge(last: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
+from quatrain.config.errors import ConfigError
+from quatrain.config.layers import parse_yaml
 from quatrain.report.metrics import MetricsFile
 from quatrain.report.run_lock import FILES as LOCK_FILES
 from quatrain.report.run_lock import RunLock
@@ -125,7 +125,7 @@ class RunDir:
         if not is_main_process():
             return
         if self.config.exists():
-            if _values(self.config.read_text(encoding="utf-8")) == _values(text):
+            if _values(self.config.read_text(encoding="utf-8", errors="replace")) == _values(text):
                 return
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.path / f"config.{taken + 1}.yaml"
@@ -231,8 +231,8 @@ def _is_name(name: str) -> bool:
 def _values(text: str) -> Any:
     """The values of a configuration, without comments; the text itself if a crash left it incomplete."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text, "config.yaml")
+    except ConfigError:
         return text
 
 

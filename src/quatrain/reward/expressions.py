@@ -6,18 +6,12 @@ may take unlimited time on short inputs, and its own time limit works only in th
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import json
 import logging
 import re
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
+from quatrain.child import Child, ChildError
 from quatrain.reward.words import split_at_words, without_units
 
 logger = logging.getLogger(__name__)
@@ -83,77 +77,18 @@ def _letters(text: str) -> set[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _ask(gold: str, said: str) -> bool:
-    return _worker().same(gold, said)
+    return _same(_math_verify, gold, said)
 
 
-@functools.cache
-def _worker() -> _Worker:
-    worker = _Worker()
-    atexit.register(worker.close)
-    return worker
-
-
-class _Worker:
-    """The child process, which compares one pair at a time; started on first use and after it was killed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def same(self, gold: str, said: str) -> bool:
-        with self._lock:
-            try:
-                if self._process is None:
-                    self._process = _start()
-                reply = _exchange(self._process, json.dumps([gold, said]))
-                if reply:
-                    return json.loads(reply)
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # the process did not start, or its reply is incomplete
-                self.close()
-                logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, said)
-                return False
-            except BaseException:  # an unread reply must not be taken for the reply to the next request
-                self.close()
-                raise
-            status = self.close()
-            if status == -signal.SIGPROF:
-                logger.warning("math-verify took too long over %r, which counts as wrong", said)
-            else:
-                logger.warning(
-                    "math-verify's process ended with exit status %d over %r, which counts as wrong",
-                    status,
-                    said,
-                )
-            return False
-
-    def close(self) -> int:
-        """Ends the child process, if there is one, and returns its exit status."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        # Closing the pipes makes the child end. If it has ended by itself, closing raises BrokenPipeError.
-        with contextlib.suppress(BrokenPipeError), process:
-            pass
-        return process.returncode
-
-
-def _start() -> subprocess.Popen[str]:
-    # -P: the script's folder is not added to the import path.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-    )
-
-
-def _exchange(process: subprocess.Popen[str], line: str) -> str:
-    """The child's reply to one line; empty if the child has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
+def _same(child: Child, gold: str, said: str) -> bool:
     try:
-        print(line, file=process.stdin, flush=True)
-    except BrokenPipeError:
-        return ""
-    return process.stdout.readline()
+        return bool(child.ask([gold, said]))
+    except ChildError as error:
+        if error.late:
+            logger.warning("math-verify took too long over %r, which counts as wrong", said)
+        else:
+            logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, said)
+        return False
+
+
+_math_verify = Child(Path(__file__).with_name("math_worker.py"))

@@ -11,17 +11,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from pydantic import Field
 
+from quatrain.config.errors import shown
+from quatrain.config.files import Description, checked
 from quatrain.models.architecture import Head
-from quatrain.models.families import Architecture, RopeScaling, TensorName, tensor_names
+from quatrain.models.families import Architecture, RopeScaling, TensorName
+from quatrain.models.hf_config import Heads, Layers, Positions, Positive, TokenId, Width
 from quatrain.models.layers import rope_frequencies
-from quatrain.models.params import Params, assemble
+from quatrain.models.params import Params, assemble, tensor_shapes
 from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
 
 ARCHITECTURES = ("llama", "qwen2")
@@ -68,10 +72,10 @@ def load_gguf(
     _check_architecture(header)
     gguf = _gguf_package()
     tensors = {tensor.name: tensor for tensor in header.tensors}
-    _check_tensors(header, gguf)
     arch = _architecture(header, tensors, gguf)
-    expected = {_gguf_name(name.name) for name in tensor_names(arch)}
-    _check_names(header.path, expected, set(tensors) - {_ROPE_FACTORS})
+    expected = {_gguf_name(name): shape for name, shape in tensor_shapes(arch).items()}
+    _check_names(header.path, set(expected), set(tensors) - {_ROPE_FACTORS})
+    _check_shapes(header, tensors, expected)
 
     arch = replace(arch, head=head)
 
@@ -119,13 +123,13 @@ def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
         name = _type_name(tensor, gguf)
         if name not in TENSOR_TYPES:
             raise ValueError(
-                f"tensors of the types {', '.join(TENSOR_TYPES)} are supported; {tensor.name} in "
+                f"tensors of the types {', '.join(TENSOR_TYPES)} are supported; {tensor.name:.80} in "
                 f"{header.path} has the type {name}; use another quantisation of the model"
             )
         end = tensor.offset + _num_bytes(tensor, gguf)
         if end > header.file_size:
             raise ValueError(
-                f"{header.path} is truncated: {tensor.name} ends at byte {end}, the file at "
+                f"{header.path} is truncated: {tensor.name:.80} ends at byte {end}, the file at "
                 f"{header.file_size}; fetch it again"
             )
 
@@ -134,9 +138,23 @@ def _check_names(path: Path, expected: set[str], found: set[str]) -> None:
     for names, problem in ((expected - found, "lacks"), (found - expected, "has unexpected")):
         if names:
             first = sorted(names)
-            listed = ", ".join(first[:5]) + (f" and {len(first) - 5} more" if len(first) > 5 else "")
+            listed = ", ".join(name[:80] for name in first[:5]) + (
+                f" and {len(first) - 5} more" if len(first) > 5 else ""
+            )
             raise ValueError(
                 f"{path} {problem} tensors: {listed}; it is not a {' or '.join(ARCHITECTURES)} model"
+            )
+
+
+def _check_shapes(
+    header: GGUFHeader, tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ValueError for a tensor of the wrong shape, before there is memory for any parameter."""
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{name} in {header.path} must have shape {shape}; it has {tensors[name].shape}; "
+                "fetch the file again"
             )
 
 
@@ -149,8 +167,8 @@ def _row_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
     if not tensor.shape or tensor.shape[-1] % block:
         raise ValueError(
-            f"the last dimension of {tensor.name} must be a multiple of its quantisation block, {block}; its "
-            f"shape is {tensor.shape}"
+            f"the last dimension of {tensor.name:.80} must be a multiple of its quantisation block, {block}; "
+            f"its shape is {tensor.shape}"
         )
     return tensor.shape[-1] // block * size
 
@@ -183,9 +201,6 @@ def _read_into(
 ) -> None:
     """Reads the tensor into `parameter`; query and key rows are reordered from llama.cpp's rotary layout."""
     rows, own = name.rows(parameter)
-    shape = (len(own), *rows.shape[1:])
-    if tensor.shape != shape:
-        raise ValueError(f"{tensor.name} in {header.path} must have shape {shape}; it has {tensor.shape}")
     if arch.family == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         # llama.cpp stores the rows of each head in the order (0, H/2, 1, H/2 + 1, ...).
         own = own.reshape(-1, 2, arch.head_dim // 2).swapaxes(1, 2).reshape(-1)
@@ -201,77 +216,110 @@ def _check_architecture(header: GGUFHeader) -> None:
     if family not in ARCHITECTURES:
         raise ValueError(
             f"GGUF files of the architectures {', '.join(ARCHITECTURES)} are supported; {header.path} has "
-            f"{family!r}; give the model's Hugging Face folder or hub id"
+            f"{shown(family)}; give the model's Hugging Face folder or hub id"
         )
 
 
+class _Keys(Description):
+    """The metadata of a model, without the name of its architecture in front."""
+
+    block_count: Layers
+    context_length: Positions
+    embedding_length: Width
+    feed_forward_length: Width
+    heads: Annotated[Heads, Field(alias="attention.head_count")]
+    kv_heads: Annotated[Heads | None, Field(alias="attention.head_count_kv")] = None
+    head_dim: Annotated[Heads | None, Field(alias="attention.key_length")] = None
+    norm_eps: Annotated[float, Field(alias="attention.layer_norm_rms_epsilon", ge=0, le=1)]
+    sliding_window: Annotated[int, Field(alias="attention.sliding_window")] = 0
+    experts: Annotated[int, Field(alias="expert_count")] = 0
+    rope_theta: Annotated[Positive, Field(alias="rope.freq_base")] = 10_000.0
+    rotary_dims: Annotated[int | None, Field(alias="rope.dimension_count")] = None
+    scaling: Annotated[str, Field(alias="rope.scaling.type")] = "none"
+    scaling_factor: Annotated[Positive, Field(alias="rope.scaling.factor")] = 1.0
+    original_length: Annotated[Positions, Field(alias="rope.scaling.original_context_length")] = (
+        RopeScaling.original_max_position
+    )
+
+
+class _SpecialIds(Description):
+    """The special tokens in the metadata of a tokenizer."""
+
+    eos: Annotated[TokenId | None, Field(alias="tokenizer.ggml.eos_token_id")] = None
+    eot: Annotated[TokenId | None, Field(alias="tokenizer.ggml.eot_token_id")] = None
+    bos: Annotated[TokenId | None, Field(alias="tokenizer.ggml.bos_token_id")] = None
+    padding: Annotated[TokenId | None, Field(alias="tokenizer.ggml.padding_token_id")] = None
+
+
 def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: ModuleType) -> Architecture:
+    _check_tensors(header, gguf)
     family = header.metadata["general.architecture"]
-    if "token_embd.weight" not in tensors:
+    embeddings = tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
-    hidden, heads = _integer(header, "embedding_length"), _integer(header, "attention.head_count")
-    head_dim = _integer(header, "attention.key_length", hidden // heads)
-    _check_plain(header, head_dim)
-    theta = float(header.metadata.get(f"{family}.rope.freq_base", 10_000.0))
+    prefix = f"{family}."
+    own = {k.removeprefix(prefix): value for k, value in header.metadata.items() if k.startswith(prefix)}
+    keys = checked(_Keys, own, f"{header.path}, keys {prefix}…")
+    special = checked(_SpecialIds, header.metadata, str(header.path))
+    head_dim = keys.head_dim or keys.embedding_length // keys.heads
+    _check_plain(header, keys, head_dim)
     return Architecture(
         family=family,
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=_integer(header, "feed_forward_length"),
-        num_layers=_integer(header, "block_count"),
-        num_heads=heads,
-        num_kv_heads=_integer(header, "attention.head_count_kv", heads),
+        vocab_size=embeddings.shape[0],
+        hidden_size=keys.embedding_length,
+        intermediate_size=keys.feed_forward_length,
+        num_layers=keys.block_count,
+        num_heads=keys.heads,
+        num_kv_heads=keys.kv_heads or keys.heads,
         head_dim=head_dim,
-        max_position=_integer(header, "context_length"),
-        norm_eps=_float(header, "attention.layer_norm_rms_epsilon"),
-        rope_theta=theta,
-        rope_scaling=_rope_scaling(header, tensors.get(_ROPE_FACTORS), gguf, head_dim, theta),
+        max_position=keys.context_length,
+        # The file stores a float32; its shortest decimal form is the number in the model's configuration.
+        norm_eps=float(str(np.float32(keys.norm_eps))),
+        rope_theta=keys.rope_theta,
+        rope_scaling=_rope_scaling(header, keys, tensors.get(_ROPE_FACTORS), gguf, head_dim),
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        eos_token_ids=_stop_ids(header),
-        bos_token_id=header.metadata.get("tokenizer.ggml.bos_token_id"),
-        pad_token_id=header.metadata.get("tokenizer.ggml.padding_token_id"),
+        eos_token_ids=tuple(sorted({each for each in (special.eos, special.eot) if each is not None})),
+        bos_token_id=special.bos,
+        pad_token_id=special.padding,
     )
 
 
-def _check_plain(header: GGUFHeader, head_dim: int) -> None:
+def _check_plain(header: GGUFHeader, keys: _Keys, head_dim: int) -> None:
     """Raises ValueError for partial rotary embeddings, experts and sliding windows, which are unsupported."""
-    rotary = _integer(header, "rope.dimension_count", head_dim)
-    experts = _integer(header, "expert_count", 0)
-    window = _integer(header, "attention.sliding_window", 0)
-    if rotary != head_dim or experts or window:
+    rotary = head_dim if keys.rotary_dims is None else keys.rotary_dims
+    if rotary != head_dim or keys.experts or keys.sliding_window:
         raise ValueError(
             f"GGUF models must be dense, with full attention and rotary embeddings over all {head_dim} "
-            f"dimensions of a head; {header.path} has {experts} experts, a window of {window} and {rotary} "
-            "rotary dimensions"
+            f"dimensions of a head; {header.path} has {keys.experts} experts, a window of "
+            f"{keys.sliding_window} and {rotary} rotary dimensions"
         )
 
 
-def _stop_ids(header: GGUFHeader) -> tuple[int, ...]:
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return tuple(sorted({int(header.metadata[name]) for name in names if name in header.metadata}))
-
-
 def _rope_scaling(
-    header: GGUFHeader, tensor: TensorInfo | None, gguf: ModuleType, head_dim: int, theta: float
+    header: GGUFHeader, keys: _Keys, tensor: TensorInfo | None, gguf: ModuleType, head_dim: int
 ) -> RopeScaling | None:
     """Rotary scaling: `linear` from the metadata, `llama3` from the tensor of divisors of the frequencies."""
-    prefix = f"{header.metadata['general.architecture']}.rope.scaling"
-    kind = header.metadata.get(f"{prefix}.type", "none")
-    factor = float(header.metadata.get(f"{prefix}.factor", 1.0))
-    if kind not in ("none", "linear"):
-        raise ValueError(f"rotary scaling must be none, linear or llama3; {header.path} has {kind!r}")
-    linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
+    if keys.scaling not in ("none", "linear"):
+        raise ValueError(
+            f"rotary scaling must be none, linear or llama3; {header.path} has {shown(keys.scaling)}"
+        )
+    factor = keys.scaling_factor
+    linear = RopeScaling("linear", factor) if keys.scaling == "linear" and factor != 1.0 else None
     if tensor is None:
         return linear
+    if tensor.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{_ROPE_FACTORS} must have shape {(head_dim // 2,)}; in {header.path} it has {tensor.shape}"
+        )
     factors = np.concatenate([values.reshape(-1) for _, values in _blocks(header, tensor, gguf)])
     if (factors == 1.0).all():
         return linear
     # The file contains only the resulting factors. They must equal those of the published Llama 3 settings.
-    original = header.metadata.get(f"{prefix}.original_context_length", RopeScaling.original_max_position)
-    scaling = RopeScaling("llama3", float(factors.max()), original_max_position=int(original))
+    original, theta = keys.original_length, keys.rope_theta
+    scaling = RopeScaling("llama3", float(factors.max()), original_max_position=original)
     expected = rope_frequencies(head_dim, theta) / rope_frequencies(head_dim, theta, scaling)
     if linear or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise ValueError(
@@ -279,23 +327,3 @@ def _rope_scaling(
             f"{original}); {header.path} has others; give the model's Hugging Face folder or hub id"
         )
     return scaling
-
-
-def _integer(header: GGUFHeader, name: str, default: int | None = None) -> int:
-    value = _value(header, name, default)
-    if not isinstance(value, int):
-        raise ValueError(f"GGUF key {name} must be one integer; {header.path} has {str(value)[:40]}")
-    return value
-
-
-def _float(header: GGUFHeader, name: str) -> float:
-    # The file stores a float32; its shortest decimal form is the number in the model's configuration.
-    return float(str(np.float32(_value(header, name, None))))
-
-
-def _value(header: GGUFHeader, name: str, default: Any) -> Any:
-    key = f"{header.metadata['general.architecture']}.{name}"
-    value = header.metadata.get(key, default)
-    if value is None:
-        raise ValueError(f"{header.path} lacks the required key {key}")
-    return value

@@ -12,7 +12,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from quatrain.config.errors import shown
+from quatrain.config.files import Description, checked
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -20,6 +25,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,38 @@ def read_header(path: str | Path) -> GGUFHeader:
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, path)
-            metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_keys)}
-            table = [cursor.tensor() for _ in range(num_tensors)]
-            alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+            metadata = _metadata(cursor, num_keys)
+            table = _table(cursor, num_tensors)
+            alignment = checked(_General, metadata, str(path)).alignment
             data_start = -(-cursor.position // alignment) * alignment
             tensors = tuple(TensorInfo(*entry[:3], entry[3] + data_start) for entry in table)
             return GGUFHeader(path, metadata, tensors, len(data))
+
+
+class _General(Description):
+    """The metadata that say how a file is laid out."""
+
+    alignment: Annotated[int, Field(alias="general.alignment", ge=1, le=2**20)] = _DEFAULT_ALIGNMENT
+
+
+def _metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"{cursor.path} has the key {shown(key)} twice; fetch it again")
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    return metadata
+
+
+def _table(cursor: _Cursor, num_tensors: int) -> list[tuple[str, tuple[int, ...], int, int]]:
+    table: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for _ in range(num_tensors):
+        entry = cursor.tensor()
+        if entry[0] in table:
+            raise ValueError(f"{cursor.path} has the tensor {shown(entry[0])} twice; fetch it again")
+        table[entry[0]] = entry
+    return list(table.values())
 
 
 def _truncated(path: Path, size: int) -> str:
@@ -125,7 +157,10 @@ class _Cursor:
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         if kind == _ARRAY:
-            return [self.array() for _ in range(count)]
+            raise ValueError(
+                f"arrays of arrays are not supported; {self.path} has one at byte {self.position}; "
+                "fetch it again"
+            )
         code = self.code(kind)
         start = self.take(count * struct.calcsize("<" + code))
         return list(struct.unpack_from(f"<{count}{code}", self.data, start))
@@ -141,6 +176,11 @@ class _Cursor:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
         num_dims = self.scalar("I")
+        if num_dims > _MAX_DIMS:
+            raise ValueError(
+                f"a tensor must have at most {_MAX_DIMS} dimensions; {shown(name)} in {self.path} has "
+                f"{num_dims}; fetch it again"
+            )
         start = self.take(8 * num_dims)
         shape = struct.unpack_from(f"<{num_dims}Q", self.data, start)
         return name, tuple(reversed(shape)), self.scalar("I"), self.scalar("Q")

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.config.errors import shown
+from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.architecture import Head
 from quatrain.models.families import (
@@ -29,23 +31,27 @@ from quatrain.models.families import (
     architecture_from_hf,
     architecture_to_hf,
     tensor_names,
-    token_ids,
 )
-from quatrain.models.params import Params, assemble, leaf_at
+from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
+from quatrain.models.params import Params, assemble, leaf_at, tensor_shapes
 from quatrain.parallel.mesh import to_host
 
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 BLOCK_BYTES = 64 * 2**20
 """Bytes read at a time, so that buffers are small compared to the parameters."""
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+EMBEDDINGS, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"
 """The only tensor of a model that its directory may lack."""
 CLASSIFIER = "ForSequenceClassification"
 """How the names of sequence-classification classes in transformers end."""
 DEFAULT_LABELS = 2
 """Labels of a classifier whose config.json names none: transformers does not write this number."""
+MAX_NAME_BYTES = 255
+"""Length of the longest file name in the index of a checkpoint."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -68,8 +74,10 @@ def load_hf(
     directory = local_path(directory)
     arch = replace(read_architecture(directory), head=head)
     files = _tensor_files(directory)
-    names = tensor_names(arch)
-    _check_names(directory, arch, names, files)
+    _check_names(directory, arch, tensor_names(arch), files)
+    _check_shapes(arch, files)
+    if arch.head == "vocabulary" and arch.tie_embeddings and LM_HEAD in files:
+        _check_tied(files[LM_HEAD], files[EMBEDDINGS])
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
         if name.name in files:
@@ -86,13 +94,13 @@ def read_architecture(directory: str | Path) -> Architecture:
     Raises ValueError for a missing or unreadable config.json and for an unsupported model.
     """
     directory = local_path(directory)
-    config = _read_json(directory, "config.json")
-    if (directory / "generation_config.json").is_file():
-        ends = _read_json(directory, "generation_config.json").get("eos_token_id")
-        config["eos_token_id"] = list(
-            dict.fromkeys([*token_ids(config.get("eos_token_id")), *token_ids(ends)])
-        )
-    return architecture_from_hf(config)
+    source = str(directory / CONFIG)
+    config = _read_json(directory, CONFIG)
+    if (directory / GENERATION).is_file():
+        own = checked(GenerationConfig, config, source)
+        ends = checked(GenerationConfig, _read_json(directory, GENERATION), str(directory / GENERATION))
+        config["eos_token_id"] = list(dict.fromkeys([*own.eos_token_id, *ends.eos_token_id]))
+    return architecture_from_hf(config, source)
 
 
 def save_hf(
@@ -117,9 +125,9 @@ def save_hf(
 
 def _write_config(directory: Path, arch: Architecture, dtype: str) -> None:
     config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
-    _write_json(directory / "config.json", config)
+    _write_json(directory / CONFIG, config)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+    _write_json(directory / GENERATION, {k: v for k, v in generation.items() if v is not None})
 
 
 def resolve_hub(model_id: str) -> Path:
@@ -142,7 +150,7 @@ def hub_architecture(model_id: str) -> Architecture:
 
     Raises ValueError in the same cases as `resolve_hub`.
     """
-    return architecture_from_hf(_hub_config(model_id))
+    return architecture_from_hf(_hub_config(model_id), f"{CONFIG} of {model_id}")
 
 
 def check_classifier(path: str) -> None:
@@ -153,16 +161,17 @@ def check_classifier(path: str) -> None:
     """
     local = local_path(path)
     remote = not local.exists() and HUB_ID.fullmatch(path)
-    config = _hub_config(path) if remote else _read_json(local, "config.json")
-    classes = config.get("architectures") or ["none"]
-    if not any(str(name).endswith(CLASSIFIER) for name in classes):
+    config = _hub_config(path) if remote else _read_json(local, CONFIG)
+    described = checked(ClassifierConfig, config, f"{path}, {CONFIG}")
+    classes = described.architectures or ["none"]
+    if not any(name.endswith(CLASSIFIER) for name in classes):
         raise ValueError(
             f"a reward model must be a sequence-classification model: architectures in config.json must name "
-            f"a class …{CLASSIFIER}; it names {', '.join(map(str, classes))}; give the path of another model"
+            f"a class …{CLASSIFIER}; it names {', '.join(classes):.80}; give the path of another model"
         )
-    labels = len(config.get("id2label") or range(config.get("num_labels") or DEFAULT_LABELS))
+    labels = len(described.id2label or range(described.num_labels or DEFAULT_LABELS))
     if labels != 1:
-        missing = "" if config.get("id2label") else " (id2label is missing, which means 2)"
+        missing = "" if described.id2label else " (id2label is missing, which means 2)"
         raise ValueError(
             f"a reward model must have one label, whose logit is the reward; config.json has {labels} "
             f"labels{missing}; give a model trained with num_labels=1"
@@ -182,7 +191,7 @@ def _hub_config(model_id: str) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     try:
-        config = Path(hf_hub_download(model_id, "config.json"))
+        config = Path(hf_hub_download(model_id, CONFIG))
     except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
         raise _no_download(model_id, error) from error
     return _read_json(config.parent, config.name)
@@ -203,31 +212,30 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     if not (directory / name).is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
         raise ValueError(f"a model directory must contain {name}; {directory} contains {held}")
-    try:
-        value = json.loads((directory / name).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{directory / name} is not valid JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{directory / name} must contain a JSON object; it contains a {type(value).__name__}"
-        )
-    return value
+    return read_json(directory / name)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+class _Index(Description):
+    """The index of a checkpoint in several files."""
+
+    weight_map: dict[str, str]
+
+
 def _shards(directory: Path) -> list[str]:
     """The shard files named in the index, each once; raises ValueError for a file outside of `directory`."""
-    weight_map = _read_json(directory, INDEX).get("weight_map", {})
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(
-            f"weight_map in {directory / INDEX} must be an object of file names; got {weight_map!r:.80}; "
-            "fetch it again"
-        )
+    index = checked(_Index, _read_json(directory, INDEX), str(directory / INDEX))
+    files = sorted(set(index.weight_map.values()))
     root = directory.resolve()
-    for file in set(weight_map.values()):
+    for file in files:
+        if not file.isprintable() or len(file.encode()) > MAX_NAME_BYTES:
+            raise ValueError(
+                f"a file name in {directory / INDEX} must be printable and have at most {MAX_NAME_BYTES} "
+                f"bytes; got {shown(file)}; fetch it again"
+            )
         # Symbolic links to files are allowed, because in the Hub's cache each file is a link to ../../blobs.
         # Links to folders are not; the cache does not contain any.
         folder = (directory / file).parent.resolve()
@@ -236,7 +244,7 @@ def _shards(directory: Path) -> list[str]:
                 f"the files named in {INDEX} must be in the folder of the index; {directory / INDEX} names "
                 f"{file!r}; do not use this model unless you trust its source, or correct the name"
             )
-    return sorted(set(weight_map.values()))
+    return files
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -245,7 +253,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         shards = _shards(directory)
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing or not shards:
-            lacks = ", ".join(missing) or "any file"
+            lacks = _some(set(missing)) if missing else "any file"
             raise ValueError(f"{INDEX} names files that {directory} lacks: {lacks}; fetch them again")
         paths = [directory / shard for shard in shards]
     elif (directory / SINGLE).is_file():
@@ -254,7 +262,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
         raise ValueError(
             f"a model directory must contain {SINGLE} or the files of {INDEX}; {directory} has neither (it "
-            f"contains {held}): convert the model to safetensors"
+            f"contains {held}): convert the model to safetensors (torch's .bin and .pt files are pickles, "
+            "which may run code when they are opened, and are never opened)"
         )
     return {name: path for path in paths for name in _names_in(path)}
 
@@ -278,14 +287,31 @@ def _check_names(
             f"{directory} must contain exactly the tensors of the model in its config.json ({arch.family}, "
             f"{arch.num_layers} layers): missing {_some(missing)}; unknown {_some(extra)}"
         )
-    if arch.head == "vocabulary" and arch.tie_embeddings and "lm_head.weight" in files:
-        _check_tied(files["lm_head.weight"], files["model.embed_tokens.weight"])
+
+
+def _check_shapes(arch: Architecture, files: dict[str, Path]) -> None:
+    """Raises ValueError for tensors of the wrong shape or type, before there is memory for any parameter."""
+    expected = tensor_shapes(arch)
+    if arch.head == "vocabulary":
+        expected.setdefault(LM_HEAD, expected[EMBEDDINGS])  # a copy of tied embeddings, compared to them
+    for path in sorted(set(files.values())):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118 - safetensors' handle is no mapping
+                if name not in expected:
+                    continue
+                view = file.get_slice(name)
+                shape, stored = tuple(view.get_shape()), view.get_dtype()
+                if shape != expected[name] or stored not in FLOATS:
+                    raise ValueError(
+                        f"{name} in {path} must be floats of shape {expected[name]} (config.json); it is "
+                        f"{stored} {shape}"
+                    )
 
 
 def _ignorable(arch: Architecture, name: str) -> bool:
     """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or an unused lm_head."""
     unused_head = arch.tie_embeddings or arch.head == "score"
-    return name.endswith("rotary_emb.inv_freq") or (unused_head and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (unused_head and name == LM_HEAD)
 
 
 def _some(names: set[str]) -> str:
@@ -294,7 +320,7 @@ def _some(names: set[str]) -> str:
 
 
 def _check_tied(head: Path, embed: Path) -> None:
-    blocks = zip(_blocks(head, "lm_head.weight"), _blocks(embed, "model.embed_tokens.weight"), strict=False)
+    blocks = zip(_blocks(head, LM_HEAD), _blocks(embed, EMBEDDINGS), strict=False)
     if not all(np.array_equal(one, other) for (_, one), (_, other) in blocks):
         raise ValueError(
             f"config.json says tie_word_embeddings, but lm_head.weight in {head} differs from the "
@@ -317,15 +343,7 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _read_tensor(path: Path, name: TensorName, parameter: np.ndarray) -> None:
-    with safe_open(path, "np") as file:
-        view = file.get_slice(name.name)
-        shape, stored = tuple(view.get_shape()), view.get_dtype()
     rows, own = name.rows(parameter)
-    expected = (len(own), *rows.shape[1:])
-    if shape != expected or stored not in FLOATS:
-        raise ValueError(
-            f"{name.name} in {path} must be floats of shape {expected} (config.json); it is {stored} {shape}"
-        )
     for start, block in _blocks(path, name.name):
         rows[own[start : start + len(block)]] = block
 
@@ -360,7 +378,7 @@ def _write_tensors(
         if is_main_process():
             save_file(tensors, directory / file, metadata={"format": "pt"})
             # safetensors creates files that only their owner can read; they get the mode of config.json.
-            (directory / file).chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
+            (directory / file).chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))
     if len(shards) > 1 and is_main_process():
         metadata = {"total_size": sum(sizes.values())}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})

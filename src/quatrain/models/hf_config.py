@@ -1,0 +1,105 @@
+"""The keys of config.json and generation_config.json that quatrain reads, with their types and bounds.
+
+Data flow: a file's values -> `config.files.checked` -> an instance of these -> `families.py`. The bounds are
+far above any known model; they keep a wrong number from taking all memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from quatrain.config.files import Description
+
+MAX_LAYERS = 2**10
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Heads = Annotated[int, Field(ge=1, le=2**12)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_TOKEN_IDS = 1_000
+
+
+def _as_token_ids(value: object) -> tuple[int, ...]:
+    ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    if len(ids) > MAX_TOKEN_IDS or any(type(each) is not int or not 0 <= each < 2**31 for each in ids):
+        raise PydanticCustomError("token_ids", "must be a token id, a list of token ids, or null")
+    return tuple(ids)
+
+
+TokenIds = Annotated[tuple[int, ...], BeforeValidator(_as_token_ids)]
+
+
+def _unconverted(value: Any, check: Callable[[Any], Any]) -> Any:
+    """The checked value as the file has it: transformers refuses 256.0 where it expects 256."""
+    check(value)
+    return value
+
+
+class GenerationConfig(Description):
+    """generation_config.json, of which only the tokens that end a completion are used."""
+
+    eos_token_id: TokenIds = ()
+
+
+class ClassifierConfig(Description):
+    """What config.json says of a classifier."""
+
+    architectures: list[str] | None = None
+    id2label: dict[str, Any] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=10**6)] | None = None
+
+
+class RopeConfig(Description):
+    """Rotary embeddings: `rope_parameters` or, in older files, `rope_scaling`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    partial_rotary_factor: float | None = None
+
+
+class HFConfig(GenerationConfig):
+    """config.json of a causal language model."""
+
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None
+    max_position_embeddings: Positions | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    rope_theta: Positive | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_local_base_freq: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    partial_rotary_factor: float | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: Annotated[Positive, WrapValidator(_unconverted)] | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=0, le=2**10)] | None = None
+    max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
+    layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
+    use_bidirectional_attention: bool | None = None
+    quantization_config: Any = None
+    bos_token_id: TokenId | None = None
+    pad_token_id: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
