@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import quatrain
+from quatrain.cluster.launcher import end_with_launcher
+from quatrain.report.streams import unbroken_output
 
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
@@ -336,6 +338,7 @@ def _together(
     `run.compilation_cache` says.
     """
     from quatrain.cluster import processes as hosts
+    from quatrain.cluster.stop import Stopped
 
     settings = resolved.config.distributed
     hosts.initialize(
@@ -352,6 +355,12 @@ def _together(
         resolved = _one_configuration(resolved)
         with compilation_cache(resolved.config.run.compilation_cache):
             yield resolved
+    except Stopped as stopped:  # in all processes at once
+        speaks = hosts.is_main_process()
+        hosts.shutdown()
+        if speaks:
+            _complain("stopped", str(stopped))
+        sys.exit(stopped.status)
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted")
     hosts.shutdown()
@@ -430,6 +439,13 @@ def _complain(kind: str, message: str) -> None:
 
 
 def main() -> None:
+    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it."""
+    end_with_launcher(os.environ)
+    with unbroken_output():
+        _main()
+
+
+def _main() -> None:
     """Runs the command line; prints an error of the user as one line on stderr.
 
     With `QUATRAIN_DEBUG=1` it prints a traceback instead.

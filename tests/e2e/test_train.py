@@ -1,9 +1,12 @@
 """Whole runs through the command's own functions, small enough for a test."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +15,7 @@ import pytest
 from runs import steady_metrics
 
 from quatrain.checkpoint import Checkpointer
+from quatrain.cluster.stop import Stopped
 from quatrain.config.load import load_config
 from quatrain.draw import NoSignal
 from quatrain.evaluate import evaluate_run, finite_numbers
@@ -25,6 +29,7 @@ from quatrain.rollout.engine import RolloutEngine
 from quatrain.run import logprob_diff_warning
 from quatrain.train import supervise, train
 from quatrain.update.learner import Learner, TooManyBadSteps
+from quatrain.update.sft import SupervisedLearner
 
 SMALL = (
     "data.batch_size=4",
@@ -177,12 +182,57 @@ def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
     assert re.search(rf"^evaluation 0/8 .*\| 8/8 {ended}", shown, re.MULTILINE)
 
 
-def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
-    """Invariant 5, with the reference model, epochs and mini-batches in play."""
+@contextmanager
+def _signalled(number, owner, name, when):
+    """Signal `number` at the beginning of method `name` of `owner`, the first time that `when(*arguments)`."""
+    plain, sent = getattr(owner, name), []
+
+    def signals(*arguments, **options):
+        if not sent and when(*arguments):
+            sent.append(os.kill(os.getpid(), number))
+        return plain(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, signals)
+        yield
+
+
+def _checkpoints(run):
+    return sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+
+
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, capfd):
+    """Invariant 5, with the reference model, epochs and mini-batches in play.
+
+    A signal comes in a rollout, another in an update before an evaluation that is due; then the run is killed
+    in a step after its last checkpoint.
+    """
     whole, options = finished
+    run, settings = tmp_path / "stopped", ("checkpoint.every_steps=0", *options)
+    resolved = _resolved(tmp_path, "stopped", *settings)
+    rollout = (RolloutEngine, "generate", lambda engine, prompts: engine._version == 4)
+    with _signalled(signal.SIGTERM, *rollout), pytest.raises(Stopped) as first:
+        train(resolved)
+    assert first.value.status == 143
+    assert str(first.value) == f"SIGTERM; step 1 is saved; go on with: quatrain train --resume {run}"
+    assert _checkpoints(run) == [1]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    log = (run / "run.log").read_text()
+    assert f"INFO quatrain.report.sinks: stopped: {first.value}" in log
+    assert "Traceback" not in log
+    assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
+
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 1)
+    with _signalled(signal.SIGHUP, *update), pytest.raises(Stopped) as second:
+        train(resolved, resume="stopped")
+    assert second.value.status == 129
+    assert _checkpoints(run) == [1, 2]
+    assert "eval/reward" not in read_metrics(run / "metrics.jsonl")[2]
+
     with _interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(_resolved(tmp_path, "broken", *options))
-    summary = train(_resolved(tmp_path, "broken", *options), resume="broken")
+        train(resolved, resume="stopped")
+    assert _checkpoints(run) == [1, 2]
+    summary = train(resolved, resume="stopped")
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -192,9 +242,36 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
     weights = [s.run / "final" / "model.safetensors" for s in (whole, summary)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert steady_metrics(whole.run) == steady_metrics(summary.run)
-    for step in (3, 4):
+    for step in (1, 2, 3, 4):
         name = f"samples/step_{step:06d}.jsonl"
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
+    assert not any(thread.name == "signals" for thread in threading.enumerate())
+
+
+def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
+    resolved = _resolved(tmp_path, "early", "run.steps=1", "sft.steps=0")
+    evaluation = (RolloutEngine, "generate", lambda *arguments: True)
+    with _signalled(signal.SIGINT, *evaluation), pytest.raises(Stopped) as stopped:
+        train(resolved)
+    assert str(stopped.value) == (
+        "SIGINT; before its first step; start it again with: quatrain train --resume auto "
+        f"--set run.name=early --set run.dir={tmp_path}"
+    )
+
+
+def test_stopped_in_the_warm_start_of_sft(tmp_path):
+    steps = (SupervisedLearner, "step", lambda *arguments: True)
+    with (
+        _signalled(signal.SIGTERM, *steps),
+        pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
+    ):
+        supervise(_resolved(tmp_path, "sft", "sft.steps=5"))
+
+
+def test_a_run_in_another_thread_than_the_main_one(tmp_path):
+    resolved = _resolved(tmp_path, "threaded", "run.steps=1", "sft.steps=0", "data.eval=null")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, resolved).result().steps == 1
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +313,20 @@ def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_
         final = [(each.run / "final" / "model.safetensors").read_bytes() for each in (whole, other)]
         assert final[0] == final[1]
         assert steady_metrics(whole.run) == steady_metrics(other.run)
+
+
+def test_a_run_ahead_that_is_stopped_between_two_fences_goes_on_and_says_what_differs(ahead, tmp_path):
+    whole, options = ahead
+    resolved = _resolved(tmp_path, "stopped", *options)
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 3)
+    with _signalled(signal.SIGTERM, *update), pytest.raises(Stopped, match="step 4 is saved"):
+        train(resolved)
+    run = train(resolved, resume="stopped").run
+    rows = [read_metrics(each / "metrics.jsonl") for each in (run, whole.run)]
+    # Until the stop as without; then batch 5 is sampled by the weights after step 4, as is batch 6.
+    ages = [[row["async/staleness_max"] for row in each[1:]] for each in rows]
+    assert ages == [[0, 2, 4, 0, 0, 2], [0, 2, 4, 0, 2, 4]]
+    assert "the checkpoint of step 4 is not one of checkpoint.every_steps" in (run / "run.log").read_text()
 
 
 def test_staleness_without_a_correction_is_refused_before_anything_runs(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.stop import Stopped
 from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
 from quatrain.report.metrics import MetricsFile, reduce_metrics
@@ -102,8 +103,12 @@ class Report:
             _root_log.info(text)
 
     def failed(self, error: BaseException) -> None:
-        """Write the error that ended the run, with its traceback, to `run.log`; the caller must print it."""
-        if self._main:
+        """Write what ended the run, an error with its traceback, to `run.log`; the caller must print it."""
+        if not self._main:
+            return
+        if isinstance(error, Stopped):
+            _log.info("stopped: %s", error, extra={"only_in_file": True})
+        else:
             _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
 
     def close(self) -> None:
