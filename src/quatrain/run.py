@@ -23,9 +23,9 @@ from quatrain.cluster.processes import agreement, decided_by_main, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
-from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
+from quatrain.config.secrets import redact, redact_values
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
 from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
@@ -532,8 +532,11 @@ def _counts(state: ModelState) -> dict[str, int]:
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys that determine what is sampled for each training step; they must not change on resume."""
-    return {
+    """The keys that determine what is sampled for each training step; they must not change on resume.
+
+    They are part of the checkpoint, hence redacted.
+    """
+    kept = {
         "seed": config.seed,
         "data.train": config.data.train,
         "data.batch_size": config.data.batch_size,
@@ -546,3 +549,5 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }
+    redacted: dict[str, Any] = redact_values(kept, os.environ)
+    return redacted

@@ -148,7 +148,9 @@ def test_a_signal_stops_all(number):
     assert all_ended(pids)
 
 
-SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print('saved', flush=True), sys.exit(143)))"
+SAVES = (
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print('saved', flush=True), sys.exit(143)))"
+)
 
 
 def test_processes_get_the_time_that_they_need_to_stop():

@@ -5,8 +5,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import types
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from runs import steady_metrics
 
+from quatrain import cli
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.stop import Stopped
+from quatrain.config import secrets
 from quatrain.config.load import load_config
 from quatrain.draw import NoSignal
 from quatrain.evaluate import evaluate_run, finite_numbers
@@ -184,7 +187,7 @@ def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
 
 @contextmanager
 def _signalled(number, owner, name, when):
-    """Signal `number` at the beginning of method `name` of `owner`, the first time that `when(*arguments)`."""
+    """Signal `number` when method `name` of `owner` begins, the first time that `when(*arguments)`."""
     plain, sent = getattr(owner, name), []
 
     def signals(*arguments, **options):
@@ -266,12 +269,6 @@ def test_stopped_in_the_warm_start_of_sft(tmp_path):
         pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
     ):
         supervise(_resolved(tmp_path, "sft", "sft.steps=5"))
-
-
-def test_a_run_in_another_thread_than_the_main_one(tmp_path):
-    resolved = _resolved(tmp_path, "threaded", "run.steps=1", "sft.steps=0", "data.eval=null")
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(train, resolved).result().steps == 1
 
 
 @pytest.fixture(scope="module")
@@ -409,6 +406,88 @@ def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp
     assert "no complete checkpoint: starting mine again" in (run / "run.log").read_text()
     assert (run / "final" / "model.safetensors").is_file()
     assert [p.name for p in run.glob("config*.yaml")] == ["config.yaml"]
+
+
+def test_secrets_are_in_no_file_and_no_line_of_a_run(tmp_path, monkeypatch, capfd):
+    """Secrets stand in a `.env` file, in data, settings and errors, in a reward's name and in its output."""
+    dotenv = {
+        "DATABASE_URL": "postgres://me:pa55w0rd@db.example/x",
+        "GITHUB_PAT": "ghp_0123456789abcdefghij",
+        "PGPASS": "xyzzy7",
+        "ANY_NAME": "correct-horse-battery",
+    }
+    exported = {"PIP_INDEX": "https://me:inde%78pw@pypi.example/", "OTHER_API_KEY": 'quo"té\\key'}
+    found = [*dotenv.values(), *exported.values(), "pa55w0rd", "inde%78pw", "indexpw"]
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in dotenv.items()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, **exported, "HOME": str(tmp_path)})
+    monkeypatch.setattr(secrets, "_of_dotenv", set())
+    told = []
+    service = types.SimpleNamespace(
+        init=lambda **options: told.append(options) or service,
+        log=lambda numbers, step: told.append(numbers),
+        add_scalar=lambda *numbers: told.append(numbers),
+        finish=lambda: None,
+        close=lambda: None,
+        SummaryWriter=lambda *options, **more: service,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setitem(sys.modules, "tensorboardX", service)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i} {text}"}], "answer": text, "note": {"of": text}}
+        for i, text in enumerate(found)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "import logging, sys, warnings\n\n\n"
+        "def shows(prompts, completions, note, answer):\n"
+        "    print(note, answer)\n    print(prompts, file=sys.stderr)\n"
+        "    with open('seen', 'a') as seen:\n        seen.write(''.join(answer))\n"
+        "    logging.getLogger('quatrain').warning('%s', answer)\n"
+        "    raise OSError(f'cannot connect to {answer[0]}')\n\n\n"
+        "xyzzy7 = shows\n\n\ndef returns_text(answer, completions):\n    return answer[0]\n"
+    )
+
+    def updated(learner, state, batch):  # compiling one tells nothing here
+        return replace(state, train_step=state.train_step + 1)
+
+    monkeypatch.setattr(Learner, "step", updated)
+
+    def command(name, *options):
+        settings = (
+            *SMALL, f"run.dir={tmp_path}/runs", f"run.name={name}", "sft.steps=0", "run.steps=1",
+            "data.train=data.jsonl", "data.eval=null", "run.compilation_cache=null", "rollout.n=2",
+            "data.max_prompt_length=128", "data.batch_size=9", "rollout.max_new_tokens=4", *options,
+        )  # fmt: skip
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        monkeypatch.setattr(sys, "argv", ["quatrain", "train", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code
+
+    rewards = "reward.functions={'rewards.py:shows': 1.0, 'rewards.py:xyzzy7': 0.5}"
+    services = ("logging.wandb=offline", "logging.tensorboard=true", "logging.samples_per_step=16")
+    prompt = f"data.system_prompt=ask {dotenv['DATABASE_URL']}"
+    assert command("shown", rewards, prompt, *services) == 0
+    assert command("fails", "reward.functions={'rewards.py:returns_text': 1.0}") == 2
+
+    printed = "".join(capfd.readouterr())
+    assert f"warning: {tmp_path}/.env holds secrets and can be read by others (mode 6" in printed
+    assert "OSError: cannot connect to [redacted]" in printed
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    texts = {"printed": printed, "told": repr(told)}
+    texts |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    for where, text in texts.items():
+        for secret in found:
+            for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+                assert form not in text, where
+    seen = (tmp_path / "seen").read_text()  # what is written is redacted, not what is trained on
+    assert all(secret in seen for secret in found)
+    samples = (tmp_path / "runs/shown/samples/step_000001.jsonl").read_text().splitlines()
+    assert len(samples) == 16
+    assert all(" [redacted]" in json.loads(sample)["prompt"][-1]["content"] for sample in samples)
+    assert "ask [redacted]" in (tmp_path / "runs/shown/config.yaml").read_text()
+    assert "reward/[redacted]/mean" in (tmp_path / "runs/shown/metrics.jsonl").read_text()
 
 
 def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from quatrain.report.streams import unbroken_output
+from quatrain.report.streams import guarded_output
 
 PRINTS = (
-    "import sys\nfrom quatrain.report.streams import unbroken_output\n"
-    "with unbroken_output():\n"
+    "import sys\nfrom quatrain.report.streams import guarded_output\n"
+    "with guarded_output(str):\n"
     "    for i in range(20000):\n        print('line', i, file=getattr(sys, sys.argv[1]))\n"
     "    open(sys.argv[2], 'w').write('went on')\n"
 )
@@ -27,10 +27,18 @@ def test_a_reader_that_leaves_does_not_end_the_writer(stream, tmp_path):
     assert done.read_text() == "went on"
 
 
+def test_printed_text_is_redacted(capsys):
+    with guarded_output(lambda text: text.replace("hunter2", "***")):
+        assert sys.stdout.write("a hunter2") == 9
+        print("b", "hunter2", file=sys.stderr)
+        sys.stderr.writelines(["c hun", "ter2"])
+    assert capsys.readouterr() == ("a ***", "b ***\nc ***")
+
+
 def test_other_errors_of_a_stream_are_raised():
     code = (
-        "import sys\nfrom quatrain.report.streams import unbroken_output\n"
-        "with unbroken_output():\n    print('x', flush=True)\n"
+        "import sys\nfrom quatrain.report.streams import guarded_output\n"
+        "with guarded_output(str):\n    print('x', flush=True)\n"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -40,7 +48,7 @@ def test_other_errors_of_a_stream_are_raised():
 
 def test_a_stream_is_otherwise_as_it_was(capsys):
     before = sys.stdout
-    with unbroken_output():
+    with guarded_output(str):
         print("a", end="")
         sys.stdout.writelines(["b", "c"])
         assert sys.stdout.encoding == before.encoding

@@ -5,8 +5,11 @@ Used for every configuration source: YAML files, `--set`, the environment and `.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+
+from quatrain.config.secrets import redact
 
 SHOWN_VALUE_LENGTH = 80
 
@@ -34,6 +37,6 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as text for an error message, truncated to SHOWN_VALUE_LENGTH characters."""
-    text = repr(value)
+    """`value` as text for an error message, redacted and truncated to SHOWN_VALUE_LENGTH characters."""
+    text = redact(repr(value), os.environ)
     return text if len(text) <= SHOWN_VALUE_LENGTH else text[: SHOWN_VALUE_LENGTH - 1] + "…"

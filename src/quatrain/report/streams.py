@@ -1,6 +1,6 @@
-"""Standard output and error that outlive their reader: `quatrain train | head -2` goes on training.
+"""Standard output and error without secrets, which outlive their reader: `quatrain train | head -2` goes on.
 
-Used by the command line around every command.
+Used by the command line around every command, for all that Python prints, such as a reward function.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 @contextmanager
-def unbroken_output() -> Iterator[None]:
-    """Within the block, what is printed after the reader has gone is dropped, and no error is raised."""
+def guarded_output(redact: Callable[[str], str]) -> Iterator[None]:
+    """Within the block, printed text goes through `redact`, and is dropped once its reader has gone."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Unbroken(stream)) for stream in before)
+    sys.stdout, sys.stderr = (cast(TextIO, _Guarded(stream, redact)) for stream in before)
     try:
         yield
     finally:
@@ -30,17 +30,19 @@ def unbroken_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class _Unbroken:
-    """`stream`, whose file is exchanged for the null device when its reader has gone."""
+class _Guarded:
+    """`stream` with redacted text; its file is exchanged for the null device when its reader has gone."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, redact: Callable[[str], str]):
+        self._stream, self._redact = stream, redact
 
     def write(self, text: str) -> int:
-        return self._try(lambda: self._stream.write(text), len(text))
+        redacted = self._redact(text)
+        self._try(lambda: self._stream.write(redacted), 0)
+        return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        self._try(lambda: self._stream.writelines(lines), None)
+        self.write("".join(lines))
 
     def flush(self) -> None:
         self._try(self._stream.flush, None)
