@@ -87,7 +87,9 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             folder.write_config(dump_yaml(resolved))
         with stop.interruptible():
             run = Run(resolved, folder, stop)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Stopped):
+            error.advice = "the run had not begun; give the same command again"
         folder.discard()
         raise
     run.report = Report(

@@ -117,7 +117,8 @@ def launcher(code=""):
     """A running launcher of two processes, which run `code` and wait, and their process ids."""
     program = f"import os, signal, sys, time\n{code}\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
     script = (
-        "import sys\nfrom quatrain.cluster.launch import launch\n"
+        "import signal, sys\nfrom quatrain.cluster.launch import launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where a shell had it ignored
         f"program = (sys.executable, '-c', {program!r})\n"
         "sys.exit(launch(['train'], processes=2, devices_per_process=1, program=program, grace_s=0.2))"
     )
@@ -126,7 +127,6 @@ def launcher(code=""):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     return popen, [int(popen.stdout.readline().split()[1]) for _ in range(2)]
 

@@ -12,17 +12,26 @@ import pytest
 
 from quatrain.cluster.stop import Agreement, Signals, Stop, Stopped
 
-LOOP = "import os, signal, sys, time\nfrom quatrain.cluster.stop import *\n"
+LOOP = (
+    "import os, signal, sys, time\nfrom quatrain.cluster.stop import *\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where a shell had it ignored
+)
 
 
-def run_script(code, *numbers, after_s=0.2, **options):
+@pytest.fixture(autouse=True)
+def _interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run_script(code, *numbers, after_s=0.2):
     """Status and output of a process, once it has printed a line and got signals `numbers`."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP + code],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        **options,
     )
     line = process.stdout.readline()
     for number in numbers:
@@ -101,9 +110,9 @@ def test_signals_that_others_handle_stay_theirs():
 
 
 def test_a_run_under_nohup_outlives_its_terminal():
-    code = "with Stop() as stop:\n    print('open', flush=True)\n    time.sleep(0.5)\n    stop.border()\n"
-    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
-    assert run_script(code, signal.SIGHUP, **ignore) == (0, "open\n")
+    code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "with Stop() as stop:\n    print('open', flush=True)\n    time.sleep(0.5)\n    stop.border()\n"
+    assert run_script(code, signal.SIGHUP) == (0, "open\n")
 
 
 BUSY = (

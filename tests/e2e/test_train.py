@@ -16,6 +16,7 @@ import pytest
 from runs import steady_metrics
 
 from quatrain import cli
+from quatrain import run as run_module
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.stop import Stopped
 from quatrain.config import secrets
@@ -254,12 +255,22 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
 def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     resolved = _resolved(tmp_path, "early", "run.steps=1", "sft.steps=0")
     evaluation = (RolloutEngine, "generate", lambda *arguments: True)
-    with _signalled(signal.SIGINT, *evaluation), pytest.raises(Stopped) as stopped:
+    with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(resolved)
     assert str(stopped.value) == (
-        "SIGINT; before its first step; start it again with: quatrain train --resume auto "
+        "SIGTERM; before its first step; start it again with: quatrain train --resume auto "
         f"--set run.name=early --set run.dir={tmp_path}"
     )
+
+
+def test_stopped_while_it_is_loaded_leaves_no_folder(tmp_path):
+    loading = (run_module, "build_scorer", lambda *arguments: True)
+    with (
+        _signalled(signal.SIGTERM, *loading),
+        pytest.raises(Stopped, match="the run had not begun; give the"),
+    ):
+        train(_resolved(tmp_path, "early"))
+    assert not (tmp_path / "early").exists()
 
 
 def test_stopped_in_the_warm_start_of_sft(tmp_path):

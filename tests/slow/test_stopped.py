@@ -20,6 +20,10 @@ SETTINGS = (
     "eval.every_steps=3", "eval.num_prompts=4", "eval.final_num_prompts=4",
 )  # fmt: skip
 TWO = ("launch", "--processes", "2", "--devices-per-process", "1", "--")
+QUATRAIN = (  # where a shell had SIGINT ignored, too
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from quatrain.cli import main; main()"
+)
 TIMEOUT_S = 600.0
 ENDS_WITHIN_S = 60.0
 """A signal may come while a program is being compiled, on a machine that does other things too."""
@@ -28,7 +32,7 @@ ENDS_WITHIN_S = 60.0
 def start(folder: Path, *launcher: str, resume: bool = False) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     options = [x for s in (*SETTINGS, f"run.dir={folder}", "run.name=run") for x in ("--set", s)]
-    command = [sys.executable, "-m", "quatrain.cli", *launcher, "train", *options]
+    command = [sys.executable, "-c", QUATRAIN, *launcher, "train", *options]
     if resume:
         command += ["--resume", "auto"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
@@ -39,7 +43,6 @@ def start(folder: Path, *launcher: str, resume: bool = False) -> subprocess.Pope
             stdout=log,
             stderr=log,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
 

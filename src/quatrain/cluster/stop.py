@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +22,7 @@ UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)
 REPEATED_S = 1.0
 """Signals this soon after the first are the same request: schedulers and `timeout` send it to a process and
 to its group."""
+STDERR = 2
 SHOW_CURSOR = "\x1b[?25h"
 
 logger = logging.getLogger(__name__)
@@ -111,16 +112,18 @@ class Signals:
                 continue
             if first is None:
                 first = now
-                self._on_first(number)
+                # In a thread of its own: what it prints may have to wait, and a second signal may not.
+                threading.Thread(target=self._on_first, args=(number,), daemon=True).start()
             elif now - first >= REPEATED_S:
                 self._end(number)
         os.close(reading)
 
     def _end(self, number: int) -> None:
         self._on_second(number)
+        ended = f"ended at once by a second signal, {signal.Signals(number).name}\n"
         with suppress(OSError, ValueError):
-            ended = f"ended at once by a second signal, {signal.Signals(number).name}"
-            print((SHOW_CURSOR if sys.stderr.isatty() else "") + ended, file=sys.stderr, flush=True)
+            if select.select([], [STDERR], [], 0)[1]:  # else writing would wait for a reader
+                os.write(STDERR, ((SHOW_CURSOR if os.isatty(STDERR) else "") + ended).encode())
         os._exit(128 + number)
 
 
