@@ -86,8 +86,9 @@ replaced by `[redacted]`. What is trained on does not change. Secrets are
 No secrets are switches (`true`), numbers of up to 5 digits, paths that exist, and variables `QUATRAIN__…`,
 which are configuration; in a `.env` file also lists of numbers and what a configuration key has by default or
 offers for a choice (`bfloat16`). A secret is also found line by line, escaped as in JSON or Python, and with
-the escapes of a URL; it is not found in pieces, in other encodings, or in what other programs print. W&B gets
-neither the console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
+the escapes of a URL; it is not found in pieces, in other encodings, in what other programs print, or in what
+a program of yours prints beside the run that it started with `quatrain.train.train`. W&B gets neither the
+console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
 the `config.yaml` of a run, can be used again once `--set` or the environment gives the key its value.
 
 Weights and the model folder `final/` hold no text of a run but tokenizer and chat template of the model;
