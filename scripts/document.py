@@ -71,8 +71,29 @@ working directory), or, if that does not exist, `~/.env`. The file sets only var
 `.env.example` shows the format, which is python-dotenv's without substitution of `${NAME}`; an error in the
 file names the line and does not show it. Git ignores `.env`. The configuration depends on no other
 environment variables than those with the prefix `QUATRAIN__`, `WANDB_MODE`, and whether `WANDB_API_KEY` is
-set. In everything that is printed or written, the values of variables named `*_API_KEY`, `*_TOKEN`,
-`*_SECRET` or `*PASSWORD*` are replaced by `[redacted]`.
+set. A `.env` file that others than its owner can read is warned about.
+
+In everything that a run prints or writes (configuration, log, samples, names of metrics, W&B, TensorBoard,
+error messages, checkpoints' settings, and what Python code such as a reward function prints) secrets are
+replaced by `[redacted]`. What is trained on does not change. Secrets are
+
+- **by name**, the values of 4 characters or more of variables such as `*_KEY`, `*_TOKEN`, `*_PAT`, `*_AUTH`,
+  `*_DSN`, and of those whose names contain `SECRET`, `PASSWORD`, `CREDENTIAL`, or end in `PASS`;
+- **by form**, whatever the variable: tokens of known services (`hf_…`, `sk-…`, `ghp_…`, `AKIA…`, `eyJ….…`),
+  private keys, and passwords in URLs (`postgres://me:PASSWORD@host`) and connection strings (`Password=…;`),
+  together with the whole value;
+- **by place**, every other value of 8 characters or more in the `.env` file.
+
+No secrets are switches (`true`), numbers of up to 5 digits, paths that exist, and variables `QUATRAIN__…`,
+which are configuration; in a `.env` file also lists of numbers and what a configuration key has by default or
+offers for a choice (`bfloat16`). A secret is also found line by line, escaped as in JSON or Python, and with
+the escapes of a URL; it is not found in pieces, in other encodings, in what other programs print, or in what
+a program of yours prints beside the run that it started with `quatrain.train.train`. W&B gets neither the
+console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
+the `config.yaml` of a run, can be used again once `--set` or the environment gives the key its value.
+
+Weights and the model folder `final/` hold no text of a run but tokenizer and chat template of the model;
+checkpoints hold the settings that a resume compares (`data.train` and names of columns, redacted).
 
 With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 """

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from quatrain import cli
 from quatrain.cluster import processes as hosts
+from quatrain.cluster.stop import Stopped
 
 COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
@@ -221,11 +223,11 @@ def test_debug_shows_the_traceback(monkeypatch):
         cli.main()
 
 
-class Stopped(RuntimeError):
+class Refused(RuntimeError):
     pass
 
 
-Stopped.__module__ = "quatrain.update.learner"
+Refused.__module__ = "quatrain.update.learner"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ Stopped.__module__ = "quatrain.update.learner"
             "error: [Errno 28] No space left on device: 'runs/x'",
         ),
         (ValueError("bad rows"), 2, "error: bad rows"),
-        (Stopped("too many bad steps"), 1, "error: too many bad steps"),
+        (Refused("too many bad steps"), 1, "error: too many bad steps"),
     ],
 )
 def test_errors_of_a_run_are_one_line(quatrain, monkeypatch, error, status, line):
@@ -264,6 +266,33 @@ def test_an_error_never_shows_a_secret(quatrain, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2-token")
     stand_in(monkeypatch, "train", "train", fail)
     assert quatrain("train") == (2, "", "error: cannot log in with [redacted]\n")
+
+
+def test_a_traceback_never_shows_a_secret(quatrain, monkeypatch, capsys):
+    def fail(resolved, *, resume):
+        raise KeyError("no hunter2-token")
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    monkeypatch.setattr(sys, "excepthook", None)
+    stand_in(monkeypatch, "train", "train", fail)
+    with pytest.raises(KeyError) as fault:
+        quatrain("train")
+    sys.excepthook(fault.type, fault.value, fault.tb)
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("KeyError: 'no [redacted]'\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_run_prints_its_line_and_exits_with_the_signals_status(quatrain, monkeypatch, number):
+    def stop(resolved, *, resume):
+        stopped = Stopped(number)
+        stopped.advice = "step 3 is saved; go on with: quatrain train --resume x"
+        raise stopped
+
+    stand_in(monkeypatch, "train", "train", stop)
+    line = f"stopped: {number.name}; step 3 is saved; go on with: quatrain train --resume x\n"
+    assert quatrain("train") == (128 + number, "", line)
 
 
 def test_an_interrupt_exits_with_130(quatrain, monkeypatch):

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import quatrain
+from quatrain.cluster.launcher import end_with_launcher
+from quatrain.report.streams import guarded_output
 
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
@@ -316,12 +318,13 @@ def _print_numbers(numbers: dict[str, float]) -> None:
 
 def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
-    from quatrain.config.environment import load_dotenv
+    from quatrain.config.environment import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
-    load_dotenv(os.environ)
+    dotenv = load_dotenv(os.environ)
+    readable = warn_if_others_can_read(dotenv) if dotenv else None
     resolved = load_config(path, overrides or (), os.environ)
-    for warning in resolved.warnings:
+    for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved
 
@@ -336,6 +339,7 @@ def _together(
     `run.compilation_cache` says.
     """
     from quatrain.cluster import processes as hosts
+    from quatrain.cluster.stop import Stopped
 
     settings = resolved.config.distributed
     hosts.initialize(
@@ -352,6 +356,12 @@ def _together(
         resolved = _one_configuration(resolved)
         with compilation_cache(resolved.config.run.compilation_cache):
             yield resolved
+    except Stopped as stopped:  # in all processes at once
+        speaks = hosts.is_main_process()
+        hosts.shutdown()
+        if speaks:
+            _complain("stopped", str(stopped))
+        sys.exit(stopped.status)
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted")
     hosts.shutdown()
@@ -423,13 +433,28 @@ def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:
 
 
 def _complain(kind: str, message: str) -> None:
-    from quatrain.config.environment import redact
-
-    for line in redact(message, os.environ).splitlines():
+    for line in _redact(message).splitlines():
         typer.echo(f"{kind}: {line}", err=True)
 
 
 def main() -> None:
+    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it."""
+    end_with_launcher(os.environ)
+    with guarded_output(_redact):
+        _main()
+
+
+def _redact(text: str) -> str:
+    from quatrain.config.secrets import redact
+
+    return redact(text, os.environ)
+
+
+def _print_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(_redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+def _main() -> None:
     """Runs the command line; prints an error of the user as one line on stderr.
 
     With `QUATRAIN_DEBUG=1` it prints a traceback instead.
@@ -449,6 +474,7 @@ def main() -> None:
             hosts.wait_for_failure_message()
         if os.environ.get("QUATRAIN_DEBUG") == "1" or not (own or asked):
             if hosts is None:
+                sys.excepthook = _print_fault
                 raise
             traceback.print_exc()
             _end(FAILED_RUN, message)
@@ -466,9 +492,7 @@ def _end(status: int, message: str) -> NoReturn:
     """Exits with `status`; the other processes of the run receive `message` and end too."""
     hosts = _with_others()
     if hosts is not None:
-        from quatrain.config.environment import redact
-
-        hosts.abandon(redact(message, os.environ), status)
+        hosts.abandon(_redact(message), status)
     sys.exit(status)
 
 

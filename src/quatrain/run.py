@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +19,13 @@ import jax
 
 from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
-from quatrain.cluster.processes import decided_by_main, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, num_processes
+from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
-from quatrain.config.environment import redact
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
+from quatrain.config.secrets import redact, redact_values
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
 from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
@@ -37,7 +39,7 @@ from quatrain.plan.batches import render
 from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
-from quatrain.report.run_dir import RunDir
+from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.saved_state import check_saved_state
@@ -67,8 +69,14 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
     For invalid input it raises an error before logging starts, deletes a new folder and does not change the
-    folder of a resumed run.
+    folder of a resumed run. A signal that stops the run raises `Stopped`, with the command to go on.
     """
+    with Stop(agreement()) as stop, _opened(resolved, resume, stop) as run:
+        yield run
+
+
+@contextmanager
+def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]:
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
     folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
@@ -79,8 +87,11 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
         try:
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
-            run = Run(resolved, folder)
-        except BaseException:
+            with stop.interruptible():
+                run = Run(resolved, folder, stop)
+        except BaseException as error:
+            if isinstance(error, Stopped):
+                error.advice = "the run had not begun; give the same command again"
             folder.discard()
             raise
         run.report = Report(
@@ -94,6 +105,8 @@ def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
                 with closing(run):
                     yield run
             except BaseException as error:
+                if isinstance(error, Stopped):
+                    error.advice = run.how_to_go_on()
                 run.report.failed(error)
                 raise
 
@@ -103,9 +116,11 @@ class Run:
 
     report: Report
     progress: Progress
+    resumable = True
+    """Whether `quatrain train` goes on with the run after it was stopped."""
 
-    def __init__(self, resolved: Resolved, folder: RunDir):
-        self.resolved, self.config, self.folder = resolved, resolved.config, folder
+    def __init__(self, resolved: Resolved, folder: RunDir, stop: Stop):
+        self.resolved, self.config, self.folder, self.stop = resolved, resolved.config, folder, stop
         config = self.config
         self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
         self.reference = Checkpointer(folder.path / "reference")
@@ -143,6 +158,8 @@ class Run:
         self.ahead = self._ahead()
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
+        self._evaluated: int | None = None
+        """The training step that was evaluated last."""
 
     @property
     def step_size(self) -> str:
@@ -182,7 +199,8 @@ class Run:
         """The batch of the training step that begins with `state`."""
         if self.config.rollout.max_staleness:
             self.progress.stage("waiting for the rollout")
-        taken = self.ahead.take(state)
+        with self.stop.interruptible():
+            taken = self.ahead.take(state)
         for stage, seconds in taken.seconds.items():
             self.timer.add(stage, seconds)
         return taken
@@ -253,6 +271,7 @@ class Run:
         self.progress.phase("warm start", total=steps)
 
         def on_step(step: int, metrics: Metrics) -> None:
+            self.stop.border()
             self.progress.step(step)
             if log_every_step:
                 self.report.log(step, metrics)
@@ -304,6 +323,7 @@ class Run:
             self.progress.beside(f"rollout: {decoding}")
         else:
             self.progress.detail(str(decoding))
+        self.stop.border()
 
     def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch) -> None:
         """Log the metrics and samples of a training step, and update the progress display."""
@@ -343,9 +363,12 @@ class Run:
 
     def evaluate_when_due(self, state: TrainState) -> None:
         """Evaluate every `eval.every_steps` training steps, except after the last."""
-        every = self.config.eval.every_steps
-        if every and state.train_step % every == 0 and state.train_step < self.steps:
+        if self._evaluation_is_due(state.train_step):
             self._evaluate(state.params, state.train_step, self.config.eval.num_prompts, "evaluation")
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.eval.every_steps
+        return bool(every) and step % every == 0 and step < self.steps and step != self._evaluated
 
     def _evaluate(self, params: Any, step: int, count: int | None, name: str) -> dict[str, float]:
         if self.heldout is None:
@@ -363,8 +386,9 @@ class Run:
                 on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
             )
 
-        with self.timer.stage("eval"):
+        with self.stop.interruptible(), self.timer.stage("eval"):
             metrics = self.ahead.run(job)
+        self._evaluated = step
         self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
         numbers = finite_numbers(metrics)
         self.accuracy = numbers.get("eval/accuracy_strict")
@@ -432,6 +456,7 @@ class Run:
             "num_prompts": len(self.prompts),
             "before": self.before,
             "accuracy": self.accuracy,
+            "evaluation_due": self._evaluation_is_due(state.train_step),
         }
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
@@ -474,6 +499,8 @@ class Run:
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
+        self._evaluated = None if host.get("evaluation_due") else step
+        self._announce_moved_fence(step)
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
             state,
@@ -485,6 +512,26 @@ class Run:
             reward_kl_coef=host.get("reward_kl_coef", state.reward_kl_coef),
             place=PromptPlace(**host.get("place", {"next_prompt": step * self.config.data.batch_size})),
         )
+
+    def _announce_moved_fence(self, step: int) -> None:
+        every = self.config.checkpoint.every_steps
+        if self.config.rollout.max_staleness and (not every or step % every):
+            self.report.event(
+                f"the checkpoint of step {step} is not one of checkpoint.every_steps: the next batches are "
+                "sampled by newer weights than in a run that was not stopped there"
+            )
+
+    def how_to_go_on(self) -> str:
+        """What a run that was stopped has saved, and the command that goes on with it."""
+        steps, settings = checkpoint_steps(self.folder.path), self.config.run
+        if not self.resumable:
+            return f"nothing was saved; remove {self.folder.path}, or choose another run.name, to start again"
+        if steps:
+            command = f"quatrain train --resume {shlex.quote(str(self.folder.path))}"
+            return f"step {max(steps)} is saved; go on with: {command}"
+        where = [f"run.name={self.folder.name}", f"run.dir={settings.dir}"]
+        options = " ".join(f"--set {shlex.quote(option)}" for option in where)
+        return f"before its first step; start it again with: quatrain train --resume auto {options}"
 
     def export(self, params: Any) -> None:
         """Write the model for transformers, and wait for the last checkpoint."""
@@ -536,8 +583,11 @@ def _counts(state: ModelState) -> dict[str, int]:
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys that determine what is sampled for each training step; they must not change on resume."""
-    return {
+    """The keys that determine what is sampled for each training step; they must not change on resume.
+
+    They are part of the checkpoint, hence redacted.
+    """
+    kept = {
         "seed": config.seed,
         "data.train": config.data.train,
         "data.batch_size": config.data.batch_size,
@@ -550,3 +600,5 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }
+    redacted: dict[str, Any] = redact_values(kept, os.environ)
+    return redacted

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from quatrain.ahead import Taken
+from quatrain.cluster.stop import Stopped
 from quatrain.config.load import Resolved
 from quatrain.draw import NoSignal
 from quatrain.report.progress import Progress
@@ -46,7 +47,7 @@ def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
-    checkpoint.
+    checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
     """
     with open_run(resolved, resume) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
@@ -60,21 +61,22 @@ def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
 
 def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
     run.progress.phase("train")
+    run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:
             with run.timed_step():
                 taken = run.take(state)
                 state, advantaged = train_step(stages, state, taken, run.timed)
+            run.record(state.train_step, state.metrics, advantaged)
+            run.evaluate_when_due(state)
+            run.save_when_due(state)
         except TooManyBadSteps as stopped:
             run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
             run.save(stopped.state)
             raise
-        except NoSignal:
+        except (NoSignal, Stopped):
             run.save(state)
             raise
-        run.record(state.train_step, state.metrics, advantaged)
-        run.evaluate_when_due(state)
-        run.save_when_due(state)
     return state
 
 
@@ -87,6 +89,7 @@ def supervise(resolved: Resolved) -> Summary:
     if not steps:
         raise ValueError("supervised training needs a number of steps: sft.steps is 0; set it to 1 or more")
     with open_run(resolved, None) as run:
+        run.resumable = False
         run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
         with Progress(steps) as run.progress:
             run.evaluate_first(run.loaded.params, run.config.eval.final_num_prompts)

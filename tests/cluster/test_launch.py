@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -112,23 +113,85 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_all(number, tmp_path):
+def launcher(code=""):
+    """A running launcher of two processes, which run `code` and wait, and their process ids."""
+    program = f"import os, signal, sys, time\n{code}\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
     script = (
-        "import sys\nfrom quatrain.cluster.launch import launch\n"
-        "program = (sys.executable, '-c', "
-        "'import os, time; print(os.getpid(), flush=True); time.sleep(600)')\n"
-        "sys.exit(launch(['train'], processes=2, devices_per_process=1, program=program, grace_s=5))"
+        "import signal, sys\nfrom quatrain.cluster.launch import launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where a shell had it ignored
+        f"program = (sys.executable, '-c', {program!r})\n"
+        "sys.exit(launch(['train'], processes=2, devices_per_process=1, program=program, grace_s=0.2))"
     )
     popen = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    pids = [int(popen.stdout.readline().split()[1]) for _ in range(2)]
+    return popen, [int(popen.stdout.readline().split()[1]) for _ in range(2)]
+
+
+def all_ended(pids):
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_all(number):
+    popen, pids = launcher()
     popen.send_signal(number)
     _, err = popen.communicate(timeout=60)
-    assert popen.returncode == 130
-    assert "error: interrupted" in err
-    assert [is_running(pid) for pid in pids] == [False, False]
+    assert popen.returncode == 128 + number
+    assert f"{number.name}: all processes are stopped; a second signal ends them at once" in err
+    assert all_ended(pids)
+
+
+SAVES = (
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print('saved', flush=True), sys.exit(143)))"
+)
+
+
+def test_processes_get_the_time_that_they_need_to_stop():
+    popen, _ = launcher(SAVES)
+    popen.send_signal(signal.SIGTERM)
+    out, _ = popen.communicate(timeout=60)
+    assert popen.returncode == 143
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def test_a_second_signal_ends_all_at_once():
+    popen, pids = launcher("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    popen.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    assert popen.poll() is None
+    popen.send_signal(signal.SIGTERM)
+    popen.communicate(timeout=60)
+    assert popen.returncode == 143
+    assert all_ended(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_processes_end_with_a_launcher_that_is_killed():
+    code = (
+        "from quatrain.cluster.launcher import end_with_launcher\nend_with_launcher(os.environ)\n"
+        "assert 'QUATRAIN_LAUNCHER' not in os.environ"
+    )
+    popen, pids = launcher(code)
+    popen.kill()
+    popen.communicate(timeout=60)
+    assert all_ended(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_process_whose_launcher_ended_before_it_began_ends_too():
+    code = (
+        "import os\nfrom quatrain.cluster.launcher import *\nend_with_launcher(os.environ)\nprint('went on')"
+    )
+    environ = {**os.environ, "QUATRAIN_LAUNCHER": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 @pytest.mark.parametrize(

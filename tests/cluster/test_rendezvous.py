@@ -1,14 +1,17 @@
 """The connection between process 0 and the others, its processes being threads here."""
 
 import contextlib
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from quatrain.cluster import rendezvous
 from quatrain.cluster.rendezvous import Connections, accept_processes, connect_to_main
+from quatrain.cluster.stop import Stopped
 
 
 @pytest.fixture
@@ -55,6 +58,25 @@ def test_all_leave_together(three, pool):
     three[2].connections.leave(10)
     assert [leaving.result(10) for leaving in first] == [None, None]
     assert [process.news for process in three] == [[], [], []]
+
+
+@pytest.mark.parametrize("asking", [0, 1, 2])
+def test_all_stop_at_one_border_when_one_asks(three, pool, asking):
+    def passed(index):
+        for i in range(10_000):
+            if (index, i) == (asking, 50):
+                three[index].connections.agreement.ask(signal.SIGTERM)
+            try:
+                three[index].connections.agreement.border()
+            except Stopped as stopped:
+                return i, stopped.status
+            time.sleep(0.0005 * index)
+        return None
+
+    stops = list(pool.map(passed, range(3)))
+    assert stops[0] is not None
+    assert len(set(stops)) == 1
+    assert stops[0][1] == 143
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.config.dump import dump_yaml, to_json
+from quatrain.config.errors import ConfigError
 from quatrain.config.layers import file_layer
 from quatrain.config.load import Resolved, load_config
 from quatrain.config.schema import Config
@@ -96,3 +97,18 @@ def test_secrets_reach_no_dump(monkeypatch):
     for text in (dump_yaml(resolved), to_json(resolved)):
         assert "abc123" not in text
         assert "key [redacted]" in text
+
+
+def test_secrets_in_names_reach_no_dump_and_a_dump_with_them_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_API_KEY", "abc123-secret")
+    resolved = load_config(None, ["reward.functions={abc123-secret: 1.0}"], {})
+    for text in (dump_yaml(resolved), to_json(resolved)):
+        assert "abc123" not in text
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(resolved))
+    with pytest.raises(
+        ConfigError, match=r"reward\.functions has \[redacted\] in place of a secret"
+    ) as refused:
+        load_config(path, (), {})
+    assert str(refused.value).endswith("set it again, as --set reward.functions=…")
+    assert load_config(path, ["reward.functions={correct: 1.0}"], {})

@@ -1,6 +1,6 @@
 import pytest
 
-from quatrain.config.environment import find_dotenv, is_secret_name, load_dotenv, parse_dotenv, redact
+from quatrain.config.environment import find_dotenv, load_dotenv, parse_dotenv, warn_if_others_can_read
 from quatrain.config.errors import ConfigError
 
 
@@ -100,42 +100,10 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         load_dotenv({"HOME": str(tmp_path)}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "WANDB_API_KEY",
-        "HF_TOKEN",
-        "TOKEN",
-        "CLIENT_SECRET",
-        "DB_PASSWORD",
-        "PASSWORD_FILE",
-        "AWS_SECRET_ACCESS_KEY",
-    ],
-)
-def test_names_of_secrets(name):
-    assert is_secret_name(name)
-    assert is_secret_name(name.lower())
-
-
-@pytest.mark.parametrize(
-    "name", ["HOME", "TOKENIZERS_PARALLELISM", "KEYBOARD", "QUATRAIN__ROLLOUT__MAX_NEW_TOKENS"]
-)
-def test_other_names(name):
-    assert not is_secret_name(name)
-
-
-def test_secrets_are_redacted_wherever_they_stand():
-    environ = {"A_TOKEN": "hunter2", "B_API_KEY": "hunter2-long", "HOME": "/home/me"}
-    text = redact('at /home/me: "hunter2-long" and xhunter2x', environ)
-    assert text == 'at /home/me: "[redacted]" and x[redacted]x'
-
-
-def test_escaped_and_multiline_secrets_are_redacted():
-    environ = {"A_SECRET": 'qu"ote\\d', "MY_PRIVATE_KEY": "first line\nsecond line\n"}
-    assert redact('{"x": "qu\\"ote\\\\d"}', environ) == '{"x": "[redacted]"}'
-    assert redact("> second line", environ) == "> [redacted]"
-
-
-def test_switches_and_empty_values_do_not_blank_text():
-    environ = {"A_TOKEN": "", "B_TOKEN": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "true"}
-    assert redact("true 1", environ) == "true 1"
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
+def test_a_file_that_others_can_read_is_warned_about(tmp_path, mode, warns):
+    path = tmp_path / ".env"
+    path.write_text("A=1\n")
+    path.chmod(mode)
+    warning = f"{path} holds secrets and can be read by others (mode {mode:o}); run chmod 600 {path}"
+    assert warn_if_others_can_read(path) == (warning if warns else None)

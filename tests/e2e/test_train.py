@@ -1,17 +1,26 @@
 """Whole runs through the command's own functions, small enough for a test."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import threading
+import types
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import interrupted_after, small_run, steady_metrics
+from runs import SMALL, interrupted_after, small_run, steady_metrics
 
+from quatrain import cli
+from quatrain import run as run_module
 from quatrain.checkpoint import Checkpointer
+from quatrain.cluster.stop import Stopped
+from quatrain.config import secrets
 from quatrain.config.load import load_config
 from quatrain.draw import NoSignal
 from quatrain.evaluate import evaluate_run, finite_numbers
@@ -24,7 +33,8 @@ from quatrain.report.run_lock import FILES as LOCK_FILES
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.run import logprob_diff_warning
 from quatrain.train import supervise, train
-from quatrain.update.learner import TooManyBadSteps
+from quatrain.update.learner import Learner, TooManyBadSteps
+from quatrain.update.sft import SupervisedLearner
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -139,12 +149,57 @@ def test_decoding_is_shown(tmp_path, monkeypatch, capfd):
     assert re.search(rf"^evaluation 0/8 .*\| 8/8 {ended}", shown, re.MULTILINE)
 
 
-def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
-    """Invariant 5, with the reference model, epochs and mini-batches in play."""
+@contextmanager
+def _signalled(number, owner, name, when):
+    """Signal `number` when method `name` of `owner` begins, the first time that `when(*arguments)`."""
+    plain, sent = getattr(owner, name), []
+
+    def signals(*arguments, **options):
+        if not sent and when(*arguments):
+            sent.append(os.kill(os.getpid(), number))
+        return plain(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, signals)
+        yield
+
+
+def _checkpoints(run):
+    return sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+
+
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path, capfd):
+    """Invariant 5, with the reference model, epochs and mini-batches in play.
+
+    A signal comes in a rollout, another in an update before an evaluation that is due; then the run is killed
+    in a step after its last checkpoint.
+    """
     whole, options = finished
+    run, settings = tmp_path / "stopped", ("checkpoint.every_steps=0", *options)
+    resolved = small_run(tmp_path, "stopped", *settings)
+    rollout = (RolloutEngine, "generate", lambda engine, prompts: engine._version == 4)
+    with _signalled(signal.SIGTERM, *rollout), pytest.raises(Stopped) as first:
+        train(resolved)
+    assert first.value.status == 143
+    assert str(first.value) == f"SIGTERM; step 1 is saved; go on with: quatrain train --resume {run}"
+    assert _checkpoints(run) == [1]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    log = (run / "run.log").read_text()
+    assert f"INFO quatrain.report.sinks: stopped: {first.value}" in log
+    assert "Traceback" not in log
+    assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
+
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 1)
+    with _signalled(signal.SIGHUP, *update), pytest.raises(Stopped) as second:
+        train(resolved, resume="stopped")
+    assert second.value.status == 129
+    assert _checkpoints(run) == [1, 2]
+    assert "eval/reward" not in read_metrics(run / "metrics.jsonl")[2]
+
     with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(tmp_path, "broken", *options))
-    summary = train(small_run(tmp_path, "broken", *options), resume="broken")
+        train(resolved, resume="stopped")
+    assert _checkpoints(run) == [1, 2]
+    summary = train(resolved, resume="stopped")
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -154,9 +209,40 @@ def test_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path):
     weights = [s.run / "final" / "model.safetensors" for s in (whole, summary)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert steady_metrics(whole.run) == steady_metrics(summary.run)
-    for step in (3, 4):
+    for step in (1, 2, 3, 4):
         name = f"samples/step_{step:06d}.jsonl"
         assert (whole.run / name).read_text() == (summary.run / name).read_text()
+    assert not any(thread.name == "signals" for thread in threading.enumerate())
+
+
+def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
+    resolved = small_run(tmp_path, "early", "run.steps=1", "sft.steps=0")
+    evaluation = (RolloutEngine, "generate", lambda *arguments: True)
+    with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
+        train(resolved)
+    assert str(stopped.value) == (
+        "SIGTERM; before its first step; start it again with: quatrain train --resume auto "
+        f"--set run.name=early --set run.dir={tmp_path}"
+    )
+
+
+def test_stopped_while_it_is_loaded_leaves_no_folder(tmp_path):
+    loading = (run_module, "build_scorer", lambda *arguments: True)
+    with (
+        _signalled(signal.SIGTERM, *loading),
+        pytest.raises(Stopped, match="the run had not begun; give the"),
+    ):
+        train(small_run(tmp_path, "early"))
+    assert not (tmp_path / "early").exists()
+
+
+def test_stopped_in_the_warm_start_of_sft(tmp_path):
+    steps = (SupervisedLearner, "step", lambda *arguments: True)
+    with (
+        _signalled(signal.SIGTERM, *steps),
+        pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
+    ):
+        supervise(small_run(tmp_path, "sft", "sft.steps=5"))
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +284,20 @@ def test_rollouts_ahead_are_the_same_again_and_after_an_interruption(ahead, tmp_
         final = [(each.run / "final" / "model.safetensors").read_bytes() for each in (whole, other)]
         assert final[0] == final[1]
         assert steady_metrics(whole.run) == steady_metrics(other.run)
+
+
+def test_a_run_ahead_that_is_stopped_between_two_fences_goes_on_and_says_what_differs(ahead, tmp_path):
+    whole, options = ahead
+    resolved = small_run(tmp_path, "stopped", *options)
+    update = (Learner, "step", lambda learner, state, batch: state.train_step == 3)
+    with _signalled(signal.SIGTERM, *update), pytest.raises(Stopped, match="step 4 is saved"):
+        train(resolved)
+    run = train(resolved, resume="stopped").run
+    rows = [read_metrics(each / "metrics.jsonl") for each in (run, whole.run)]
+    # Until the stop as without; then batch 5 is sampled by the weights after step 4, as is batch 6.
+    ages = [[row["async/staleness_max"] for row in each[1:]] for each in rows]
+    assert ages == [[0, 2, 4, 0, 0, 2], [0, 2, 4, 0, 2, 4]]
+    assert "the checkpoint of step 4 is not one of checkpoint.every_steps" in (run / "run.log").read_text()
 
 
 def test_staleness_without_a_correction_is_refused_before_anything_runs(tmp_path):
@@ -291,6 +391,88 @@ def test_auto_starts_a_run_again_that_was_killed_before_its_first_checkpoint(tmp
     assert "no complete checkpoint: starting mine again" in (run / "run.log").read_text()
     assert (run / "final" / "model.safetensors").is_file()
     assert [p.name for p in run.glob("config*.yaml")] == ["config.yaml"]
+
+
+def test_secrets_are_in_no_file_and_no_line_of_a_run(tmp_path, monkeypatch, capfd):
+    """Secrets stand in a `.env` file, in data, settings and errors, in a reward's name and in its output."""
+    dotenv = {
+        "DATABASE_URL": "postgres://me:pa55w0rd@db.example/x",
+        "GITHUB_PAT": "ghp_0123456789abcdefghij",
+        "PGPASS": "xyzzy7",
+        "ANY_NAME": "correct-horse-battery",
+    }
+    exported = {"PIP_INDEX": "https://me:inde%78pw@pypi.example/", "OTHER_API_KEY": 'quo"té\\key'}
+    found = [*dotenv.values(), *exported.values(), "pa55w0rd", "inde%78pw", "indexpw"]
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in dotenv.items()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, **exported, "HOME": str(tmp_path)})
+    monkeypatch.setattr(secrets, "_of_dotenv", set())
+    told = []
+    service = types.SimpleNamespace(
+        init=lambda **options: told.append(options) or service,
+        log=lambda numbers, step: told.append(numbers),
+        add_scalar=lambda *numbers: told.append(numbers),
+        finish=lambda: None,
+        close=lambda: None,
+        SummaryWriter=lambda *options, **more: service,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setitem(sys.modules, "tensorboardX", service)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i} {text}"}], "answer": text, "note": {"of": text}}
+        for i, text in enumerate(found)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "import logging, sys, warnings\n\n\n"
+        "def shows(prompts, completions, note, answer):\n"
+        "    print(note, answer)\n    print(prompts, file=sys.stderr)\n"
+        "    with open('seen', 'a') as seen:\n        seen.write(''.join(answer))\n"
+        "    logging.getLogger('quatrain').warning('%s', answer)\n"
+        "    raise OSError(f'cannot connect to {answer[0]}')\n\n\n"
+        "xyzzy7 = shows\n\n\ndef returns_text(answer, completions):\n    return answer[0]\n"
+    )
+
+    def updated(learner, state, batch):  # compiling one tells nothing here
+        return replace(state, train_step=state.train_step + 1)
+
+    monkeypatch.setattr(Learner, "step", updated)
+
+    def command(name, *options):
+        settings = (
+            *SMALL, f"run.dir={tmp_path}/runs", f"run.name={name}", "sft.steps=0", "run.steps=1",
+            "data.train=data.jsonl", "data.eval=null", "run.compilation_cache=null", "rollout.n=2",
+            "data.max_prompt_length=128", "data.batch_size=9", "rollout.max_new_tokens=4", *options,
+        )  # fmt: skip
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        monkeypatch.setattr(sys, "argv", ["quatrain", "train", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code
+
+    rewards = "reward.functions={'rewards.py:shows': 1.0, 'rewards.py:xyzzy7': 0.5}"
+    services = ("logging.wandb=offline", "logging.tensorboard=true", "logging.samples_per_step=16")
+    prompt = f"data.system_prompt=ask {dotenv['DATABASE_URL']}"
+    assert command("shown", rewards, prompt, *services) == 0
+    assert command("fails", "reward.functions={'rewards.py:returns_text': 1.0}") == 2
+
+    printed = "".join(capfd.readouterr())
+    assert f"warning: {tmp_path}/.env holds secrets and can be read by others (mode 6" in printed
+    assert "OSError: cannot connect to [redacted]" in printed
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    texts = {"printed": printed, "told": repr(told)}
+    texts |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    for where, text in texts.items():
+        for secret in found:
+            for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+                assert form not in text, where
+    seen = (tmp_path / "seen").read_text()  # what is written is redacted, not what is trained on
+    assert all(secret in seen for secret in found)
+    samples = (tmp_path / "runs/shown/samples/step_000001.jsonl").read_text().splitlines()
+    assert len(samples) == 16
+    assert all(" [redacted]" in json.loads(sample)["prompt"][-1]["content"] for sample in samples)
+    assert "ask [redacted]" in (tmp_path / "runs/shown/config.yaml").read_text()
+    assert "reward/[redacted]/mean" in (tmp_path / "runs/shown/metrics.jsonl").read_text()
 
 
 def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):

@@ -128,6 +128,16 @@ def test_messages_reach_console_and_log_without_secrets(run, capsys):
     assert "WARNING quatrain.rollout: slow ***" in log
 
 
+def test_samples_and_names_of_metrics_are_redacted_as_text_before_they_are_written(run):
+    report = Report(run, LoggingConfig(), redact=lambda text: text.replace('say "é"', "***"))
+    report.samples(1, batch(('I say "é"', "4")))
+    report.log(1, {'reward/say "é"/mean': 1.0, "loss": 2.0})
+    report.close()
+    line = (run.samples / "step_000001.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["completion"] == "I ***"
+    assert read_metrics(run.metrics) == [{"step": 1, "reward/***/mean": 1.0, "loss": 2.0}]
+
+
 def test_why_a_run_ended_is_in_its_log_alone(run, capsys):
     report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
     try:
@@ -197,6 +207,7 @@ def test_wandb_gets_the_finite_numbers_and_keeps_its_id(run, monkeypatch):
     assert first == second
     assert (first["project"], first["name"], first["mode"]) == ("p", "first", "offline")
     assert (first["config"], first["resume"]) == ({"seed": 1}, "allow")
+    assert first["settings"] == {"console": "off", "x_disable_meta": True}
 
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])

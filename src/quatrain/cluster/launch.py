@@ -15,11 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import IO
 
+from quatrain.cluster.launcher import LAUNCHER
 from quatrain.cluster.rendezvous import ANOTHER_FAILED
+from quatrain.cluster.stop import Signals
 
 COMMANDS = ("train", "eval", "sft")
 # Options that `launch` adds to the command of each process.
@@ -31,7 +34,6 @@ FAILURE_MESSAGE_S = 3.0
 FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
-INTERRUPTED = 130
 # Message printed by JAX's CPU collectives when devices connect; no setting turns it off. Several threads
 # print it at once, piece by piece, so that a line may hold pieces of several messages.
 GLOO_PIECES = (
@@ -52,20 +54,28 @@ def launch(
     """Runs `command` (`train …`, `eval …` or `sft …`) in `processes` processes; returns an exit status.
 
     The status is 0 if all processes end with 0. Otherwise the other processes are ended, and the status is
-    that of the process that failed first. Raises ValueError for a command that cannot be launched, numbers
-    below 1 and a port in use.
+    that of the process that failed first. SIGTERM, SIGHUP and SIGINT are passed on to all processes, which
+    have as long as they need to stop; the status is 128 plus the signal's number. A second signal ends all at
+    once, and so does the end of the launcher (`launcher.py`). Raises ValueError for a command that cannot be
+    launched, numbers below 1 and a port in use.
     """
     _check(command, processes, devices_per_process)
     coordinator = f"127.0.0.1:{_free_port(port)}"
     environ = _simulated(os.environ, devices_per_process)
     children: list[_Child] = []
-    with _interrupts() as interrupted:
+    signals: SimpleQueue[int] = SimpleQueue()
+
+    def kill(number: int) -> None:
+        for child in children:
+            child.signal(signal.SIGKILL)
+
+    with Signals(signals.put, on_second=kill):
         try:
             for process in range(processes):
                 place = (coordinator, str(processes), str(process))
                 options = [text for pair in zip(OWN_OPTIONS, place) for text in pair]
                 children.append(_Child(process, [*program, *command, *options], environ))
-            return _watch(children, interrupted, grace_s)
+            return _watch(children, signals, grace_s)
         finally:
             _end(children, signal.SIGKILL, grace_s)
 
@@ -104,7 +114,8 @@ def _free_port(port: int | None) -> int:
 def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """Environment of a child process: `devices` simulated CPU devices, and unbuffered output."""
     flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    return {**environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    return {**environ, **own, "XLA_FLAGS": flags}
 
 
 class _Child:
@@ -148,6 +159,11 @@ class _Child:
         with suppress(ProcessLookupError):
             os.killpg(self._popen.pid, number)
 
+    def stop(self, number: int) -> None:
+        """Sends a signal to the process alone, which may need its own child processes to stop."""
+        if self.running:
+            self._popen.send_signal(number)
+
     def _note_end(self) -> None:
         self._popen.wait()
         self.ended_at = time.monotonic()
@@ -166,14 +182,16 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
     return thread
 
 
-def _watch(children: Sequence[_Child], interrupted: threading.Event, grace_s: float) -> int:
-    """Waits until all processes end with 0 or one fails; the exit status, that of the failed one if any."""
+def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float) -> int:
+    """Waits until all processes end with 0 or one fails; the exit status, that of the failed one if any.
+
+    The first number in `signals` is passed on to all.
+    """
     while any(child.running for child in children) and not _failed(children):
-        if interrupted.wait(POLL_S):
-            print("error: interrupted", file=sys.stderr)
-            _end(children, signal.SIGINT, grace_s)
-            _finish_output(children, grace_s)
-            return INTERRUPTED
+        try:
+            return _stop(children, signals.get(timeout=POLL_S), grace_s)
+        except Empty:
+            continue
     if _failed(children):
         _wait(children, FAILURE_MESSAGE_S)
     first = _first_to_blame(_failed(children))
@@ -184,6 +202,17 @@ def _watch(children: Sequence[_Child], interrupted: threading.Event, grace_s: fl
     message = f"error: process {first.process} exited with {first.status}; the others were ended"
     print(message, file=sys.stderr)
     return first.status
+
+
+def _stop(children: Sequence[_Child], number: int, grace_s: float) -> int:
+    """Passes signal `number` on, and waits until all processes have saved what they save and ended."""
+    name = signal.Signals(number).name
+    print(f"{name}: all processes are stopped; a second signal ends them at once", file=sys.stderr)
+    for child in children:
+        child.stop(number)
+    _wait(children, math.inf)
+    _finish_output(children, grace_s)
+    return 128 + number if any(child.status for child in children) else 0
 
 
 def _failed(children: Sequence[_Child]) -> list[_Child]:
@@ -218,21 +247,3 @@ def _finish_output(children: Sequence[_Child], timeout_s: float) -> None:
     for child in children:
         for reader in child.readers:
             reader.join(max(deadline - time.monotonic(), 0))
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set instead of ending this process.
-
-    The process can then end its children first, including those that were just started.
-    """
-    interrupted = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: interrupted.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield interrupted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from quatrain.cluster import rendezvous
 from quatrain.cluster.detect import Place, detect
+from quatrain.cluster.stop import Agreement
 
 FAILED = 1
 # Short, because all processes have just been reachable when JAX's runtime connects them.
@@ -62,6 +63,11 @@ def joined() -> bool:
     return jax.distributed.is_initialized()
 
 
+def agreement() -> Agreement | None:
+    """Where the connected processes of the run agree on a border to stop at; None in a run of one process."""
+    return None if _membership is None else _membership.connections.agreement
+
+
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -91,7 +97,7 @@ def initialize(
         arguments = (place.coordinator, place.num_processes, place.process_id, start_timeout_s)
         connections = {0: rendezvous.connect_to_main(*arguments)}
     host, _ = rendezvous.split_address(place.coordinator)
-    # SIGTERM must end a process; JAX's preemption service would catch the signal and only record it.
+    # `stop.py` handles SIGTERM; JAX's preemption service would catch the signal and only record it.
     with suppress(AttributeError):  # some versions of JAX do not have this option
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from quatrain.cluster.stop import Agreement
+
 ATTEMPT_TIMEOUT_S = 5.0
 RETRY_INTERVAL_S = 0.2
 # Time for a message to reach the other processes, and for these to end.
@@ -116,7 +118,8 @@ class Connections:
     """The open connections of one process: process 0 has one to each other process, the others one to it.
 
     A background thread reads them. If a process fails or dies, process 0 forwards the message to the others,
-    and the thread calls `on_failure` once with the id of that process and a description of the failure.
+    and the thread calls `on_failure` once with the id of that process and a description of the failure. The
+    connections carry the messages of the `agreement` on where to stop, too.
     """
 
     def __init__(
@@ -132,6 +135,11 @@ class Connections:
         self._left: set[int] = set()
         self._changed = threading.Condition()
         self._over = False
+        self.agreement = Agreement(
+            leads=process_id == 0,
+            peers=len(self._connections),
+            send=lambda message: _send_all(self._connections, message),
+        )
         for connection in self._connections.values():
             connection.settimeout(None)
             _keep_alive(connection, silence_s)
@@ -190,6 +198,8 @@ class Connections:
             )
         except OSError as error:
             message, silent = None, f"lost its connection: {error.strerror or error}"
+        if message is not None and self.agreement.receive(process, message):
+            return True
         if message is not None and "failed" in message:
             self._report_failure(message.get("process", process), message["failed"])
         if message is not None and "done" in message:

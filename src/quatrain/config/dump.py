@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.environment import redact
 from quatrain.config.layers import parse_yaml
 from quatrain.config.load import Resolved
+from quatrain.config.secrets import redact, redact_values
 
 # Column at which the comments start.
 COMMENT_COLUMN = 40
@@ -25,30 +25,24 @@ HEADER = "# The final configuration of a run; the comment after a value names th
 
 def dump_yaml(resolved: Resolved) -> str:
     """YAML that can be loaded again, `# layer` after each value; values of secret variables are redacted."""
-    return "\n".join([HEADER, *_lines(plain(resolved), resolved.provenance, "", 0)]) + "\n"
+    layers = redact_values(resolved.provenance, os.environ)
+    return "\n".join([HEADER, *_lines(plain(resolved), layers, "", 0)]) + "\n"
 
 
 def to_json(resolved: Resolved) -> str:
     """One JSON object with `config`, `provenance` (layer by dotted key) and `warnings`; secrets redacted."""
     content = {
         "config": plain(resolved),
-        "provenance": resolved.provenance,
+        "provenance": redact_values(resolved.provenance, os.environ),
         "warnings": [redact(warning, os.environ) for warning in resolved.warnings],
     }
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def plain(resolved: Resolved) -> dict[str, Any]:
-    """The configuration as JSON values; the values of secret environment variables are redacted."""
-    return _redacted(resolved.config.model_dump(mode="json"))
-
-
-def _redacted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _redacted(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_redacted(inner) for inner in value]
-    return redact(value, os.environ) if isinstance(value, str) else value
+    """The configuration as JSON values; secrets are redacted."""
+    values: dict[str, Any] = redact_values(resolved.config.model_dump(mode="json"), os.environ)
+    return values
 
 
 def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, depth: int) -> Iterator[str]:

@@ -1,48 +1,20 @@
-"""Secrets: reading them from `.env` files and the environment, and redacting them in all output.
+"""Reads a `.env` file, which sets environment variables before the configuration is loaded.
 
-Data flow: a `.env` file sets environment variables that are not set yet, before the configuration is loaded.
-Every log, configuration dump and run file is written through `redact`.
+A variable that is set already stays. The values of the file are secrets from then on (`secrets.py`).
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
-import re
-from collections.abc import Mapping, MutableMapping
+import stat
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from dotenv.parser import parse_stream
 
 from quatrain.config.errors import ConfigError
-
-REDACTED = "[redacted]"
-# Redacting shorter values, or switches such as HF_HUB_DISABLE_IMPLICIT_TOKEN=true, would hide ordinary text.
-SHORTEST_SECRET = 4
-SWITCHES = frozenset({"true", "false", "none", "null"})
-
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET)$|PASSWORD|PASSWD", re.IGNORECASE
-)
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret: `*_API_KEY`, `*_TOKEN`, `*PASSWORD*` and so on."""
-    return _SECRET_NAME.search(name) is not None
-
-
-def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with the value of every secret variable of `environ` replaced by `[redacted]`."""
-    values = {value.strip() for name, value in environ.items() if is_secret_name(name)}
-    # A secret of several lines may be printed line by line; in JSON its quotes are escaped.
-    values |= {line.strip() for value in values for line in value.splitlines()}
-    values |= {json.dumps(value)[1:-1] for value in values}
-    secrets = [v for v in values if len(v) >= SHORTEST_SECRET and v.lower() not in SWITCHES]
-    # The longest first, because one secret may be a prefix of another.
-    for secret in sorted(secrets, key=lambda v: (-len(v), v)):
-        text = text.replace(secret, REDACTED)
-    return text
+from quatrain.config.secrets import remember_dotenv
 
 
 def find_dotenv(directory: Path, home: Path | None) -> Path | None:
@@ -91,6 +63,16 @@ def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the file is not UTF-8 text") from None
-    for name, value in parse_dotenv(text, str(path)).items():
+    variables = parse_dotenv(text, str(path))
+    remember_dotenv(variables)
+    for name, value in variables.items():
         environ.setdefault(name, value)
     return path
+
+
+def warn_if_others_can_read(path: Path) -> str | None:
+    """The warning for a `.env` file that others than its owner can read; None for a private one."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not mode & (stat.S_IRGRP | stat.S_IROTH):
+        return None
+    return f"{path} holds secrets and can be read by others (mode {mode:03o}); run chmod 600 {path}"

@@ -6,9 +6,12 @@ those of messages about other files (`config/files.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
+
+from quatrain.config.secrets import redact
 
 SHOWN_VALUE_LENGTH = 80
 SHOWN_PROBLEMS = 10
@@ -81,9 +84,9 @@ def listed(names: Iterable[object]) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as text for an error message, truncated to SHOWN_VALUE_LENGTH characters."""
+    """`value` as text for an error message, redacted and truncated to SHOWN_VALUE_LENGTH characters."""
     try:
-        text = repr(value)
+        text = redact(repr(value), os.environ)
     except ValueError:  # Python writes out no number of more than 4,300 digits
         return "a number of more than 4,300 digits"
     return text if len(text) <= SHOWN_VALUE_LENGTH else text[: SHOWN_VALUE_LENGTH - 1] + "…"

@@ -30,6 +30,7 @@ from quatrain.config.layers import (
     valid_keys,
 )
 from quatrain.config.schema import Config
+from quatrain.config.secrets import REDACTED
 
 DEFAULT = "default"
 DERIVED = "derived"
@@ -67,6 +68,7 @@ def load_config(
     merged.add(file_layer(file))
     merged.add(from_overrides)
     merged.add(from_environment)
+    merged.refuse_redacted()
     config = merged.config()
     stem = (file or QUICKSTART).stem
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
@@ -110,6 +112,18 @@ class _Merge:
             name = next((known for known in current if known.lower() == name), name)
         self._values[parent] = {**current, name: setting.value}
         self._layers[".".join((*parent, name))] = setting.layer
+
+    def refuse_redacted(self) -> None:
+        """Raises ConfigError for a value that stands for a secret, as in the `config.yaml` of a run."""
+        redacted = [".".join(path) for path, value in self._values.items() if REDACTED in repr(value)]
+        if redacted:
+            raise ConfigError(
+                [
+                    f"{key} has {REDACTED} in place of a secret that was kept out of the file (from "
+                    f"{self._layers.get(key, DEFAULT)}); set it again, as --set {key}=…"
+                    for key in redacted
+                ]
+            )
 
     def config(self) -> Config:
         """The validated configuration; raises ConfigError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +21,7 @@ from quatrain.cluster.processes import assert_same, gather_objects, joined, num_
 from quatrain.config.errors import listed
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
+from quatrain.config.secrets import redact
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render, unfit_text
@@ -437,7 +439,7 @@ def _with_system(messages: list[Any], system_prompt: str | None) -> PromptText:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = redact(repr(value), os.environ)  # before a secret is cut
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.stop import Stopped
 from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
 from quatrain.report.metrics import MetricsFile, reduce_metrics
@@ -36,7 +37,7 @@ class Report:
 
     Metrics are written to `metrics.jsonl` first, then to the services enabled in `LoggingConfig`. A service
     that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
-    every message before it is written to `run.log` or the console. `run_config`: the resolved configuration,
+    every message, sample and metric name before it is written. `run_config`: the resolved configuration,
     shown in W&B; it must not contain secrets.
     """
 
@@ -50,6 +51,7 @@ class Report:
     ):
         self._run = run_dir
         self._config = config
+        self._redact = redact
         self._main = is_main_process()
         if not self._main:
             _root_log.setLevel(logging.ERROR)  # the main process gives the same warnings
@@ -83,6 +85,7 @@ class Report:
         if not self._main:
             return
         numbers = reduce_metrics(metrics)
+        numbers = dict(zip(self._redact("\n".join(numbers)).split("\n"), numbers.values(), strict=True))
         self._unwritten.append((step, numbers))
         self._guard("metrics", self._write_metrics)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -95,7 +98,8 @@ class Report:
         if not self._main or not count:
             return
         lines = [
-            json.dumps(_sample(advantaged, i), ensure_ascii=False, allow_nan=False) for i in range(count)
+            json.dumps(_redacted(_sample(advantaged, i), self._redact), ensure_ascii=False, allow_nan=False)
+            for i in range(count)
         ]
         path = self._run.samples / f"step_{step:06d}.jsonl"
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
@@ -125,8 +129,12 @@ class Report:
             _root_log.info(text)
 
     def failed(self, error: BaseException) -> None:
-        """Write the error that ended the run, with its traceback, to `run.log`; the caller must print it."""
-        if self._main:
+        """Write what ended the run, an error with its traceback, to `run.log`; the caller must print it."""
+        if not self._main:
+            return
+        if isinstance(error, Stopped):
+            _log.info("stopped: %s", error, extra={"only_in_file": True})
+        else:
             _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
 
     def close(self) -> None:
@@ -169,6 +177,15 @@ def _sample(batch: AdvantagedBatch, index: int) -> dict[str, Any]:
         "finish_reason": str(rollouts.finish_reason[index]),
         "completion_tokens": int(tokens.size),
     }
+
+
+def _redacted(value: Any, redact: Redact) -> Any:
+    """The texts of `value`, made of mappings, sequences and scalars, redacted before JSON escapes them."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact(name): _redacted(inner, redact) for name, inner in value.items()}
+    return [_redacted(inner, redact) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _number(value: float) -> float | None:
@@ -235,6 +252,8 @@ class _WandB:
             mode=config.wandb,
             dir=str(run_dir.path),
             config=dict(run_config),
+            # W&B would upload what is printed, and the command line with all its --set, before redaction.
+            settings={"console": "off", "x_disable_meta": True},
         )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

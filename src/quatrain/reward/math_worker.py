@@ -37,7 +37,8 @@ def main() -> None:
     """Answers requests until standard input ends."""
     # Suppresses math-verify's warning that its own time limit is off; it cannot stop a loop in C code.
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles keyboard interrupts
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent process handles them
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     for line in sys.stdin:
         gold, said = json.loads(line)

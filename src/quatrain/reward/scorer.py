@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quatrain.config.environment import redact
 from quatrain.config.schema import RewardConfig
+from quatrain.config.secrets import redact
 from quatrain.metrics import Metric, combine, describe
 from quatrain.reward.calls import Caller, Function, InProcess, InWorkers, Samples, score_function
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong

@@ -1,0 +1,157 @@
+"""Secrets: which values of the environment and of `.env` files are, and their redaction in all output.
+
+Every log message, printed line, configuration dump, sample and metric name goes through `redact` before it is
+written. A value is a secret
+
+- by the name of its variable (`is_secret_name`), from SHORTEST_SECRET characters on;
+- by its form: tokens of known services, passwords in URLs and connection strings, private keys;
+- by its place, a `.env` file: any other value of SHORTEST_VALUE characters or more there.
+
+No secret are numbers, switches, paths that exist, `QUATRAIN__` variables, which are configuration, and in a
+`.env` file the values that a configuration key has by default or offers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from typing import Any, Literal, get_args, get_origin
+from urllib.parse import quote, unquote
+
+from pydantic import BaseModel
+
+REDACTED = "[redacted]"
+SHORTEST_SECRET = 4
+"""Redacting shorter values, or switches such as `true`, would hide ordinary text."""
+SHORTEST_VALUE = 8
+"""Of a value of `.env` whose name and form tell of no secret."""
+CONFIG_PREFIX = "QUATRAIN__"
+
+_NAME = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS$|CREDENTIAL"
+    r"|(?:^|_)(?:API_?KEY|KEY|TOKEN|PAT|PWD|AUTH|DSN|COOKIE|WEBHOOK(?:_URL)?)$",
+    re.IGNORECASE,
+)
+_NO_SECRET_NAMES = frozenset({"PWD", "OLDPWD"})
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{16,}|(?:sk|gsk|r8|nvapi|glpat|npm|pypi|dop_v1|xox[a-z])[-_][\w-]{16,}"
+    r"|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?)"
+)
+_PASSWORD = re.compile(
+    r"[a-z][a-z0-9+.-]*://[^/?#\s:@]*:([^\s]+)@"
+    r"|[a-z][a-z0-9+.-]*://([^/?#\s:@]{8,})@"
+    r"|(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key|sig)=([^;&\s]+)",
+    re.IGNORECASE,
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY")
+_ORDINARY = re.compile(
+    r"true|false|yes|no|on|off|none|null|[-+]?[0-9]{1,5}|[-+0-9]*\.[-+0-9e]*", re.IGNORECASE
+)
+_NUMBERS = re.compile(r"[-+0-9.,:;x ]*")
+
+_of_dotenv: set[str] = set()
+"""Secret values of the `.env` file that was read, also of variables that were set already."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret: `*_KEY`, `*_TOKEN`, `*PASSWORD*`, `*_PAT` and so on."""
+    config = name.upper().startswith(CONFIG_PREFIX)
+    return not config and name.upper() not in _NO_SECRET_NAMES and _NAME.search(name) is not None
+
+
+def remember_dotenv(variables: Mapping[str, str]) -> None:
+    """Have the secrets among `variables`, those of a `.env` file, redacted from now on."""
+    _of_dotenv.update(*(_secrets_of_variable(name, value) for name, value in variables.items()))
+    _of_dotenv.update(
+        value.strip()
+        for name, value in variables.items()
+        if not name.upper().startswith(CONFIG_PREFIX) and len(value.strip()) >= SHORTEST_VALUE
+        if not _NUMBERS.fullmatch(value.strip()) and value.strip() not in _values_of_keys()
+    )
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with every secret of `environ` and of the `.env` file that was read replaced by `[redacted]`."""
+    pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))
+    return pattern.sub(REDACTED, text) if pattern else text
+
+
+def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
+    """`value`, made of mappings, sequences and scalars, with its texts redacted, names in mappings too."""
+    if isinstance(value, str):
+        return redact(value, environ)
+    if isinstance(value, Mapping):
+        return {redact_values(name, environ): redact_values(inner, environ) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(inner, environ) for inner in value]
+    return value
+
+
+@lru_cache(maxsize=8)
+def _pattern(variables: frozenset[tuple[str, str]], of_dotenv: frozenset[str]) -> re.Pattern[str] | None:
+    secrets = {s for name, value in variables for s in _secrets_of_variable(name, value)} | of_dotenv
+    forms = {form for secret in secrets if not _is_ordinary(secret) for form in _written_forms(secret)}
+    # The longest first, because one secret may be a prefix of another.
+    longest_first = sorted(forms, key=lambda form: (-len(form), form))
+    return re.compile("|".join(map(re.escape, longest_first))) if forms else None
+
+
+def _secrets_of_variable(name: str, value: str) -> Iterator[str]:
+    """The secrets that the name and the form of a variable tell of."""
+    value = value.strip()
+    by_form = [match[0] for match in _TOKEN.finditer(value)]
+    passwords = [part for match in _PASSWORD.finditer(value) for part in match.groups() if part]
+    by_form += [
+        *passwords,
+        *(password.partition("@")[0] for password in passwords),
+    ]  # with @ in it, or two URLs
+    yield from by_form
+    if by_form or is_secret_name(name) or _PRIVATE_KEY.search(value):
+        yield value
+
+
+def _written_forms(secret: str) -> Iterable[str]:
+    """How a secret may stand in a text: in pieces of a line, escaped, or as a part of a URL."""
+    # A secret of several lines may be printed line by line; in JSON and Python its quotes are escaped.
+    pieces = {secret, *(line.strip() for line in secret.splitlines())}
+    pieces |= {unquote(piece) for piece in pieces}
+    pieces |= {quote(piece, safe=safe) for piece in pieces for safe in ("", "/")}
+    pieces |= {json.dumps(piece, ensure_ascii=ascii)[1:-1] for piece in pieces for ascii in (True, False)}
+    pieces |= {repr(piece)[1:-1] for piece in pieces}
+    return (piece for piece in pieces if len(piece) >= SHORTEST_SECRET)
+
+
+def _is_ordinary(value: str) -> bool:
+    """Whether redacting `value` would hide text that has nothing to do with it."""
+    return (
+        len(value) < SHORTEST_SECRET
+        or _ORDINARY.fullmatch(value) is not None
+        or (value.startswith(("/", "~/")) and os.path.exists(os.path.expanduser(value)))
+    )
+
+
+@cache
+def _values_of_keys() -> frozenset[str]:
+    """The texts that configuration keys have by default or offer for a choice."""
+    from quatrain.config.schema import Config  # here, because commands that fail early do not need it
+
+    return frozenset(_texts(Config().model_dump()) | _choices(Config))
+
+
+def _texts(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return {text for inner in value.values() for text in _texts(inner)}
+    return {value} if isinstance(value, str) else set()
+
+
+def _choices(annotation: Any) -> set[str]:
+    if get_origin(annotation) is Literal:
+        return {value for value in get_args(annotation) if isinstance(value, str)}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {text for field in annotation.model_fields.values() for text in _choices(field.annotation)}
+    return {text for inner in get_args(annotation) for text in _choices(inner)}

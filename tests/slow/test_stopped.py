@@ -1,0 +1,129 @@
+"""Runs in processes of their own that are stopped by signals, alone and two together, and resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import steady_metrics
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    "data.batch_size=4", "rollout.n=4", "run.steps=9", "checkpoint.every_steps=0", "sft.steps=3",
+    "eval.every_steps=3", "eval.num_prompts=4", "eval.final_num_prompts=4",
+)  # fmt: skip
+TWO = ("launch", "--processes", "2", "--devices-per-process", "1", "--")
+QUATRAIN = (  # where a shell had SIGINT ignored, too
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from quatrain.cli import main; main()"
+)
+TIMEOUT_S = 600.0
+ENDS_WITHIN_S = 60.0
+"""A signal may come while a program is being compiled, on a machine that does other things too."""
+
+
+def start(folder: Path, *launcher: str, resume: bool = False) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    options = [x for s in (*SETTINGS, f"run.dir={folder}", "run.name=run") for x in ("--set", s)]
+    command = [sys.executable, "-c", QUATRAIN, *launcher, "train", *options]
+    if resume:
+        command += ["--resume", "auto"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
+    with (folder / "output").open("a") as log:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+
+
+def rows(folder: Path) -> int:
+    metrics = folder / "run" / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+
+def wait_for_rows(folder: Path, count: int, running: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while rows(folder) < count:
+        assert running.poll() is None, (folder / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def whole(folder: Path, *launcher: str, resume: bool = False) -> Path:
+    status = start(folder, *launcher, resume=resume).wait(TIMEOUT_S)
+    assert status == 0, (folder / "output").read_text()
+    return folder / "run"
+
+
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert steady_metrics(run) == steady_metrics(other)
+    weights = [sorted((each / "final").glob("*.safetensors")) for each in (run, other)]
+    assert weights[0]
+    for ours, theirs in zip(*weights, strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("launcher", [(), TWO], ids=["one process", "two processes"])
+def test_stopped_at_any_moment_and_resumed_is_uninterrupted(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    """To two processes the signal comes through the launcher, or to one of them alone."""
+    uninterrupted = whole(tmp_path / "whole", *launcher)
+    rng = random.Random(1)
+    stopped = tmp_path / "stopped"
+    for count, number in ((3, signal.SIGTERM), (5, signal.SIGHUP), (7, signal.SIGINT)):
+        running = start(stopped, *launcher, resume=True)
+        wait_for_rows(stopped, count, running)
+        time.sleep(rng.uniform(0, 0.1))
+        target = running.pid
+        if launcher and number != signal.SIGTERM:
+            target = children(running.pid)[number == signal.SIGHUP]
+        os.kill(target, number)
+        output = (stopped / "output").read_text
+        assert running.wait(ENDS_WITHIN_S) == 128 + number, output()
+        last = max(int(path.name) for path in (stopped / "run" / "checkpoints").iterdir())
+        assert last >= count - 1
+        assert (
+            output().count(f"stopped: {number.name}; step {last} is saved; go on with: quatrain train") == 1
+        )
+        assert "Traceback" not in output()
+    assert_same(whole(stopped, *launcher, resume=True), uninterrupted)
+
+
+def test_a_run_whose_reader_leaves_finishes(tmp_path: Path) -> None:
+    options = [x for s in (*SETTINGS, f"run.dir={tmp_path}", "run.name=run") for x in ("--set", s)]
+    quatrain = [sys.executable, "-m", "quatrain.cli", "train", *options]
+    training = subprocess.Popen(quatrain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert training.stdout is not None
+    assert subprocess.run(["head", "-2"], stdin=training.stdout, capture_output=True).stdout.count(b"\n") == 2
+    training.stdout.close()
+    assert training.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_processes_whose_launcher_is_killed_end(tmp_path: Path) -> None:
+    running = start(tmp_path, *TWO)
+    wait_for_rows(tmp_path, 2, running)
+    processes = children(running.pid)
+    assert len(processes) == 2
+    running.kill()
+    running.wait()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
