@@ -8,6 +8,7 @@ import time
 import pytest
 
 from quatrain import cli
+from quatrain.cluster import launch as launch_module
 from quatrain.cluster.launch import launch
 
 # What a process finds out about its own place, before the options that `launch` adds.
@@ -78,6 +79,15 @@ def test_a_process_that_ended_because_another_did_is_not_to_blame(capfd):
     code = PLACE + "sys.exit(3) if me == 0 else (time.sleep(0.5), sys.exit(9))"
     status, _, err = run(code, capfd)
     assert (status, err) == (9, ["error: process 1 exited with 9; the others were ended"])
+
+
+@pytest.mark.parametrize("status", [3, 134])
+def test_a_process_that_no_longer_answers_is_to_blame(capfd, monkeypatch, status):
+    """Process 1 stands still. The other finds that out, and ends with the status of one that follows."""
+    monkeypatch.setattr(launch_module, "FAILURE_MESSAGE_S", 0.3)
+    code = PLACE + f"sys.exit({status}) if me == 0 else os.kill(os.getpid(), signal.SIGSTOP)"
+    found, _, err = run(code, capfd, grace_s=0.5)
+    assert (found, err) == (status, ["error: process 1 no longer answered; the others were ended"])
 
 
 def test_a_signal_is_128_and_its_number(capfd):

@@ -194,13 +194,15 @@ def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float
             continue
     if _failed(children):
         _wait(children, FAILURE_MESSAGE_S)
-    first = _first_to_blame(_failed(children))
+    first, silent = _first_to_blame(_failed(children)), [child for child in children if child.running]
     _end(children, signal.SIGTERM, grace_s)
     _finish_output(children, grace_s)
     if first is None:
         return 0
-    message = f"error: process {first.process} exited with {first.status}; the others were ended"
-    print(message, file=sys.stderr)
+    what = f"process {first.process} exited with {first.status}"
+    if first.status in FOLLOWED and silent:  # which would have ended if they still answered
+        what = f"process {', '.join(str(child.process) for child in silent)} no longer answered"
+    print(f"error: {what}; the others were ended", file=sys.stderr)
     return first.status
 
 
