@@ -331,7 +331,7 @@ def _sha256(content: Mapping[str, Any]) -> str:
 def _reason(error: Exception) -> str:
     """The first line of an error's message, with the name of its class."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line.strip()}"
+    text = f"{type(error).__name__}: {line.partition('. See full')[0].strip()}"
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
 
 
