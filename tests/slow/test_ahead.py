@@ -1,4 +1,4 @@
-"""Runs with rollouts ahead of training, in processes of their own: killed at any moment, and in flight."""
+"""Runs in processes of their own: rollouts ahead of training, killed and in flight; a sampler that rounds."""
 
 from __future__ import annotations
 
@@ -91,3 +91,11 @@ def test_completions_in_flight_are_sampled_by_several_versions(tmp_path: Path) -
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["async/staleness_max"] for row in rows) <= 2
     assert max(row["async/versions_per_sequence_max"] for row in rows) > 1
+
+
+def test_a_sampler_in_bfloat16_is_corrected_by_weights_near_1(tmp_path: Path) -> None:
+    rows = read_metrics(whole(tmp_path / "rounded", "model.dtype=bfloat16") / "metrics.jsonl")[1:]
+    weights = [row["update/behaviour_weight_mean"] for row in rows]
+    assert len(weights) == STEPS
+    assert all(abs(weight - 1) < 0.01 for weight in weights)
+    assert any(weight != 1 for weight in weights)
