@@ -113,7 +113,11 @@ def test_nothing_that_loads_from_a_model_folder_trusts_its_code() -> None:
 
 
 def test_no_module_reads_pickles() -> None:
+    """But for the workers of reward functions, which get them from the run that started them."""
+    own = {SOURCE / "reward" / f"{name}.py" for name in ("pool", "worker", "calls")}
     for path, node in _nodes():
+        if path in own:
+            continue
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         assert not {name.split(".")[0] for name in names} & {"pickle", "torch", "dill", "joblib"}, path

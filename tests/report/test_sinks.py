@@ -28,9 +28,11 @@ def run(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _no_handler_stays():
-    before = list(logging.getLogger("quatrain").handlers)
+    log = logging.getLogger("quatrain")
+    before, level = list(log.handlers), log.level
     yield
-    assert logging.getLogger("quatrain").handlers == before
+    assert log.handlers == before
+    assert log.level == level
 
 
 def batch(completions=("four", "4 \u00e9\ud83d")):

@@ -53,6 +53,7 @@ class Report:
         self._config = config
         self._redact = redact
         self._main = is_main_process()
+        self._level_before = _root_log.level
         if not self._main:
             _root_log.setLevel(logging.ERROR)  # the main process gives the same warnings
         self._metrics = MetricsFile(run_dir.metrics)
@@ -139,8 +140,11 @@ class Report:
 
     def close(self) -> None:
         """Draw `plot.png` if matplotlib is installed, close the services and `run.log`."""
-        if not self._main:
-            return
+        if self._main:
+            self._close()
+        _root_log.setLevel(self._level_before)
+
+    def _close(self) -> None:
         self._guard("metrics", self._write_metrics)
         if self._unwritten:
             _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
