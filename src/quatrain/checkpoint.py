@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from quatrain.cluster.processes import decided_by_main, gather_objects
+from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
 
@@ -60,18 +61,21 @@ class Checkpointer:
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
         """The step of the last save, which may not be on disk."""
-        self._reported: set[int] = set()
+        self._damaged: dict[int, str] = {}
+        """What is wrong with each checkpoint that was found to be damaged."""
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs its details and, twice, its errors
 
     def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
         """Start saving `step`; returns when the arrays are copied, and writes the files in the background.
 
         The buffers of `arrays` may be donated or deleted as soon as this returns. If the previous save is
-        still running, this waits for it. Raises SaveFailed if the files cannot be written, NonFiniteState if
-        an array has numbers that are not finite, and ValueError for a leaf that is not an array, a `host`
-        that is not JSON-serialisable, and a step not after the latest.
+        still running, this waits for it. Damaged checkpoints that were found before are set aside. Raises
+        SaveFailed if the files of this or the previous step cannot be written, NonFiniteState if an array has
+        numbers that are not finite, and ValueError for a leaf that is not an array, a `host` that is not
+        JSON-serialisable, and a step not after the latest.
         """
         self.wait()
+        self.set_aside()
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -123,24 +127,28 @@ class Checkpointer:
         """
         return self._newest_whole(step, lambda chosen: dict(self._read_json(chosen)["host"]))
 
-    def set_aside(self, after: int) -> None:
-        """Move the checkpoints after step `after`, which are damaged, to a folder beside `directory`."""
+    def set_aside(self) -> None:
+        """Move the checkpoints that were found to be damaged to a folder beside `directory`."""
 
         def move() -> None:
             aside = self.directory.with_name(self.directory.name + ".damaged")
-            for step in self.steps():
-                if step > after:
-                    aside.mkdir(exist_ok=True)
-                    again = len(list(aside.glob(f"{step}*")))
-                    moved = aside / (f"{step}.{again}" if again else str(step))
-                    (self.directory / str(step)).rename(moved)
-                    logger.warning("the damaged checkpoint of step %d was moved to %s", step, moved)
+            for step, problem in self._damaged.items():
+                aside.mkdir(exist_ok=True)
+                names = itertools.chain([f"{step}"], (f"{step}.{again}" for again in itertools.count(1)))
+                moved = next(aside / name for name in names if not (aside / name).exists())
+                (self.directory / str(step)).rename(moved)
+                logger.warning("%s; it was moved to %s", problem, moved)
 
         decided_by_main(move)
+        self._damaged = {}
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints in increasing order, without a save that is still running."""
-        return sorted(ocp.utils.checkpoint_steps(self.directory)) if self.directory.is_dir() else []
+        """Steps of the complete checkpoints in increasing order, without a save that is still running.
+
+        Those that were found to be damaged are left out.
+        """
+        found = ocp.utils.checkpoint_steps(self.directory) if self.directory.is_dir() else []
+        return sorted(set(found) - self._damaged.keys())
 
     def latest_step(self) -> int | None:
         """The latest complete checkpoint's step, or None."""
@@ -158,15 +166,23 @@ class Checkpointer:
             self._written(manager.close)
 
     def _written(self, write: Callable[[], Any]) -> None:
-        """Calls `write`; any of its errors becomes SaveFailed, after which a new writer begins."""
-        try:
-            write()
-        except Exception as error:
-            self._manager = None
-            raise SaveFailed(
-                f"the checkpoint of step {self._saving} cannot be written to {self.directory}: "
-                f"{_reason(error)}; free space or mend the disk"
-            ) from error
+        """Calls `write`; errors of the files become SaveFailed, after which a new writer begins."""
+        with _one_message():
+            try:
+                return write()
+            except (jax.errors.JaxRuntimeError, MemoryError, TypeError):
+                raise  # not of the files
+            except Exception as error:
+                reason = _reason(error)
+            failed, self._manager = self._manager, None
+            if failed is not None and not joined():  # with several processes it would wait for the others
+                with suppress(Exception):
+                    failed.close()
+            gc.collect()
+        raise SaveFailed(
+            f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; free "
+            "space or mend the disk"
+        )
 
     def _writer(self) -> ocp.CheckpointManager:
         """The manager for writing, created by the first save, which deletes files of interrupted saves."""
@@ -181,39 +197,29 @@ class Checkpointer:
         return self._manager
 
     def _newest_whole(self, step: int | None, read: Callable[[int], T]) -> T:
-        """`read(step)`; without a step, that of the latest checkpoint for which it does not raise an error.
-
-        All processes use the same checkpoint: one that is damaged in one of them is so in all.
-        """
+        """`read(step)`; without a step, that of the latest checkpoint that is not damaged."""
         self.wait()
-        candidates = [self._existing(step)] if step is not None else self._existing_steps()[::-1]
-        problems: dict[int, str] = {}
-        for candidate in candidates:
-            found: T | None = None
-            problem: str | None = None
+        if step is not None:
+            return read(self._existing(step))
+        problems = []
+        for candidate in reversed(self._existing_steps()):
             try:
                 found = read(candidate)
             except DamagedCheckpoint as error:
-                problem = str(error)
-            known = [each for each in gather_objects(problem) if each is not None]
-            if not known:
-                self._report(problems, candidate)
-                return found  # type: ignore[return-value]
-            problems[candidate] = known[0]
+                self._damaged[candidate] = str(error)
+                problems.append(str(error))
+            else:
+                if problems and is_main_process():
+                    logger.warning("%s; the checkpoint of step %d is used", "; ".join(problems), candidate)
+                return found
+        self._damaged = {}
         raise DamagedCheckpoint(
-            "; ".join(problems.values())
-            + ("; no other checkpoint is left" if step is None else "; choose another step")
-            + "; restore its files from a copy, or start another run"
+            f"{'; '.join(problems)}; no other checkpoint is left; restore its files from a copy, or start "
+            "another run"
         )
 
-    def _report(self, problems: Mapping[int, str], used: int) -> None:
-        for step, problem in problems.items():
-            if step not in self._reported:
-                logger.warning("%s; the checkpoint of step %d is used", problem, used)
-                self._reported.add(step)
-
     def _existing_steps(self) -> list[int]:
-        steps = self.steps()
+        steps: list[int] = decided_by_main(self.steps)
         if not steps:
             raise ValueError(
                 f"{self.directory} must have a complete checkpoint, but has none; "
@@ -231,10 +237,12 @@ class Checkpointer:
 
     def _read_json(self, step: int) -> dict[str, Any]:
         """What `save` wrote of checkpoint `step` as JSON; raises DamagedCheckpoint unless it is the same."""
-        items = ocp.args.Composite(host=ocp.args.JsonRestore())
-        content = dict(self._read(step, items)["host"])
-        if content.pop("sha256", None) != _sha256(content):
-            raise self._damaged(step, "its JSON is not what was saved, or has no digest")
+        content = dict(self._read(step, ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
+        digest = content.pop("sha256", None)
+        problem = None if digest == _sha256(content) else "its JSON is not what was saved"
+        if digest is None:
+            problem = "its JSON has no digest; an earlier version of quatrain may have saved it"
+        self._agree(step, problem)
         return content
 
     def _read_arrays(
@@ -253,24 +261,31 @@ class Checkpointer:
         )
         restored = self._read(step, ocp.args.Composite(arrays=arrays))["arrays"]
         different = [name for name, proof in _proofs(restored)[0].items() if proof != proofs[name]]
-        if different:
-            raise self._damaged(step, f"the numbers of {_few(different)} are not those that were saved")
+        self._agree(step, f"{_few(different)} are not the numbers that were saved" if different else None)
         return dict(restored)
 
     def _read(self, step: int, items: ocp.args.Composite) -> Any:
+        """The `items` of checkpoint `step`, read by each process for itself."""
+        problem = None
         with _one_message():
             try:
                 with _reader(self.directory) as reader:
-                    return reader.restore(step, args=items)
+                    found = reader.restore(step, args=items)
             except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
                 raise  # of this machine, not of the files
             except Exception as error:
-                reason = _reason(error)
+                problem = _reason(error)
             gc.collect()
-        raise self._damaged(step, reason)
+        self._agree(step, problem)
+        return found
 
-    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"the checkpoint of step {step} in {self.directory} is damaged: {reason}")
+    def _agree(self, step: int, problem: str | None) -> None:
+        """Raises DamagedCheckpoint in all processes if one has a problem with checkpoint `step`."""
+        problems = [each for each in gather_objects(problem) if each is not None]
+        if problems:
+            raise DamagedCheckpoint(
+                f"the checkpoint of step {step} in {self.directory} is damaged: {problems[0]}"
+            )
 
     def _check(
         self, step: int, wanted: Mapping[str, Abstract], proofs: Mapping[str, str], *, partial: bool
@@ -288,8 +303,16 @@ class Checkpointer:
 
 
 def _reader(directory: Path) -> ocp.CheckpointManager:
-    handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(create=False)
+    """A reader in which the processes of a run do not wait for each other, as one may find damage."""
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+    )
+    handlers = {
+        "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        "host": ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    }
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
     return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
 
 

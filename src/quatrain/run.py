@@ -230,12 +230,14 @@ class Run:
 
     def close(self) -> None:
         """End the workers of reward functions, the rollout's thread and the writing of checkpoints."""
-        self.scorer.close()  # first, because the rollout's thread may wait for a reward function
-        self.ahead.close()
         try:
-            self.checkpoints.close()
-        except SaveFailed as error:
-            logger.error("%s", error)  # `export` raises it in a run that comes to its end
+            with closing(self.ahead):
+                self.scorer.close()  # first, because the rollout's thread may wait for a reward function
+        finally:
+            try:
+                self.checkpoints.close()
+            except SaveFailed as error:
+                logger.error("%s", error)  # `export` raises it in a run that comes to its end
 
     def begin(self) -> tuple[TrainState, Stages]:
         """The initial training state (after the warm start, or from a checkpoint) and the stages."""
@@ -415,8 +417,8 @@ class Run:
     def save(self, state: TrainState) -> None:
         """Save a checkpoint of `state`, unless one of the same or a later step exists.
 
-        A checkpoint that cannot be written is reported, and the run goes on. Raises NonFiniteState if
-        parameters or optimizer state have numbers that are not finite.
+        If a checkpoint cannot be written, a run of one process reports it and goes on, one of several raises
+        SaveFailed. Raises NonFiniteState if parameters or optimizer state have numbers that are not finite.
         """
         with self._reported_if_failed():
             self.checkpoints.wait()
@@ -433,11 +435,20 @@ class Run:
                     before = f"continue from step {latest} with `--resume {self.folder.name}`"
                 raise NonFiniteState(f"{error}; lower optimizer.learning_rate; {before}") from error
 
+    def save_before_end(self, state: TrainState) -> None:
+        """Save a checkpoint of `state` in a run that ends early; what prevents it is logged."""
+        try:
+            self.save(state)
+        except NonFiniteState as error:
+            logger.error("%s", error)
+
     @contextmanager
     def _reported_if_failed(self) -> Iterator[None]:
         try:
             yield
         except SaveFailed as error:
+            if num_processes() > 1:  # the others wait for this one's files
+                raise
             logger.warning(
                 "%s; the run goes on; its newest checkpoint is of step %s",
                 error,
@@ -495,7 +506,7 @@ class Run:
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
         self._check_prompts(host.get("num_prompts"))
-        self.checkpoints.set_aside(after=step)
+        self.checkpoints.set_aside()
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
@@ -538,6 +549,12 @@ class Run:
         self.progress.stage("export")
         export_policy(self.folder.final, self.loaded.arch, params, self.loaded.tokenizer)
         self.checkpoints.wait()
+        newest = decided_by_main(self.checkpoints.latest_step)
+        if self.resumable and newest != self.steps:
+            raise SaveFailed(
+                f"the model is exported to {self.folder.final}, but the checkpoint of step {self.steps} "
+                f"could not be written; the newest is of step {newest}; free space, and resume the run"
+            )
 
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
         """Log the results of the run."""

@@ -72,10 +72,10 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
             run.save_when_due(state)
         except TooManyBadSteps as stopped:
             run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
-            run.save(stopped.state)
+            run.save_before_end(stopped.state)
             raise
         except (NoSignal, Stopped):
-            run.save(state)
+            run.save_before_end(state)
             raise
     return state
 

@@ -90,6 +90,16 @@ def test_a_process_that_no_longer_answers_is_to_blame(capfd, monkeypatch, status
     assert (found, err) == (status, ["error: process 1 no longer answered; the others were ended"])
 
 
+def test_a_stop_ends_when_a_process_fails_and_another_goes_on(capfd, monkeypatch):
+    monkeypatch.setattr(launch_module, "FAILURE_MESSAGE_S", 0.3)
+    code = PLACE + (
+        "signal.signal(signal.SIGTERM, (lambda *_: sys.exit(5)) if me == 0 else signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGTERM) if me else None\ntime.sleep(600)"
+    )
+    found, _, err = run(code, capfd, grace_s=0.5)
+    assert (found, err[-1]) == (5, "error: process 0 exited with 5; the others were ended")
+
+
 def test_a_signal_is_128_and_its_number(capfd):
     code = PLACE + "os.kill(os.getpid(), signal.SIGKILL) if me == 0 else time.sleep(600)"
     status, _, err = run(code, capfd)

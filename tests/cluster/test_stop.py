@@ -224,3 +224,16 @@ def test_signals_without_a_first_one_leave_nothing():
         assert threading.active_count() == threads + 1
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(wakeup) == -1
+
+
+def test_a_forked_child_does_not_keep_the_run_waiting():
+    code = (
+        "import os, time\nfrom quatrain.cluster.stop import Signals\n"
+        "with Signals(print):\n"
+        "    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)\n"
+        "print('left', flush=True)\nos.kill(0, 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, start_new_session=True
+    )
+    assert done.stdout == "left\n"

@@ -59,6 +59,11 @@ def test_escaped_and_multiline_secrets_are_redacted():
     assert redact("> second line", environ) == "> [redacted]"
 
 
+def test_a_secret_that_is_no_text_is_redacted():
+    secret = b"\xff\xfesecret".decode(errors="surrogateescape")
+    assert redact(f"a {secret} b", {"DB_PASSWORD": secret}) == "a [redacted] b"
+
+
 def test_switches_and_empty_values_do_not_blank_text():
     environ = {"A_TOKEN": "", "B_TOKEN": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "true"}
     assert redact("true 1", environ) == "true 1"

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -246,3 +248,12 @@ def test_there_is_a_configuration_at_every_moment(tmp_path, monkeypatch):
     run.write_config("seed: 2\n")
     assert seen == ["seed: 1\n"] * 2
     assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuses(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(ValueError, match=r"file system with locks .* cannot be locked, No locks available"):
+        RunDir.create(tmp_path, "first")

@@ -192,6 +192,11 @@ def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float
             return _stop(children, signals.get(timeout=POLL_S), grace_s)
         except Empty:
             continue
+    return _blame(children, grace_s)
+
+
+def _blame(children: Sequence[_Child], grace_s: float) -> int:
+    """Ends the processes that still run, names the one that failed first, and returns its status."""
     if _failed(children):
         _wait(children, FAILURE_MESSAGE_S)
     first, silent = _first_to_blame(_failed(children)), [child for child in children if child.running]
@@ -212,7 +217,11 @@ def _stop(children: Sequence[_Child], number: int, grace_s: float) -> int:
     print(f"{name}: all processes are stopped; a second signal ends them at once", file=sys.stderr)
     for child in children:
         child.stop(number)
-    _wait(children, math.inf)
+    while any(child.running for child in children):
+        failed = [child for child in _failed(children) if child.status != 128 + number]
+        if failed:
+            return _blame(children, grace_s)
+        time.sleep(POLL_S)
     _finish_output(children, grace_s)
     return 128 + number if any(child.status for child in children) else 0
 

@@ -23,6 +23,8 @@ REPEATED_S = 1.0
 """Signals this soon after the first are the same request: schedulers and `timeout` send it to a process and
 to its group."""
 STDERR = 2
+END = b"\0"
+"""Ends the thread that reads signals; no signal has this number."""
 SHOW_CURSOR = "\x1b[?25h"
 
 logger = logging.getLogger(__name__)
@@ -90,8 +92,9 @@ class Signals:
         if self._thread is None:
             return
         self.restore(self._wakeup_before)
-        os.close(self._writing)
+        os.write(self._writing, END)  # forked children may keep the pipe open
         self._thread.join()
+        os.close(self._writing)
 
     def restore(self, wakeup: int = -1) -> None:
         """Set the handlers of before; a child process that is forked calls it too."""
@@ -106,7 +109,7 @@ class Signals:
 
     def _watch(self, reading: int) -> None:
         first: float | None = None
-        while received := os.read(reading, 1):
+        while (received := os.read(reading, 1)) != END:
             number, now = received[0], time.monotonic()
             if number not in SIGNALS:
                 continue

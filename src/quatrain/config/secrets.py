@@ -120,7 +120,7 @@ def _written_forms(secret: str) -> Iterable[str]:
     # A secret of several lines may be printed line by line; in JSON and Python its quotes are escaped.
     pieces = {secret, *(line.strip() for line in secret.splitlines())}
     pieces |= {unquote(piece) for piece in pieces}
-    pieces |= {quote(piece, safe=safe) for piece in pieces for safe in ("", "/")}
+    pieces |= {quote(piece, safe=safe, errors="surrogateescape") for piece in pieces for safe in ("", "/")}
     pieces |= {json.dumps(piece, ensure_ascii=ascii)[1:-1] for piece in pieces for ascii in (True, False)}
     pieces |= {repr(piece)[1:-1] for piece in pieces}
     return (piece for piece in pieces if len(piece) >= SHORTEST_SECRET)

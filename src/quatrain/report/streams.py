@@ -1,5 +1,7 @@
 """Standard output and error without secrets, which outlive their reader: `quatrain train | head -2` goes on.
 
+Text for a file on a full disk is dropped.
+
 Used by the command line around every command, for all that Python prints, such as a reward function.
 """
 
@@ -14,6 +16,8 @@ from typing import Any, TextIO, TypeVar, cast
 
 READER_GONE = (errno.EPIPE, errno.EIO)
 """Errors of a closed pipe and of a terminal that was hung up."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a file, to which the output goes, that cannot grow now."""
 T = TypeVar("T")
 
 
@@ -51,6 +55,8 @@ class _Guarded:
         try:
             return action()
         except OSError as error:
+            if error.errno in DISK_FULL:
+                return otherwise
             if error.errno not in READER_GONE:
                 raise
         null = os.open(os.devnull, os.O_WRONLY)

@@ -76,7 +76,11 @@ class RewardScorer:
         self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
         self._pool = _pool(config, names)
-        self._functions = list(_functions(config, names, self._pool, decide))
+        try:
+            self._functions = list(_functions(config, names, self._pool, decide))
+        except BaseException:  # also a signal while a module is being imported
+            self.close()
+            raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""

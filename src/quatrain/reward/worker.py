@@ -129,7 +129,9 @@ def _limit_memory(num_bytes: int | None) -> None:
     with contextlib.suppress(OSError):  # only Linux has this file
         Path("/proc/self/oom_score_adj").write_text("1000")
     if num_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 if __name__ == "__main__":
