@@ -66,12 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("schedule", "overlap"))
     parser.add_argument("--steps", type=int, default=12, help="measured training steps of `overlap`")
     parser.add_argument("--unit", type=float, default=0.05, help="mean seconds of a sleeping stage")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs of `overlap`"
+    )
     parser.add_argument("--figure", type=Path, help="file of the figure of `overlap`, as timeline.svg")
     args = parser.parse_args(arguments)
     if args.what == "schedule":
         print("\n".join(schedule_table(args.unit)))
         return 0
-    runs = {name: overlap_run(settings, args.steps) for name, settings in MODES.items()}
+    runs = {name: overlap_run((*settings, *args.set), args.steps) for name, settings in MODES.items()}
     print("\n".join(overlap_table(runs)))
     if args.figure is not None:
         if not can_plot():
@@ -189,6 +192,7 @@ def overlap_run(settings: Sequence[str], steps: int) -> list[Row]:
     """The metrics of the measured steps of a run in a process of its own."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {FLAGS}"
+    environ["PJRT_NPROC"] = "1"  # else a stage that runs alone uses the threads of both devices
     with tempfile.TemporaryDirectory() as folder:
         every = (*APART, *settings, f"run.steps={steps + WARM_UP}", f"run.dir={folder}", "run.name=run")
         command = [sys.executable, "-m", "quatrain.cli", "train", *(x for s in every for x in ("--set", s))]
@@ -269,6 +273,7 @@ def draw(runs: Mapping[str, Sequence[Row]], path: Path) -> None:
                 for bar, shade in zip(bars, shades, strict=True):
                     axes.broken_barh([bar], (height - 0.35, 0.7), color=color, alpha=shade, linewidth=0)
             axes.set_yticks([0, 1], ["training", "rollout"])
+            axes.set_xlabel("")
         grid[-1, 0].set_xlabel("seconds")
         figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
 
