@@ -132,13 +132,11 @@ def test_two_processes_agree_on_the_checkpoint_that_is_whole(tmp_path, settings)
     for process in (0, 1):
         shutil.copytree(tmp_path / "run", tmp_path / f"kept{process}")
         file = max(arrays.glob(f"ocdbt.process_{process}/d/*"), key=lambda path: path.stat().st_size)
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2] + b"\0" * 32 + content[len(content) // 2 + 32 :])
+        file.write_bytes(bytes(file.stat().st_size))  # parts of it may hold numbers that nothing reads
         resumed = _launch(tmp_path, settings, *every, f"run.steps={STEPS + 1}", resume="run")
         assert resumed.returncode == 0, resumed.stderr
         output = resumed.stdout + resumed.stderr
-        assert output.count(f"the checkpoint of step {STEPS} in") == 1
-        assert f"; the checkpoint of step {STEPS - 1} is used" in output
+        assert output.count(f"; the checkpoint of step {STEPS - 1} is used") == 1
         rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(STEPS + 2))
         shutil.rmtree(tmp_path / "run")
