@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
+from quatrain.config.errors import listed
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
 
@@ -87,7 +88,7 @@ class Checkpointer:
         proofs, ruined = _proofs(leaves)
         if ruined:
             raise NonFiniteState(
-                f"the state of step {step} is not saved: {_few(ruined)} have numbers that are not finite"
+                f"the state of step {step} is not saved: {listed(ruined)} have numbers that are not finite"
             )
         content = {"host": dict(host), "arrays": proofs}
         items = ocp.args.Composite(
@@ -261,7 +262,7 @@ class Checkpointer:
         )
         restored = self._read(step, ocp.args.Composite(arrays=arrays))["arrays"]
         different = [name for name, proof in _proofs(restored)[0].items() if proof != proofs[name]]
-        self._agree(step, f"{_few(different)} are not the numbers that were saved" if different else None)
+        self._agree(step, f"{listed(different)} are not the numbers that were saved" if different else None)
         return dict(restored)
 
     def _read(self, step: int, items: ocp.args.Composite) -> Any:
@@ -341,10 +342,6 @@ def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
         if not finite:
             ruined.append(name)
     return proofs, ruined
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if names[3:] else "")
 
 
 def _sha256(content: Mapping[str, Any]) -> str:

@@ -141,7 +141,7 @@ class Run:
         self.scorer = build_scorer(config, self.loaded)
         self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
         if folder.resumed:
-            self._check_prompts(saved.get("num_prompts"))
+            self._check_prompts(saved["num_prompts"])
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
         self.engine = build_engine(
             config,
@@ -403,16 +403,17 @@ class Run:
         checkpoints before them are not displaced by others.
         """
         every, last = self.config.checkpoint.every_steps, state.train_step == self.steps
+        due = bool(every) and state.train_step % every == 0
         bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
-        if not last and bad_steps and every and state.train_step % every == 0:
+        if last or (due and not bad_steps):
+            self.save(state)
+            self.report.log(state.train_step, self.timer.metrics())
+        elif due:
             logger.warning(
                 "no checkpoint of step %d: the last %d optimizer steps were not applied",
                 state.train_step,
                 bad_steps,
             )
-        elif last or (every and state.train_step % every == 0):
-            self.save(state)
-            self.report.log(state.train_step, self.timer.metrics())
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint of `state`, unless one of the same or a later step exists.
@@ -491,10 +492,10 @@ class Run:
                 "0, or start another run"
             )
 
-    def _check_prompts(self, saved: int | None) -> None:
-        """Raises ValueError if `data.train` does not have the `saved` number of prompts (None: unknown)."""
+    def _check_prompts(self, saved: int) -> None:
+        """Raises ValueError if `data.train` does not have the `saved` number of prompts."""
         now = len(self.prompts)
-        if saved is not None and now != saved:
+        if now != saved:
             raise ValueError(
                 f"data.train of a resumed run must not change: {self.config.data.train} had {saved} prompts "
                 f"that were not skipped, and has {now}; restore the data and data.max_prompt_length, or "
@@ -505,12 +506,12 @@ class Run:
         step, arrays, host = self.checkpoints.restore(_arrays(state))
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
-        self._check_prompts(host.get("num_prompts"))
+        self._check_prompts(host["num_prompts"])
         self.checkpoints.set_aside()
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
-        self._evaluated = None if host.get("evaluation_due") else step
+        self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
@@ -520,8 +521,8 @@ class Run:
             step=host["step"],
             bad_steps=host["bad_steps"],
             train_step=host["train_step"],
-            reward_kl_coef=host.get("reward_kl_coef", state.reward_kl_coef),
-            place=PromptPlace(**host.get("place", {"next_prompt": step * self.config.data.batch_size})),
+            reward_kl_coef=host["reward_kl_coef"],
+            place=PromptPlace(**host["place"]),
         )
 
     def _announce_moved_fence(self, step: int) -> None:

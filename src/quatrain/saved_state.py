@@ -26,29 +26,29 @@ class _Counts(Description):
 class _Place(Description):
     model_config = ConfigDict(extra="forbid")
 
-    next_prompt: Number = 0
-    steps_without_signal: Number = 0
+    next_prompt: Number
+    steps_without_signal: Number
 
 
 class _SavedState(Description):
     step: Number
     bad_steps: Number
     train_step: Number
-    place: _Place = _Place()
-    reward_kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    place: _Place
+    reward_kl_coef: Annotated[float, Field(ge=0)]
     critic: _Counts | None
     config: dict[str, Any]
-    num_prompts: Number | None = None
+    num_prompts: Number
     before: dict[str, float]
     accuracy: float | None
+    evaluation_due: bool
 
 
 def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:
     """Raises ValueError unless `host`, from a checkpoint in `folder`, is what a run saves."""
-    # Checkpoints of earlier versions lack some keys.
     checked(
         _SavedState,
-        {"critic": None, **host},
+        host,
         f"the state of a checkpoint in {folder}",
         remedy="it is damaged: remove the checkpoint, and resume from the one before",
     )

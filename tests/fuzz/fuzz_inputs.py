@@ -508,6 +508,7 @@ HOST = {
     "num_prompts": 100,
     "before": {"eval/reward": 0.5},
     "accuracy": 0.25,
+    "evaluation_due": False,
 }
 
 

@@ -113,7 +113,7 @@ def saved_state(folder: Path) -> None:
 
     host = read_json(folder / "host.json")
     check_saved_state(host, folder)
-    PromptPlace(**(host.get("place") or {}))
+    PromptPlace(**host["place"])
 
 
 def spin(folder: Path) -> None:

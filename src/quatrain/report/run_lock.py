@@ -28,12 +28,12 @@ class RunLock:
         owner = path / FILES[1]
         try:
             self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"only one process may write the run in {path}: {_described(owner)} uses it; wait until that "
+                "run has ended, or end it"
+            ) from error
         except (OSError, NotImplementedError) as error:
-            if isinstance(error, Timeout):  # which is an OSError too
-                raise ValueError(
-                    f"only one process may write the run in {path}: {_described(owner)} uses it; wait until "
-                    "that run has ended, or end it"
-                ) from error
             raise ValueError(
                 f"run.dir must be on a file system with locks (flock): {path} cannot be locked, "
                 f"{getattr(error, 'strerror', None) or error}; choose another folder, or mount it with locks"

@@ -8,7 +8,6 @@ nor numpy.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import io
 import json
@@ -23,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-PR_SET_PDEATHSIG = 1
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 LONGEST_DETAIL = 4000
 TRACE_BEFORE_S = 0.05
@@ -70,9 +68,11 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     requests = connection.makefile("rb")
     settings = pickle.load(requests)
-    _end_with(settings["parent"])
-    _limit_memory(settings["memory_bytes"])
     sys.argv, sys.path = [""], settings["path"]
+    from quatrain.cluster.launcher import end_with_parent
+
+    end_with_parent(settings["parent"])
+    _limit_memory(settings["memory_bytes"])
     functions = _Functions(settings["what"], settings["convert"])
     home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
     while True:
@@ -111,14 +111,6 @@ def _tidy(home: int, output: int) -> None:
         raw = io.FileIO(number, "w", closefd=False)
         stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, stream)
-
-
-def _end_with(parent: int) -> None:
-    """Lets the kernel end this process with its parent, also if it is in a loop in C code then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit_memory(num_bytes: int | None) -> None:
