@@ -90,14 +90,39 @@ def test_a_process_that_no_longer_answers_is_to_blame(capfd, monkeypatch, status
     assert (found, err) == (status, ["error: process 1 no longer answered; the others were ended"])
 
 
-def test_a_stop_ends_when_a_process_fails_and_another_goes_on(capfd, monkeypatch):
+def stopped(first, capfd, monkeypatch, tmp_path):
+    """Exit status and last error line of two processes that are stopped by SIGTERM, which the second ignores.
+
+    `first` is the code of process 0, run before it waits.
+    """
     monkeypatch.setattr(launch_module, "FAILURE_MESSAGE_S", 0.3)
+    ready = str(tmp_path / "ready")
     code = PLACE + (
-        "signal.signal(signal.SIGTERM, (lambda *_: sys.exit(5)) if me == 0 else signal.SIG_IGN)\n"
-        "os.kill(os.getppid(), signal.SIGTERM) if me else None\ntime.sleep(600)"
+        "if me == 0:\n"
+        f"    {first}\n"
+        f"    open({ready!r}, 'w').close()\n"
+        "else:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"    while not os.path.exists({ready!r}): time.sleep(0.01)\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(60)"
     )
-    found, _, err = run(code, capfd, grace_s=0.5)
-    assert (found, err[-1]) == (5, "error: process 0 exited with 5; the others were ended")
+    status, _, err = run(code, capfd, grace_s=0.5)
+    return status, err[-1]
+
+
+def test_a_stop_ends_when_a_process_fails_and_another_goes_on(capfd, monkeypatch, tmp_path):
+    first = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
+    found = stopped(first, capfd, monkeypatch, tmp_path)
+    assert found == (5, "error: process 0 exited with 5; the others were ended")
+
+
+def test_a_stop_ends_when_it_kills_a_process_and_another_goes_on(capfd, monkeypatch, tmp_path):
+    """As at the start of a process, before it handles signals: the others cannot go on without it."""
+    began = time.monotonic()
+    status, line = stopped("pass", capfd, monkeypatch, tmp_path)
+    assert (status, line) == (143, "SIGTERM: all processes are stopped; a second signal ends them at once")
+    assert time.monotonic() - began < 30
 
 
 def test_a_signal_is_128_and_its_number(capfd):

@@ -154,6 +154,11 @@ class _Child:
         status = self._popen.wait()
         return status if status >= 0 else 128 - status
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended the process, without anything it could do."""
+        return self._popen.wait() < 0
+
     def signal(self, number: int) -> None:
         """Sends a signal to the process and its child processes."""
         with suppress(ProcessLookupError):
@@ -218,9 +223,11 @@ def _stop(children: Sequence[_Child], number: int, grace_s: float) -> int:
     for child in children:
         child.stop(number)
     while any(child.running for child in children):
-        failed = [child for child in _failed(children) if child.status != 128 + number]
-        if failed:
+        if any(child.status != 128 + number for child in _failed(children)):
             return _blame(children, grace_s)
+        if any(child.killed for child in _failed(children)):  # before it handled signals, such as at its start
+            _wait(children, FAILURE_MESSAGE_S)
+            _end(children, signal.SIGKILL, grace_s)
         time.sleep(POLL_S)
     _finish_output(children, grace_s)
     return 128 + number if any(child.status for child in children) else 0
