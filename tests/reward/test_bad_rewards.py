@@ -66,8 +66,7 @@ def test_each_failure_in_calls_on_batches_groups_and_samples(name, workers, per_
         settings["timeout_s"] = 1.0
     began = time.perf_counter()
     check([name], rollouts, **settings)
-    rounds = {"batch": 3, "group": 2, "sample": 1}[per_call]
-    assert time.perf_counter() - began < rounds * settings.get("timeout_s", 5.0) + 2.0
+    assert time.perf_counter() - began < settings.get("timeout_s", 5.0) + 2.0
 
 
 def test_a_wrong_return_value_is_one_clear_error():

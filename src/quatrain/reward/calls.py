@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -29,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 ERROR_REWARD = -1.0
 """Raw reward of a sample for which a reward function fails."""
-TIMEOUTS_PER_WORKER = 6
-"""Calls of one function on one batch that may take too long, for each worker, before it is given up."""
-PATIENCE_S = 1.0
-"""Seconds after which the samples of a group are called alone while the group's call still runs. Only in the
-search for the sample at fault: a function that hangs on one sample does so on its group."""
+TIMEOUTS_PER_WORKER = 3
+"""Calls in a row that may take too long, for each worker, before a function is given up for a batch."""
+SEARCH_S = 0.3
+"""Time limit of the further calls on a batch of which calls took too long."""
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
 
 PerCall = Literal["batch", "group", "sample"]
@@ -97,11 +94,11 @@ class Caller(Protocol):
 
     @property
     def most_timeouts(self) -> int:
-        """Calls on one batch that may take too long before the function is given up."""
+        """Calls in a row that may take too long before the function is given up."""
         ...
 
-    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
-        """Calls the function, at once or as soon as a worker is free."""
+    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
+        """Calls the function, at once or as soon as a worker is free; `search`: its limit is SEARCH_S."""
         ...
 
 
@@ -131,7 +128,7 @@ class InProcess:
     """Whether the function gets copies of its arguments, which users' functions may change."""
     most_timeouts: int = 1  # which a call in this process cannot have
 
-    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
+    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
         future: Future[Any | Failure] = Future()
         future.set_result(self._outcome(arguments))
         return future
@@ -160,8 +157,9 @@ class InWorkers:
     def most_timeouts(self) -> int:
         return TIMEOUTS_PER_WORKER * self.pool.num_workers
 
-    def submit(self, arguments: Arguments) -> Future[Any | Failure]:
-        return self.pool.submit(self.spec, pickled(arguments), self.timeout_s)
+    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
+        timeout_s = min(SEARCH_S, self.timeout_s) if search else self.timeout_s
+        return self.pool.submit(self.spec, pickled(arguments), timeout_s)
 
 
 def pickled(arguments: Arguments) -> bytes:
@@ -181,8 +179,9 @@ def score_function(
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
 
     The first calls get the samples that `per_call` says. The samples of a failing call are called again, the
-    groups of a batch one by one, then the samples of a failing group. Raises ValueError if the function
-    returns the wrong number of values or values that are no numbers.
+    groups of a batch one by one, then the samples of a failing group. After a call that took too long, these
+    further calls have little time, so that a function that hangs does not hold the step. Raises ValueError if
+    the function returns the wrong number of values or values that are no numbers.
     """
     scoring = _Scoring(function, samples)
     try:
@@ -204,77 +203,68 @@ class _Scoring:
         self._values = np.full(len(samples), ERROR_REWARD, np.float32)
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
         self._failures: list[Failure] = []
-        self._futures: list[Future[Any | Failure]] = []
-        self._late: list[_Call] = []  # calls that still run while their samples are called alone
-        self._timeouts_left = function.caller.most_timeouts
+        self._calls: list[_Call] = []
+        self._search = False
+        self._in_a_row = 0
 
     def run(self, pieces: Sequence[Rows]) -> tuple[np.ndarray, Counter[Kind]]:
         """The values and the failures; `pieces` are the rows of the first calls."""
-        calls = [self._submit(rows) for rows in pieces]
-        self._wait(calls, None)
-        while calls := [after for call in calls for after in self._settled(call)]:
-            self._wait(calls, PATIENCE_S if any(len(call.rows) > 1 for call in calls) else None)
-        for call in self._late:
-            self._take(call)
+        while pieces:
+            self._calls = [self._submit(rows) for rows in pieces]
+            too_long = self._wait()
+            pieces = [rows for call in self._calls for rows in self._settled(call)]
+            if too_long and not self._search:
+                self._search, self._in_a_row = True, 0
         errors = Counter(self._kinds.values())
+        _report(self._function, self._failures, errors, len(self._samples))
         if self._failures and not errors:  # it failed on several samples, and on none of them alone
             errors[self._failures[0].kind] = 1
-        _report(self._function, self._failures, errors, len(self._samples))
         return self._values, errors
-
-    def _settled(self, call: _Call) -> list[_Call]:
-        """What to wait for from now on: nothing, the same call, or calls on its parts."""
-        single = len(call.rows) == 1
-        if call.future.done():
-            if self._take(call) or single:
-                return []
-        elif single or not call.future.running():
-            return [call]
-        else:
-            self._late.append(call)
-        return [self._submit(rows) for rows in self._samples.split(call.rows)]
 
     def cancel(self) -> None:
         """Cancels the calls that have not begun."""
-        for future in self._futures:
-            future.cancel()
+        for call in self._calls:
+            call.future.cancel()
 
     def _submit(self, rows: Rows) -> _Call:
         arguments = self._samples.take(rows, self._function.accepts)
-        future = self._function.caller.submit(arguments)
-        self._futures.append(future)
-        if self._timeouts_left <= 0:
-            future.cancel()
-        return _Call(rows, future)
+        return _Call(rows, self._function.caller.submit(arguments, search=self._search))
 
-    def _wait(self, calls: Sequence[_Call], timeout_s: float | None) -> None:
-        """Waits for the calls; cancels those that have not begun once too many have taken too long."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _wait(self) -> bool:
+        """Waits for the calls, and cancels those that have not begun once too many in a row took too long.
+
+        Whether any took too long.
+        """
         finished: SimpleQueue[Future[Any | Failure]] = SimpleQueue()
-        for call in calls:
+        for call in self._calls:
             call.future.add_done_callback(finished.put)
-        with suppress(Empty):
-            for _ in calls:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0)
-                outcome = _outcome(finished.get(timeout=left))
-                if isinstance(outcome, Failure) and outcome.kind == "timeout":
-                    self._timeouts_left -= 1
-                if self._timeouts_left <= 0:
-                    self.cancel()
+        too_long = False
+        for _ in self._calls:
+            outcome = _outcome(finished.get())
+            late = isinstance(outcome, Failure) and outcome.kind == "timeout"
+            too_long |= late
+            self._in_a_row = self._in_a_row + 1 if late else 0
+            if self._in_a_row >= self._function.caller.most_timeouts:
+                self.cancel()
+        return too_long
 
-    def _take(self, call: _Call) -> bool:
-        """Takes the values of a call, or its failure if it had one sample; whether it has not failed."""
-        rows, outcome = call.rows, _outcome(call.future)
+    def _settled(self, call: _Call) -> list[Rows]:
+        """Takes the values of a call; what to call again if it failed."""
+        outcome = _outcome(call.future)
         if not isinstance(outcome, Failure):
-            self._values[rows], bad = _checked(self._function, outcome, len(rows))
-            for row in rows:
-                self._kinds.pop(row, None)
-            self._kinds |= dict.fromkeys((rows[index] for index in bad), "error")
-            return True
+            self._take(call.rows, outcome)
+            return []
         self._failures.append(outcome)
-        if len(rows) == 1:
-            self._kinds[rows[0]] = outcome.kind
-        return False
+        if call.future.cancelled() and not self._search:
+            return [call.rows]
+        if len(call.rows) > 1:
+            return self._samples.split(call.rows)
+        self._kinds[call.rows[0]] = outcome.kind
+        return []
+
+    def _take(self, rows: Rows, values: Any) -> None:
+        self._values[rows], bad = _checked(self._function, values, len(rows))
+        self._kinds |= dict.fromkeys((rows[index] for index in bad), "error")
 
 
 def _outcome(future: Future[Any | Failure]) -> Any | Failure:
@@ -288,13 +278,12 @@ def _report(function: Function, failures: list[Failure], errors: Counter[Kind], 
     if not failures:
         return
     first = failures[0]
+    kinds = ", ".join(f"{kind}: {count}" for kind, count in errors.items())
+    on = f"{errors.total()} of {num_samples} samples ({kinds}), which get {ERROR_REWARD:g}"
     logger.warning(
-        "reward function `%s` failed on %d of %d samples (%s), which get %g%s; its first failure: %s",
+        "reward function `%s` failed on %s%s; its first failure: %s",
         function.name,
-        errors.total(),
-        num_samples,
-        ", ".join(f"{kind}: {count}" for kind, count in errors.items()),
-        ERROR_REWARD,
+        on if errors else "several samples at once, and on none of them alone",
         f"; {_KEYS[first.kind]} sets the limit" if first.kind in _KEYS else "",
         first.detail,
     )
