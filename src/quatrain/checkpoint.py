@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
 from quatrain.config.errors import listed
+from quatrain.config.secrets import redact
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
 
@@ -351,7 +353,7 @@ def _sha256(content: Mapping[str, Any]) -> str:
 def _reason(error: Exception) -> str:
     """The first line of an error's message, with the name of its class."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line.partition('. See full')[0].strip()}"
+    text = redact(f"{type(error).__name__}: {line.partition('. See full')[0].strip()}", os.environ)
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
 
 

@@ -19,7 +19,7 @@ def process(): return os.getpid()
 def leaves(): os._exit(7)
 def raises(): raise KeyError("x")
 def sleeps(): time.sleep(1000)
-def prints(size): print("x" * size); return size
+def prints(size): print("y"); print("x" * size); return size
 def ends_later():
     threading.Timer(0.05, os._exit, (0,)).start()
 def stops_later():
@@ -28,6 +28,18 @@ def hangs_later():  # the thread holds the interpreter's lock
     threading.Timer(0.05, in_c).start()
 def takes(data): return len(data)
 def an_object(): return object()
+def gets(number): os.kill(os.getpid(), number); time.sleep(0.05); return "alive"
+def child_gets(number):
+    child = __import__("subprocess").Popen(["sleep", "1000"])
+    child.send_signal(number)
+    return child.wait()
+def forked_child_gets(number):
+    child = os.fork()
+    if not child:
+        time.sleep(1000)
+    time.sleep(0.1)
+    os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 def starts_a_child(): return __import__("subprocess").Popen(["sleep", "1000"]).pid
 def in_c(): __import__("re").match(r"(a+)+$", "a" * 40 + "b")
 """
@@ -102,13 +114,20 @@ def test_the_time_limit_does_not_include_the_import(pool, tmp_path):
     assert call(pool, f"{slow}:one", 0.3) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_stop_a_run_end_no_worker_but_its_children(pool, file, number):
+    assert call(pool, f"{file}:gets", number=int(number)) == "alive"
+    assert call(pool, f"{file}:child_gets", number=int(number)) == -number
+    assert call(pool, f"{file}:forked_child_gets", number=int(number)) == -number
+
+
 def test_output_is_passed_on_up_to_a_limit(file):
     printed = []
     with closing(Pool("function", 1, on_output=lambda spec, text: printed.append((spec, text)))) as pool:
         call(pool, f"{file}:prints", size=3)
         call(pool, f"{file}:prints", size=LONGEST_OUTPUT + 5)
-    assert printed[0] == (f"{file}:prints", "xxx")
-    assert printed[1][1] == "x" * LONGEST_OUTPUT + "\n(6 more bytes are left out)"
+    assert printed[0] == (f"{file}:prints", "y\nxxx")
+    assert printed[1][1] == "y\n(16390 more bytes are left out)"
 
 
 def test_where_a_function_hangs_is_printed(file):

@@ -225,7 +225,7 @@ def _stop(children: Sequence[_Child], number: int, grace_s: float) -> int:
     while any(child.running for child in children):
         if any(child.status != 128 + number for child in _failed(children)):
             return _blame(children, grace_s)
-        if any(child.killed for child in _failed(children)):  # before it handled signals, such as at its start
+        if any(child.killed for child in _failed(children)):  # it did not handle signals yet
             _wait(children, FAILURE_MESSAGE_S)
             _end(children, signal.SIGKILL, grace_s)
         time.sleep(POLL_S)

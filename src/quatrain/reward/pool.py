@@ -40,7 +40,7 @@ PAUSE_S = 0.1
 GRACE_S = 1.0
 """Seconds that a process gets to end after it has closed its socket."""
 LONGEST_OUTPUT = 16384
-"""Bytes of what one call printed that are passed on; the rest is counted."""
+"""Bytes of what one call printed that are passed on, in whole lines; the rest is counted."""
 _READ_BYTES = 65536
 
 
@@ -277,9 +277,11 @@ class _Process:
 
     def taken_output(self) -> str:
         """What was printed since this was last called."""
+        if self._omitted_bytes:  # a part of a line may be part of a secret, which cannot be redacted
+            lines = self._output[: self._output.rfind(b"\n") + 1]
+            self._omitted_bytes += len(self._output) - len(lines)
+            self._output = lines + f"({self._omitted_bytes} more bytes are left out)".encode()
         text = self._output.decode(errors="backslashreplace").rstrip()
-        if self._omitted_bytes:
-            text += f"\n({self._omitted_bytes} more bytes are left out)"
         self._output, self._omitted_bytes = b"", 0
         return text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+LONGEST_SHOWN_VALUE = 80
 _NOT_LISTS = (str, bytes, bytearray, Mapping, Set)
 
 
@@ -42,6 +43,8 @@ def _number(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     name = type(value).__name__
     try:
-        return f"{name} {value!r:.80}"
+        text = repr(value)
     except Exception:  # of the value's own __repr__
         return name
+    # Whole or not at all: part of a secret cannot be redacted.
+    return f"{name} {text}" if len(text) <= LONGEST_SHOWN_VALUE else f"{name} of {len(text)} characters"

@@ -32,10 +32,17 @@ def failure(error: BaseException) -> tuple[Literal["memory", "exit", "error"], s
     """The kind of a failure, and the end of its traceback."""
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)  # frees what they hold, which formatting needs
-    detail = "".join(traceback.format_exception(error))[-LONGEST_DETAIL:].strip()
+    detail = _last_lines("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, MemoryError):
         return "memory", detail
     return "exit" if isinstance(error, SystemExit) else "error", detail
+
+
+def _last_lines(text: str) -> str:
+    """At most LONGEST_DETAIL characters, without a part of a line: part of a secret cannot be redacted."""
+    if len(text) <= LONGEST_DETAIL:
+        return text
+    return text[-LONGEST_DETAIL:].partition("\n")[2] or f"an error message of {len(text)} characters"
 
 
 class _Functions:
@@ -72,6 +79,7 @@ def main() -> None:
     from quatrain.cluster.launcher import end_with_parent
 
     end_with_parent(settings["parent"])
+    _outlive_stops()
     _limit_memory(settings["memory_bytes"])
     functions = _Functions(settings["what"], settings["convert"])
     home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
@@ -111,6 +119,21 @@ def _tidy(home: int, output: int) -> None:
         raw = io.FileIO(number, "w", closefd=False)
         stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, stream)
+
+
+def _outlive_stops() -> None:
+    """Ignores what stops a run, which may come to all its processes: the run ends its workers when it ends.
+
+    By a handler, not SIG_IGN, which the programs that a function starts would inherit.
+    """
+    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in stops}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)
 
 
 def _limit_memory(num_bytes: int | None) -> None:
