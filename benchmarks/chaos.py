@@ -21,6 +21,7 @@ import argparse
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -130,10 +131,15 @@ class Training:
 
     def same_as(self, other: Training) -> bool:
         """Whether weights and metrics are equal to the bit, and nothing is doubled or missing."""
-        weights = [each.run / "final" / "model.safetensors" for each in (self, other)]
-        return weights[0].read_bytes() == weights[1].read_bytes() and steady_metrics(
-            self.run
-        ) == steady_metrics(other.run)
+        same_weights = self.weights() == other.weights()
+        return same_weights and steady_metrics(self.run) == steady_metrics(other.run)
+
+    def weights(self) -> dict[str, bytes]:
+        """The files of the exported weights, which several processes write in parts."""
+        files = (self.run / "final").glob("*.safetensors")
+        found = {path.name: path.read_bytes() for path in files}
+        assert found, f"no weights in {self.run}"
+        return found
 
 
 def kills(cases: int, folder: Path) -> Verdicts:
@@ -180,8 +186,11 @@ def killed_at_random(training: Training, rng: random.Random) -> bool:
     return process.wait() == -signal.SIGKILL
 
 
-FAULTS = ("kill", "kill", "kill", "terminate", "stop")
-"""What happens to one of two processes: SIGKILL, SIGTERM, or SIGSTOP, after which it no longer answers."""
+FAULTS = ("kill", "kill", "full disk", "terminate", "stop")
+"""What happens to one of two processes: SIGKILL, SIGTERM, SIGSTOP, after which it no longer answers, or a
+disk that takes no file of more than FULL_BYTES."""
+FULL_BYTES = 200_000
+"""More than the metrics, less than the arrays of a checkpoint."""
 
 
 def processes(cases: int, folder: Path) -> Verdicts:
@@ -206,7 +215,10 @@ def fault_in_one(training: Training, fault: str, process: int, rng: random.Rando
         time.sleep(0.005)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     time.sleep(rng.uniform(0, 0.5))
-    os.kill(int(children[process]), numbers[fault])
+    if fault in numbers:
+        os.kill(int(children[process]), numbers[fault])
+    else:
+        resource.prlimit(int(children[process]), resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
     try:
         ended = launcher.wait(HANG_S)
     except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +34,8 @@ Abstract = Array | jax.ShapeDtypeStruct
 T = TypeVar("T")
 LONGEST_REASON = 300
 """Characters of an error of the checkpoint library that a message shows."""
+UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
+"""In the names of subfolders that are not complete, and of those that are being deleted."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class Checkpointer:
     def __init__(self, directory: str | Path, keep: int = 1):
         self.directory = Path(directory).absolute()
         self._keep = keep
-        self._manager: ocp.CheckpointManager | None = None
+        self._writer: ocp.AsyncCheckpointer | None = None
         self._saving: int | None = None
         """The step of the last save, which may not be on disk."""
         self._damaged: dict[int, str] = {}
@@ -98,7 +101,7 @@ class Checkpointer:
             host=ocp.args.JsonSave(content | {"sha256": _sha256(content)}),
         )
         self._saving = step
-        self._written(lambda: self._writer().save(step, args=items, force=True))
+        self._written(lambda: self._started().save(self.directory / str(step), args=items))
 
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False
@@ -158,15 +161,20 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raises SaveFailed if it could not be written."""
-        if self._manager is not None:
-            self._written(self._manager.wait_until_finished)
+        """Wait until the last save is on disk; raises SaveFailed if it could not be written.
+
+        If one of several processes cannot write its files, `wait` fails there, and the others wait for it.
+        """
+        if self._writer is not None:
+            self._written(self._writer.wait_until_finished)
+            self._written(self._delete_old)
 
     def close(self) -> None:
         """Wait for the last save, then end the background threads; raises SaveFailed as `wait` does."""
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            self._written(manager.close)
+        self.wait()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._written(writer.close)
 
     def _written(self, write: Callable[[], Any]) -> None:
         """Calls `write`; errors of the files become SaveFailed, after which a new writer begins."""
@@ -177,7 +185,7 @@ class Checkpointer:
                 raise  # not of the files
             except Exception as error:
                 reason = _reason(error)
-            failed, self._manager = self._manager, None
+            failed, self._writer = self._writer, None
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
                     failed.close()
@@ -187,17 +195,31 @@ class Checkpointer:
             "space or mend the disk"
         )
 
-    def _writer(self) -> ocp.CheckpointManager:
-        """The manager for writing, created by the first save, which deletes files of interrupted saves."""
-        if self._manager is None:
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep,
-                create=True,
-                cleanup_tmp_directories=True,
-                enable_async_checkpointing=True,
-            )
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
-        return self._manager
+    def _started(self) -> ocp.AsyncCheckpointer:
+        """The writer; the first save starts it, and deletes files of interrupted saves and deletions.
+
+        Not orbax's CheckpointManager: with several processes, it does not tell one that could not write its
+        files before all have come to a barrier.
+        """
+        if self._writer is None:
+            if is_main_process():
+                self._make_directory()
+            handlers = {"arrays": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+        return self._writer
+
+    def _make_directory(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob(f"*{UNFINISHED}*"):
+            shutil.rmtree(path)
+
+    def _delete_old(self) -> None:
+        if not is_main_process():
+            return
+        for step in self.steps()[: -self._keep]:
+            path = self.directory / str(step)
+            deleted = path.rename(path.with_name(f"{step}{UNFINISHED}-deleted"))
+            shutil.rmtree(deleted)
 
     def _newest_whole(self, step: int | None, read: Callable[[int], T]) -> T:
         """`read(step)`; without a step, that of the latest checkpoint that is not damaged."""
@@ -272,8 +294,8 @@ class Checkpointer:
         problem = None
         with _one_message():
             try:
-                with _reader(self.directory) as reader:
-                    found = reader.restore(step, args=items)
+                with _reader() as reader:
+                    found = reader.restore(self.directory / str(step), args=items)
             except (jax.errors.JaxRuntimeError, MemoryError, PermissionError):
                 raise  # of this machine, not of the files
             except Exception as error:
@@ -305,18 +327,18 @@ class Checkpointer:
                 )
 
 
-def _reader(directory: Path) -> ocp.CheckpointManager:
+def _reader() -> ocp.Checkpointer:
     """A reader in which the processes of a run do not wait for each other, as one may find damage."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
     )
-    handlers = {
-        "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
-        "host": ocp.JsonCheckpointHandler(multiprocessing_options=alone),
-    }
-    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
-    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        arrays=ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        host=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 @contextmanager

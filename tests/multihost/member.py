@@ -6,15 +6,18 @@ Prints one JSON object once it has met the others; what MODE asks then happens t
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 
 import jax
+import numpy as np
 
 from quatrain.cluster import processes as hosts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("mode")
+parser.add_argument("--directory", help="of the checkpoints that `cannot write` saves")
 parser.add_argument("--coordinator")
 parser.add_argument("--num-processes", type=int)
 parser.add_argument("--process-id", type=int)
@@ -26,6 +29,26 @@ def differing():
         hosts.assert_same("data set", {"prompts.jsonl": f"hash{given.process_id}", "other": 1})
     except ValueError as error:
         return str(error)
+
+
+def save_twice():
+    """Checkpoints of an array on all devices; the last process cannot write its part of the second."""
+    from quatrain.checkpoint import Checkpointer, SaveFailed
+
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    numbers = np.random.default_rng(0).random(800_000, np.float32)
+    arrays = {"w": jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])}
+    checkpoints = Checkpointer(given.directory)
+    checkpoints.save(1, arrays, {})
+    checkpoints.wait()
+    if last:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    checkpoints.save(2, arrays, {})
+    try:
+        checkpoints.wait()
+    except SaveFailed as error:
+        hosts.abandon(str(error), 5)
 
 
 hosts.initialize(
@@ -52,6 +75,8 @@ if last and given.mode == "hangs":
     os.kill(os.getpid(), signal.SIGSTOP)
 if last and given.mode == "fails":
     hosts.abandon("out of luck", 5)
+if given.mode == "cannot write":
+    save_twice()
 if not last and given.mode in ("dies", "fails"):
     try:
         hosts.gather_objects("waits in a collective")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from quatrain.checkpoint import Checkpointer
+
 MEMBER = Path(__file__).with_name("member.py")
 # Of a test that fails; none waits that long.
 TIMEOUT_S = 120
@@ -62,8 +64,8 @@ def ended(running):
     return [Ended(popen.returncode, *output) for popen, output in zip(running, outputs)]
 
 
-def members(mode):
-    return ended(run_together((str(MEMBER), mode), (str(MEMBER), mode)))
+def members(mode, *options):
+    return ended(run_together(*[(str(MEMBER), mode, *options)] * 2))
 
 
 def met(process):
@@ -111,6 +113,13 @@ def test_the_other_ends_when_one_does_and_names_it(mode, status, news):
     assert (first.status, last.status) == (3, status)
     assert news in first.err
     assert "left" not in first.out
+
+
+def test_both_end_when_one_cannot_write_its_part_of_a_checkpoint(tmp_path):
+    first, last = members("cannot write", f"--directory={tmp_path}")
+    assert (first.status, last.status) == (3, 5)
+    assert f"process 1 failed: the checkpoint of step 2 cannot be written to {tmp_path}" in first.err
+    assert Checkpointer(tmp_path).steps() == [1]
 
 
 def test_the_other_ends_when_one_no_longer_answers_and_names_it():
