@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.metrics import Metric
+from quatrain.ops.fingerprint import fingerprint
 from quatrain.policy import LoadedPolicy, build_policy_spec
 from quatrain.update.cuts import Cutting
 from quatrain.update.sft import SupervisedLearner
@@ -33,6 +36,7 @@ def warm_start(
 
     Donates the parameters of `loaded`. The likelihood is computed at temperature 1, independently of
     `rollout.temperature`. `on_step` is called after each step with its number, from 1, and its metrics.
+    Raises ValueError if the weights are not finite afterwards.
     """
     policy = build_policy_spec(config, loaded, temperature=1.0)
     learner = SupervisedLearner(
@@ -45,4 +49,9 @@ def warm_start(
     for step in range(config.sft.steps):
         state, metrics = learner.step(state, demonstrations.batch(step, config.sft.batch_size))
         on_step(step + 1, metrics)
+    if not all(fingerprint(leaf)[1] for leaf in jax.tree.leaves(state.params)):
+        raise ValueError(
+            f"supervised training must leave weights that are finite; after {config.sft.steps} steps with "
+            f"sft.learning_rate {config.sft.learning_rate:g} they are not; lower it"
+        )
     return state.params

@@ -7,7 +7,7 @@ from runs import interrupted_after, small_run, steady_metrics
 
 from quatrain.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
 from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.train import supervise, train
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 OPTIONS = ("checkpoint.every_steps=1", "eval.every_steps=0", "update.kl_coef=0.1")
@@ -69,6 +69,14 @@ def test_a_ruined_state_does_not_displace_a_good_one(tmp_path):
         train(small_run(tmp_path, "ruined", *OPTIONS, *options))
     assert not (tmp_path / "ruined" / "final").exists()
     assert Checkpointer(tmp_path / "ruined" / "checkpoints").steps() == []
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_weights_that_supervised_training_ruins_are_not_exported(tmp_path):
+    ruin = ("sft.steps=1", "sft.learning_rate=1e39", "sft.warmup_steps=0")
+    with pytest.raises(ValueError, match=r"must leave weights that are finite; after 1 steps .* 1e\+39"):
+        supervise(small_run(tmp_path, "ruined", *ruin, "eval.final_num_prompts=2"))
+    assert not (tmp_path / "ruined" / "final").exists()
 
 
 def test_a_disk_that_is_full_for_one_checkpoint_costs_nothing_else(whole, tmp_path, monkeypatch):
