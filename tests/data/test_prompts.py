@@ -1,8 +1,11 @@
+import datetime
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
@@ -119,6 +122,28 @@ def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):
 def test_data_that_does_not_fit(dataset, tokenizer, row, data, message):
     with pytest.raises(ValueError, match=message):
         load(dataset(row), tokenizer, **data)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "must have finite numbers; it has nan"),
+        ({"deep": [float("inf")]}, "must have finite numbers; it has inf"),
+        (datetime.date(2026, 1, 1), "must consist of text, numbers, lists and objects; it has a date"),
+    ],
+)
+def test_a_message_that_cannot_be_kept_is_refused_when_it_is_loaded(tmp_path, tokenizer, value, reason):
+    """It would fail in the first step, when the samples are written."""
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": [[{**USER[0], "seen": value}]]}), path)
+    with pytest.raises(ValueError, match=f"row 1: .*a message {reason}"):
+        load(str(path), tokenizer)
+
+
+def test_half_a_surrogate_pair_in_a_message_is_refused_when_it_is_loaded(dataset, tokenizer):
+    message = "row 1: .*a message must be valid Unicode; the character at position 0 is half a surrogate pair"
+    with pytest.raises(ValueError, match=message):
+        load(dataset({"prompt": [{"role": "user", "content": "\ud800"}]}), tokenizer)
 
 
 def test_the_row_at_fault_is_named(dataset, tokenizer):
