@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,6 @@ from quatrain.models.params import Params, assemble, tensor_shapes
 from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
 
 ARCHITECTURES = ("llama", "qwen2")
-TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _READ_VALUES = 2**22  # number of values dequantised at a time
@@ -61,8 +60,9 @@ def load_gguf(
 
     With the head `score`, the head is zero and the output head of the vocabulary is not read.
 
-    Architectures: llama and qwen2. Tensor types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K. Tensors are
-    read one at a time, the largest first, so that peak memory is close to the size of the parameters.
+    Architectures: llama and qwen2. Tensor types: all that the `gguf` package dequantises, which are F32, F16,
+    BF16 and the Q, IQ, TQ and FP4 types. Tensors are read one at a time, the largest first, so that peak
+    memory is close to the size of the parameters.
 
     Raises ValueError for a file that is not GGUF or is truncated, another architecture or tensor type, a
     missing tensor, an unexpected tensor, a tensor of the wrong shape, rotary scaling that `Architecture`
@@ -119,12 +119,12 @@ def _gguf_name(name: str) -> str:
 
 def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
     """Raises ValueError for a tensor of an unsupported type and one that extends past the end of the file."""
+    supported = {int(kind): kind.name for kind in gguf.GGMLQuantizationType if _is_dequantised(kind, gguf)}
     for tensor in header.tensors:
-        name = _type_name(tensor, gguf)
-        if name not in TENSOR_TYPES:
+        if tensor.type_id not in supported:
             raise ValueError(
-                f"tensors of the types {', '.join(TENSOR_TYPES)} are supported; {tensor.name:.80} in "
-                f"{header.path} has the type {name}; use another quantisation of the model"
+                f"tensors of the types {', '.join(supported.values())} are supported; {tensor.name:.80} in "
+                f"{header.path} has the type {_type_name(tensor, gguf)}; use another quantisation"
             )
         end = tensor.offset + _num_bytes(tensor, gguf)
         if end > header.file_size:
@@ -156,6 +156,15 @@ def _check_shapes(
                 f"{name} in {header.path} must have shape {shape}; it has {tensors[name].shape}; "
                 "fetch the file again"
             )
+
+
+def _is_dequantised(kind: Any, gguf: ModuleType) -> bool:
+    """Whether the `gguf` package turns values of this type into float32."""
+    block = np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8)
+    try:
+        return bool(gguf.quants.dequantize(block, kind).dtype == np.float32)
+    except NotImplementedError:
+        return False
 
 
 def _type_name(tensor: TensorInfo, gguf: ModuleType) -> str:
