@@ -21,14 +21,21 @@ from pydantic import Field
 
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
-from quatrain.models.architecture import Head
-from quatrain.models.families import Architecture, RopeScaling, TensorName
+from quatrain.models.architecture import LAYER_TYPES, Head
+from quatrain.models.families import FAMILIES, Architecture, RopeScaling, TensorName
 from quatrain.models.hf_config import Heads, Layers, Positions, Positive, TokenId, Width
 from quatrain.models.layers import rope_frequencies
 from quatrain.models.params import Params, assemble, tensor_shapes
 from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
 
-ARCHITECTURES = ("llama", "qwen2")
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+"""llama.cpp's names of the supported architectures, and the family of each."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _READ_VALUES = 2**22  # number of values dequantised at a time
@@ -42,12 +49,22 @@ _LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_POST_NORM_NAMES = {**_LAYER_NAMES, "post_attention_layernorm": "post_attention_norm"}
+"""Where norms stand before and after attention and MLP (Gemma)."""
+_SLIDING_PERIOD = {"gemma2": 2, "gemma3_text": 6}
+"""Every so many layers, one has full attention; the file does not say it."""
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models whose queries are scaled by hidden size / heads, not by the head's size."""
 
 
 def load_gguf(
@@ -60,9 +77,9 @@ def load_gguf(
 
     With the head `score`, the head is zero and the output head of the vocabulary is not read.
 
-    Architectures: llama and qwen2. Tensor types: all that the `gguf` package dequantises, which are F32, F16,
-    BF16 and the Q, IQ, TQ and FP4 types. Tensors are read one at a time, the largest first, so that peak
-    memory is close to the size of the parameters.
+    Architectures: llama, qwen2, qwen3, gemma2 and gemma3. Tensor types: all that the `gguf` package
+    dequantises, which are F32, F16, BF16 and the Q, IQ, TQ and FP4 types. Tensors are read one at a time, the
+    largest first, so that peak memory is close to the size of the parameters.
 
     Raises ValueError for a file that is not GGUF or is truncated, another architecture or tensor type, a
     missing tensor, an unexpected tensor, a tensor of the wrong shape, rotary scaling that `Architecture`
@@ -73,7 +90,7 @@ def load_gguf(
     gguf = _gguf_package()
     tensors = {tensor.name: tensor for tensor in header.tensors}
     arch = _architecture(header, tensors, gguf)
-    expected = {_gguf_name(name): shape for name, shape in tensor_shapes(arch).items()}
+    expected = {_gguf_name(name, arch): shape for name, shape in tensor_shapes(arch).items()}
     _check_names(header.path, set(expected), set(tensors) - {_ROPE_FACTORS})
     _check_shapes(header, tensors, expected)
 
@@ -83,7 +100,7 @@ def load_gguf(
         if name.path == ("score",):
             parameter[...] = 0.0
             return
-        _read_into(parameter, name, header, tensors[_gguf_name(name.name)], gguf, arch)
+        _read_into(parameter, name, header, tensors[_gguf_name(name.name, arch)], gguf, arch)
 
     return arch, assemble(arch, dtype, read, mesh)
 
@@ -108,13 +125,14 @@ def _gguf_package() -> ModuleType:
         ) from error
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, arch: Architecture) -> str:
     """The GGUF name of the tensor with the Hugging Face name `name`."""
     module, kind = name.rsplit(".", 1)
     if module in _NAMES:
         return f"{_NAMES[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[module]}.{kind}"
+    names = _POST_NORM_NAMES if arch.post_norms else _LAYER_NAMES
+    return f"blk.{layer}.{names[module]}.{kind}"
 
 
 def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
@@ -208,14 +226,19 @@ def _read_into(
     gguf: ModuleType,
     arch: Architecture,
 ) -> None:
-    """Reads the tensor into `parameter`; query and key rows are reordered from llama.cpp's rotary layout."""
+    """Reads the tensor into `parameter`.
+
+    Query and key rows are reordered from llama.cpp's rotary layout; what it adds to the weights of norms
+    (Gemma) is taken off again.
+    """
     rows, own = name.rows(parameter)
     if arch.family == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         # llama.cpp stores the rows of each head in the order (0, H/2, 1, H/2 + 1, ...).
         own = own.reshape(-1, 2, arch.head_dim // 2).swapaxes(1, 2).reshape(-1)
+    offset = arch.norm_offset if tensor.name.endswith("norm.weight") else 0.0
     for start, values in _blocks(header, tensor, gguf):
         if name.vector:
-            rows[own] = values[0]
+            rows[own] = values[0] - np.float32(offset)
         else:
             rows[own[start : start + len(values)]] = values
 
@@ -244,8 +267,12 @@ class _Keys(Description):
     experts: Annotated[int, Field(alias="expert_count")] = 0
     rope_theta: Annotated[Positive, Field(alias="rope.freq_base")] = 10_000.0
     rotary_dims: Annotated[int | None, Field(alias="rope.dimension_count")] = None
+    local_rope_theta: Annotated[Positive, Field(alias="rope.freq_base_swa")] = 10_000.0
     scaling: Annotated[str, Field(alias="rope.scaling.type")] = "none"
     scaling_factor: Annotated[Positive, Field(alias="rope.scaling.factor")] = 1.0
+    scale: Annotated[Positive | None, Field(alias="attention.scale")] = None
+    attention_softcap: Annotated[Positive, Field(alias="attn_logit_softcapping")] = 50.0
+    final_softcap: Annotated[Positive, Field(alias="final_logit_softcapping")] = 30.0
     original_length: Annotated[Positions, Field(alias="rope.scaling.original_context_length")] = (
         RopeScaling.original_max_position
     )
@@ -262,16 +289,17 @@ class _SpecialIds(Description):
 
 def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: ModuleType) -> Architecture:
     _check_tensors(header, gguf)
-    family = header.metadata["general.architecture"]
+    name = header.metadata["general.architecture"]
+    family = ARCHITECTURES[name]
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
-    prefix = f"{family}."
+    prefix = f"{name}."
     own = {k.removeprefix(prefix): value for k, value in header.metadata.items() if k.startswith(prefix)}
     keys = checked(_Keys, own, f"{header.path}, keys {prefix}…")
     special = checked(_SpecialIds, header.metadata, str(header.path))
     head_dim = keys.head_dim or keys.embedding_length // keys.heads
-    _check_plain(header, keys, head_dim)
+    _check_plain(header, family, keys, head_dim)
     return Architecture(
         family=family,
         vocab_size=embeddings.shape[0],
@@ -287,19 +315,43 @@ def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: M
         rope_theta=keys.rope_theta,
         rope_scaling=_rope_scaling(header, keys, tensors.get(_ROPE_FACTORS), gguf, head_dim),
         tie_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         eos_token_ids=tuple(sorted({each for each in (special.eos, special.eot) if each is not None})),
         bos_token_id=special.bos,
         pad_token_id=special.padding,
+        **FAMILIES[family].fixed
+        | {"qkv_bias": "blk.0.attn_q.bias" in tensors, "output_bias": "blk.0.attn_output.bias" in tensors},
+        **(_gemma_fields(family, keys, head_dim) if family in _SLIDING_PERIOD else {}),
     )
 
 
-def _check_plain(header: GGUFHeader, keys: _Keys, head_dim: int) -> None:
-    """Raises ValueError for partial rotary embeddings, experts and sliding windows, which are unsupported."""
+def _gemma_fields(family: str, keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """Activation, attention windows and scales of a Gemma model; llama.cpp knows some by its size only."""
+    full, sliding = LAYER_TYPES
+    period, window = _SLIDING_PERIOD[family], keys.sliding_window or 4096
+    scalar: float = head_dim
+    if keys.scale is not None:
+        scalar = keys.scale**-2
+    elif keys.block_count == _GEMMA_27B_LAYERS[family]:
+        scalar = keys.embedding_length // keys.heads
+    return {
+        "activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": window,
+        "layer_types": tuple(sliding if (i + 1) % period else full for i in range(keys.block_count)),
+        **(
+            {"attention_softcap": keys.attention_softcap, "final_softcap": keys.final_softcap}
+            if family == "gemma2"
+            else {"local_rope_theta": keys.local_rope_theta}
+        ),
+    }
+
+
+def _check_plain(header: GGUFHeader, family: str, keys: _Keys, head_dim: int) -> None:
+    """Raises ValueError for partial rotary embeddings, experts, and sliding windows outside of Gemma."""
     rotary = head_dim if keys.rotary_dims is None else keys.rotary_dims
-    if rotary != head_dim or keys.experts or keys.sliding_window:
+    window = family not in _SLIDING_PERIOD and keys.sliding_window
+    if rotary != head_dim or keys.experts or window:
         raise ValueError(
             f"GGUF models must be dense, with full attention and rotary embeddings over all {head_dim} "
             f"dimensions of a head; {header.path} has {keys.experts} experts, a window of "
