@@ -3,13 +3,15 @@ import stat
 
 import jax
 import jax.numpy as jnp
-from transformers import AutoConfig, AutoTokenizer
+from goldens import read_golden
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.export import export_policy
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.weights.hf import save_hf
+from quatrain.weights.load import load_model
 
 
 def test_what_is_exported_is_readable_by_others_and_by_transformers(tmp_path):
@@ -26,6 +28,20 @@ def test_what_is_exported_is_readable_by_others_and_by_transformers(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "final").encode("3+4") == tokenizer.encode("3+4")
     written = json.loads((tmp_path / "final" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_the_settings_of_sampling_of_the_source_are_kept(tmp_path):
+    source = read_golden("qwen2").write_model(tmp_path / "source")
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "unk_token_id": 7}
+    others = {"eos_token_id": [3, 6], "bos_token_id": 9, "transformers_version": "4.1"}
+    (source / "generation_config.json").write_text(json.dumps(settings | others))
+    model = load_model(str(source))
+    export_policy(
+        tmp_path / "final", model.arch, model.params, load_tokenizer("builtin:tiny"), model.sampling
+    )
+    written = json.loads((tmp_path / "final" / "generation_config.json").read_text())
+    assert written == settings | {"eos_token_id": [3, 5, 6]}
+    assert GenerationConfig.from_pretrained(tmp_path / "final").temperature == 0.7
 
 
 def test_each_of_several_files_of_weights_is_readable_by_others(tmp_path):

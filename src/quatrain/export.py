@@ -5,7 +5,9 @@ Used at the end of a run (for the folder `final/`) and by `quatrain export`, for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quatrain.checkpoint import Checkpointer
@@ -27,9 +29,18 @@ ANY_DEVICES = (
 """Overrides of a run's configuration that allow exporting on other devices than those used for training."""
 
 
-def export_policy(directory: Path, arch: Architecture, params: Any, tokenizer: Any) -> None:
-    """Write weights, configuration, generation configuration and tokenizer into `directory`."""
-    save_hf(directory, arch, params)
+def export_policy(
+    directory: Path,
+    arch: Architecture,
+    params: Any,
+    tokenizer: Any,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write weights, configuration, generation configuration and tokenizer into `directory`.
+
+    `sampling` are settings of sampling for generation_config.json, such as those of the model's source.
+    """
+    save_hf(directory, arch, params, sampling=sampling)
     if is_main_process():
         save_tokenizer(tokenizer, directory)
 
@@ -49,5 +60,5 @@ def export(run: Path, output: Path, *, step: int | None = None) -> int:
     checkpointer = Checkpointer(run / "checkpoints")
     found, arrays, _ = checkpointer.restore({"params": loaded.params}, step, partial=True)
     checkpointer.close()
-    export_policy(output, loaded.arch, arrays["params"], loaded.tokenizer)
+    export_policy(output, loaded.arch, arrays["params"], loaded.tokenizer, loaded.sampling)
     return found

@@ -5,6 +5,7 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,8 @@ class LoadedPolicy:
     params: Any
     stop_ids: tuple[int, ...]
     meshes: Meshes
+    sampling: Mapping[str, Any]
+    """Settings of sampling in the model's generation_config.json, for the export."""
     critic_arch: Architecture | None = None
     """None without a critic."""
     critic_params: Any = None
@@ -98,7 +101,16 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
         _load_critic(config, tokenizer, model.arch, meshes) if critic else (None, None)
     )
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
-    return LoadedPolicy(tokenizer, model.arch, model.params, stop_ids, meshes, critic_arch, critic_params)
+    return LoadedPolicy(
+        tokenizer,
+        model.arch,
+        model.params,
+        stop_ids,
+        meshes,
+        model.sampling,
+        critic_arch,
+        critic_params,
+    )
 
 
 def _load_critic(

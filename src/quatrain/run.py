@@ -548,7 +548,8 @@ class Run:
     def export(self, params: Any) -> None:
         """Write the model for transformers, and wait for the last checkpoint."""
         self.progress.stage("export")
-        export_policy(self.folder.final, self.loaded.arch, params, self.loaded.tokenizer)
+        loaded = self.loaded
+        export_policy(self.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling)
         self.checkpoints.wait()
         newest = decided_by_main(self.checkpoints.latest_step)
         if self.resumable and newest != self.steps:

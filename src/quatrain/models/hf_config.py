@@ -42,9 +42,18 @@ def _unconverted(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 class GenerationConfig(Description):
-    """generation_config.json, of which only the tokens that end a completion are used."""
+    """generation_config.json: the tokens that end a completion; settings of sampling, for the export."""
 
     eos_token_id: TokenIds = ()
+    unk_token_id: TokenId | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Positive | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
 
 
 class ClassifierConfig(Description):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -103,12 +104,27 @@ def read_architecture(directory: str | Path) -> Architecture:
     return architecture_from_hf(config, source)
 
 
+def read_sampling(directory: str | Path) -> dict[str, Any]:
+    """The settings of sampling in the generation_config.json of a local directory; {} without that file."""
+    directory = local_path(directory)
+    if not (directory / GENERATION).is_file():
+        return {}
+    config = checked(GenerationConfig, _read_json(directory, GENERATION), str(directory / GENERATION))
+    return config.model_dump(exclude={"eos_token_id"}, exclude_none=True)
+
+
 def save_hf(
-    directory: str | Path, arch: Architecture, params: Params, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    directory: str | Path,
+    arch: Architecture,
+    params: Params,
+    *,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
-    Weights keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an
+    generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`). Weights
+    keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an
     index. Model weights of an earlier save in `directory` are replaced. In a run of several processes, all
     must call this, and the main process writes. Host memory needed: one file in the main process, one
     parameter in the others. If parameters are sharded over devices, a file has at most the size of the
@@ -119,15 +135,16 @@ def save_hf(
         directory.mkdir(parents=True, exist_ok=True)
         for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
             stale.unlink(missing_ok=True)
-        _write_config(directory, arch, params["embed"].dtype.name)
+        _write_config(directory, arch, params["embed"].dtype.name, sampling)
     _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
 
 
-def _write_config(directory: Path, arch: Architecture, dtype: str) -> None:
+def _write_config(directory: Path, arch: Architecture, dtype: str, sampling: Mapping[str, Any]) -> None:
     config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
     _write_json(directory / CONFIG, config)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(directory / GENERATION, {k: v for k, v in generation.items() if v is not None})
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = {key: value for key, value in tokens.items() if value is not None}
+    _write_json(directory / GENERATION, {**sampling, **tokens})
 
 
 def resolve_hub(model_id: str) -> Path:

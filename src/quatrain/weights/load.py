@@ -5,8 +5,10 @@ Data flow: configuration -> `Model(arch, params)` -> rollout, update, evaluation
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from quatrain.weights.hf import (
     hub_architecture,
     load_hf,
     read_architecture,
+    read_sampling,
     resolve_hub,
 )
 
@@ -31,10 +34,11 @@ BUILTIN = "builtin:"
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its architecture and its parameters."""
+    """A model: its architecture, its parameters, and the settings of sampling that its folder recommends."""
 
     arch: Architecture
     params: Params
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_model(
@@ -63,7 +67,8 @@ def load_model(
         from quatrain.weights.gguf import load_gguf
 
         return Model(*load_gguf(local_path(path), dtype, mesh, head))
-    return Model(*load_hf(model_directory(path), dtype, mesh, head))
+    directory = model_directory(path)
+    return Model(*load_hf(directory, dtype, mesh, head), read_sampling(directory))
 
 
 def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
