@@ -16,6 +16,7 @@ from typing import Any, get_origin
 
 import yaml
 
+from quatrain.config.elsewhere import key_for
 from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_key, shown
 from quatrain.config.schema import Config, Section
 
@@ -259,5 +260,6 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
+            known = key_for(key)
             nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
-            problems[-1] += f"; the nearest valid key is {nearest!r}"
+            problems[-1] += f"; here it is {known!r}" if known else f"; the nearest valid key is {nearest!r}"
