@@ -92,3 +92,10 @@ def test_other_versions_and_damage_are_errors(tmp_path: Path) -> None:
     path.write_bytes(raw[:text] + b"\xff" + raw[text + 1 :])
     with pytest.raises(ValueError, match=r"UTF-8"):
         read_header(path)
+
+
+def test_a_missing_file_that_a_configuration_names_comes_with_its_download(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no GGUF file .*; `make smollm2` .* downloads it"):
+        read_header(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    with pytest.raises(ValueError, match=r"there is no GGUF file .*other.gguf; check the path"):
+        read_header(tmp_path / "other.gguf")

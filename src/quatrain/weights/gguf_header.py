@@ -26,6 +26,10 @@ _STRING = 8
 _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_FETCH = {
+    "SmolLM2-135M-Instruct.Q4_1.gguf": "`make smollm2` in quatrain's repository downloads it into models/"
+}
+"""How to get the files that the repository's configurations name."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def read_header(path: str | Path) -> GGUFHeader:
     """
     path = Path(os.path.expanduser(path))
     if not path.is_file():
-        raise ValueError(f"there is no GGUF file {path}; check the path")
+        fetch = _FETCH.get(path.name, "check the path")
+        raise ValueError(f"there is no GGUF file {path}; {fetch}")
     with path.open("rb") as file:
         start = file.read(24)
         if start[:4] != _MAGIC:
