@@ -21,6 +21,7 @@ import argparse
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -38,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.checkpoint import Checkpointer, DamagedCheckpoint
+from quatrain.report.run_dir import checkpoint_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "tests", "tests/fuzz")]
@@ -111,23 +113,44 @@ class Training:
     def __init__(self, folder: Path, *launcher: str):
         folder.mkdir(exist_ok=True)
         self.folder, self.run, self._launcher = folder, folder / "run", launcher
+        self.steps_lost = 0
+        """Training steps that were in a complete checkpoint and were trained again."""
+        self._newest, self._said_before = 0, 0
 
     def start(self) -> subprocess.Popen[bytes]:
         options = [x for s in (*SETTINGS, f"run.dir={self.folder}", "run.name=run") for x in ("--set", s)]
         command = ["-m", "quatrain.cli", *self._launcher, "train", "--resume", "auto", *options]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("QUATRAIN_")}
+        self._note_resume()
+        self._newest = max(checkpoint_steps(self.run), default=0)
         with (self.folder / "output").open("ab") as log:
+            self._said_before = log.tell()
             return subprocess.Popen([sys.executable, *command], env=environ, stdout=log, stderr=log)
+
+    def _note_resume(self) -> None:
+        """Counts the steps by which the process before resumed earlier than the newest checkpoint allows."""
+        output = self.folder / "output"
+        said = output.read_bytes()[self._said_before :].decode(errors="replace") if output.exists() else ""
+        resumed = re.search(r"resuming .* from step (\d+)", said)
+        if resumed and int(resumed[1]) < self._newest:
+            self.steps_lost += self._newest - int(resumed[1])
 
     def finish(self) -> None:
         """Runs to the end; raises RuntimeError if that is not reached."""
         status = self.start().wait(HANG_S)
+        self._note_resume()
         if status:
             raise RuntimeError((self.folder / "output").read_text(errors="replace")[-2000:])
 
     def rows(self) -> int:
         metrics = self.run / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+    def verdict(self, whole: Training) -> str:
+        """Of a finished run, beside one that was left alone."""
+        if not self.same_as(whole):
+            return "wrong"
+        return "lost" if self.steps_lost else "recovered"
 
     def same_as(self, other: Training) -> bool:
         """Whether weights and metrics are equal to the bit, and nothing is doubled or missing."""
@@ -156,7 +179,7 @@ def kills(cases: int, folder: Path) -> Verdicts:
             killed += 1
         try:
             training.finish()
-            verdict = "recovered" if training.same_as(whole) else "wrong"
+            verdict = training.verdict(whole)
         except RuntimeError as error:
             say(str(error))
             verdict = "lost"
@@ -233,7 +256,7 @@ def fault_in_one(training: Training, fault: str, process: int, rng: random.Rando
     except RuntimeError as error:
         say(str(error))
         return "lost"
-    return "recovered" if training.same_as(whole) else "wrong"
+    return training.verdict(whole)
 
 
 # --- files ---
