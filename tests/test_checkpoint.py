@@ -93,6 +93,19 @@ def test_the_newest_are_kept(checkpointer):
     same_bits(restored, some_state(10))
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, caplog):
+    def refuse(path):
+        raise OSError("busy")
+
+    monkeypatch.setattr("quatrain.checkpoint.shutil.rmtree", refuse)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpointer.save(step, {"w": np.arange(3.0, dtype=np.float32)}, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2]
+    assert f"the old checkpoint {tmp_path}/1 cannot be deleted: busy" in caplog.text
+
+
 def test_part_of_a_state_can_be_read(checkpointer):
     checkpointer.save(1, some_state(), {})
     wanted = {"params": abstract(some_state()["params"])}

@@ -167,7 +167,7 @@ class Checkpointer:
         """
         if self._writer is not None:
             self._written(self._writer.wait_until_finished)
-            self._written(self._delete_old)
+            self._delete_old()
 
     def close(self) -> None:
         """Wait for the last save, then end the background threads; raises SaveFailed as `wait` does."""
@@ -211,15 +211,15 @@ class Checkpointer:
     def _make_directory(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.glob(f"*{UNFINISHED}*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
     def _delete_old(self) -> None:
-        if not is_main_process():
-            return
-        for step in self.steps()[: -self._keep]:
+        for step in self.steps()[: -self._keep] if is_main_process() else ():
             path = self.directory / str(step)
-            deleted = path.rename(path.with_name(f"{step}{UNFINISHED}-deleted"))
-            shutil.rmtree(deleted)
+            try:
+                shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}-deleted")))
+            except OSError as error:
+                logger.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
     def _newest_whole(self, step: int | None, read: Callable[[int], T]) -> T:
         """`read(step)`; without a step, that of the latest checkpoint that is not damaged."""
