@@ -62,11 +62,11 @@ _LIST_AFTER = re.compile(r"[\s$)}]{0,3}(?:[,;]|\b(?:and|or)\b)[\s$(]{0,3}-?[b-zB
 # Where an expression ends: at a line, an equals sign, the end of a sentence.
 _BREAK = re.compile(r"\n|=|\\approx|[.:;!?](?=\s)|####|</?[a-z]{1,10}>")
 _PLAIN_BEFORE = re.compile(
-    r"(?:[\s$£€#*.,:;'\"({\[+-]|[^\x00-\x7f]|[\x00-\x1f]|\\[(\[{]|\\f?boxed\s?\{"
+    r"(?:[\s$£€#*.,:;'\"({\[+-]|[^\x00-\x7f]|[\x00-\x1f]|\\[(\[{]|\\f?boxed\s?\{|\([a-z]{1,3}\)\s"
     r"|(?<![^\W\d_])(?:[aAI]|[^\W\d_]{2,})[,:.]?\s+)*"
 )
 _PLAIN_AFTER = re.compile(
-    r"(?:[^\W\d_]|[^\x00-\x7f]|[\x00-\x1f]|[\s$£€#*.,:;'\")}\]!?-]|\\[)\]}]|/\s?(?=[A-Za-z]{2}))*"
+    r"(?:[^\W\d_]|[^\x00-\x7f]|[\x00-\x1f]|[\s$£€#*.,:;'\")}\](!?-]|\\[)\]}]|/\s?(?=[A-Za-z]{2}))*"
 )
 _ACRONYM = re.compile("[A-Z]{3,}s?")
 _THOUSANDS_SPACE = re.compile(r"\s*-?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?\s*")
@@ -131,12 +131,15 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
 
 
 def _same_number(said: str, gold: Number) -> bool:
-    """Whether the answer `said` is the number `gold`."""
-    said = texts.split_label(said)[1] if texts.split_label(said)[0] else said
-    said = _one_notation(said, gold)
-    exact, approx, _ = said.rpartition("\\approx")
-    if approx and "\n" not in said[len(exact) :] and _same_number(exact, gold):
-        return True
+    r"""Whether the answer `said` is the number `gold`; of 1/3 \approx 0.33, either side may be."""
+    label, rest = texts.split_label(said)
+    said = _one_notation(rest if label else said, gold)
+    exact, approx, rest = said.partition("\\approx")
+    return _ends_with(said, gold) or bool(approx and "\n" not in rest and _ends_with(exact, gold))
+
+
+def _ends_with(said: str, gold: Number) -> bool:
+    """Whether the last number of `said` is `gold`, and not a part of an expression, a list or a relation."""
     said = without_units(_tidy(said))
     match = _last_match(said)
     if match is None:

@@ -30,19 +30,22 @@ _ALLOWED = re.compile(
 )
 _FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
 _EXPONENT = re.compile(
-    rf"\^\s*(?:\{{\s*(-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[A-Za-z]|{_FRACTION}))\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])"
+    rf"\^\s*(?:\{{\s*(-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION}))\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])"
 )
-_SMALL_FACTORIAL = re.compile(r"(?<![0-9.^])[0-9]{1,2}\s?!(?!\s?!)")
-_SMALL_BINOMIAL = re.compile(r"\\binom\s?(?:\{\s?[0-9]{1,2}\s?\}\s?\{\s?[0-9]{1,2}\s?\}|[0-9]{2}(?![0-9]))")
+_SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za-z])\s?!(?!\s?!)")
+_SMALL_BINOMIAL = re.compile(
+    r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
+)
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # The left side of a definition: y, f(x), x_1, AB, |AB|, (x, y), V_1:V_2. A sum or a product is an equation.
-_NAME = (
-    r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)(?:\([A-Za-z0-9, ]{1,8}\))?"
-)
+_SYMBOL = r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)"
+_NAME = rf"{_SYMBOL}(?:\^\{{-1\}})?(?:\([A-Za-z0-9, ]{{1,8}}\))?"
 _LEFT_SIDE = rf"(?:{_NAME}(?:\s?:\s?{_NAME})?|\([A-Za-z](?:\s?,\s?[A-Za-z]){{1,3}}\))\s?=(?!=)"
 _DEFINITION = re.compile(rf"(?:\A|(?<=,))\s*{_LEFT_SIDE}\s*")
 _MEMBER = re.compile(r"\A\s*[A-Za-z]\s?\\in(?![A-Za-z])\s*")
+_FALLING = re.compile(r"([^<>=]+)(\\ge|>)([^<>=]+)(\\ge|>)([^<>=]+)")
+_RISING = {">": "<", "\\ge": "\\le "}
 _INLINE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _BETWEEN_INLINE = re.compile(r"\s*(?:,|;|,?\s?(?:and|or)\b)[\s,]*")
 _BASE = re.compile(r"\s*([0-9A-F.]+)\s?_\s?\{?\s?([0-9]{1,2})\s?\}?\s*")
@@ -92,6 +95,8 @@ def _math_of(text: str) -> str:
     text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
     text = _both_signs(re.sub(r"\\approx(?![A-Za-z]).*", "", text))
+    if chain := _FALLING.fullmatch(text):
+        text = f"{chain[5]}{_RISING[chain[4]]}{chain[3]}{_RISING[chain[2]]}{chain[1]}"
     # Variables are separated by spaces, because math-verify reads some letter sequences as words (or, inf).
     return re.sub(
         r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+|(?<=[A-Za-z])(?=[A-Za-z])", lambda m: m[0] or " ", text
@@ -150,7 +155,7 @@ def _same_brackets(gold: str, said: str) -> bool:
     """Whether the brackets of an interval, tuple or set agree: (1, 2) is neither [1, 2] nor {1, 2}."""
     one, other = _BRACKETED.fullmatch(gold), _BRACKETED.fullmatch(said)
     if one and "," in one[2] and not other and "," in said and not _RELATION.search(said):
-        return "=" in said or one[1] == "\\{"
+        return one[1] == "\\{"
     return not (one and other and "," in one[2]) or one[1] + one[3] == other[1] + other[3]
 
 

@@ -37,6 +37,7 @@ _CALCULATION = re.compile(r"<<[^<>\n]{0,100}>>")
 _SIZES = re.compile(
     r"\\(?:(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|(?:displaystyle|limits|qquad|quad)(?=[^a-z]|[a-z]_|\Z))"
 )
+_REPEATING = re.compile(r"(?<![0-9.])([0-9]{1,9})\.([0-9]{0,9})\\overline\s?\{([0-9]{1,9})\}")
 _STYLED_LABEL = re.compile(
     r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s?\{\s?(\(?[A-J][).:]{0,2})\s?\}"
 )
@@ -56,4 +57,11 @@ def uniform(text: str) -> str:
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
     text = _STYLED_AND.sub(r" \1 ", _STYLED_LABEL.sub(r"\1", text))
     text = re.sub(r"\^\s?\{?\\circ\b\s?\}?|°", "", text)
-    return re.sub(r"\\([$%])", r"\1", text)
+    return _REPEATING.sub(_repeating, re.sub(r"\\([$%])", r"\1", text))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""A repeating decimal as a fraction: 0.1\overline{6} is 15/90."""
+    whole, once, again = match.groups()
+    bottom = (10 ** len(again) - 1) * 10 ** len(once)
+    return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{bottom}}}"
