@@ -115,18 +115,18 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     if label and texts.split_label(said)[0]:
         return False
     if label:
-        return _verdict(said, rest, boxed) if rest else False
+        return bool(rest and _verdict(said, rest, boxed))
     number = whole_number(gold)
     if number is not None:
         return _same_number(said, number)
+    line = said if boxed else _last_line(said)
     words = texts.words_of(gold)
     if words:
-        return texts.same_words(said, words) if texts.is_short(words) else None
+        return texts.same_words(line, words) if texts.is_short(words) else None
     if _DECIMAL_COMMA.fullmatch(gold) and whole_number(said) == whole_number(gold.replace(",", ".")):
         return True
     if not is_judgeable(gold):
         return None
-    line = said if boxed else _last_line(said)
     return _as_text(said) == _as_text(gold) or same_expression(line, gold)
 
 

@@ -191,13 +191,12 @@ def _ask(gold: str, said: str | None = None) -> bool:
 
 def _same(child: Child, gold: str, said: str | None) -> bool:
     request = [gold] if said is None else [gold, said]
+    effect = "which cannot be judged" if said is None else "which counts as wrong"
     try:
         return bool(child.ask(request))
     except ChildError as error:
-        if error.late:
-            logger.warning("math-verify took too long over %r, which counts as wrong", request[-1])
-        else:
-            logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, request[-1])
+        reason = "took too long" if error.late else f"failed ({error})"
+        logger.warning("math-verify %s over %r, %s", reason, request[-1], effect)
         return False
 
 
