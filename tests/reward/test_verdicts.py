@@ -216,6 +216,7 @@ SETS_AND_RELATIONS = [
     ("1,2,3", "1,2", False),
     (r"\pm 3", "-3, 3", True),
     ("3", r"\pm 3", False),
+    (r"\{1\pm\sqrt{5}, -2\}", r"\{-2, 1\pm\sqrt{5}\}", True),
     (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}", True),
     (r"\frac{3 \pm \sqrt{5}}{2}", r"\frac{3+\sqrt{5}}{2}, \frac{3-\sqrt{5}}{2}", True),
     ("(1,2),(3,4)", "(3,4),(1,2)", True),

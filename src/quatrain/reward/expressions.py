@@ -29,9 +29,8 @@ _ALLOWED = re.compile(
     r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
 )
 _FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
-_EXPONENT = re.compile(
-    rf"\^\s*(?:\{{\s*(-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION}))\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])"
-)
+_IN_BRACES = rf"-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION})"
+_EXPONENT = re.compile(rf"\^\s*(?:\{{\s*({_IN_BRACES})\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])")
 _SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za-z])\s?!(?!\s?!)")
 _SMALL_BINOMIAL = re.compile(
     r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
@@ -107,6 +106,7 @@ def _both_signs(text: str) -> str:
     r"""`text` with each item of a list that has one `\pm` as two items."""
     if "\\pm" not in text or re.search(r"[()\[\]]", text):
         return text
+    text = re.sub(r"\A\\\{(.*)\\\}\Z", r"\1", text)
     items = (item.split("\\pm") for item in text.split(","))
     return ",".join(f"{a}+{b[0]},{a}-{b[0]}" if len(b) == 1 else "\\pm".join([a, *b]) for a, *b in items)
 
