@@ -22,7 +22,7 @@ _AFTER_VALUE = re.compile(r"[0-9A-Za-z)}½⅓⅔¼¾⅕⅛]\s*\Z")
 
 # Abbreviations and words that are not plausible as products of variables.
 _UNITS = (
-    r"(?:[cdk]m|mm|ft|yds?|oz|lbs?|kg|mcg|mL|kWh?|kJ|kPa|k?Hz|MHz|GHz|[KMGT][Bb]|mph|kph|rpm|mpg|"
+    r"(?:[cdk]m|mm|ft|yds?|oz|lbs?|kgs?|mcg|mL|kWh?|kJ|kPa|k?Hz|MHz|GHz|[KMGT][Bb]|mph|kph|rpm|mpg|"
     r"hrs|mins?|secs?|yrs?|pts|pcs|USD|EUR|GBP|"
     r"(?:milli|centi|kilo)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?)|inch(?:es)?|feet|foot|yards?|miles?|"
     r"ounces?|pounds?|gallons?|degrees?|radians?|units?|dollars?|cents?|euros?|"
