@@ -51,7 +51,9 @@ _FRACTION = re.compile(
 )
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
 # Sums and products of plain numbers: the question, not its answer.
-_NOT_COMPUTED = re.compile(r"(?:[0-9.,$()+/ -]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*")
+_NOT_COMPUTED = re.compile(
+    r"(?:[0-9.,$(){}|+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
+)
 # What may stand before the last number of a list: another number, and a comma, "and" or "or" after it.
 _LIST_BEFORE = re.compile(
     r"[0-9)\]}%$](?:\s?[A-Za-z]{1,15}\b){0,2}[\s$)}\]]{0,4}(?:[,;&]|,?\s{0,2}\b(?:and|or)\b)[\s$({\[\\+-]{0,6}"
