@@ -52,7 +52,7 @@ _FRACTION = re.compile(
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
 # Sums and products of plain numbers: the question, not its answer.
 _NOT_COMPUTED = re.compile(
-    r"(?:[0-9.,$(){}|+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
+    r"(?:[0-9.,$(){}+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
 )
 # What may stand before the last number of a list: another number, and a comma, "and" or "or" after it.
 _LIST_BEFORE = re.compile(
