@@ -20,7 +20,8 @@ from quatrain.metrics import Metric, combine
 from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress
-from quatrain.reward.functions import has_format, is_correct
+from quatrain.reward.functions import correct as reward_correct
+from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.interface import Rollouts
 from quatrain.types import Prompt, RolloutBatch
@@ -76,15 +77,16 @@ def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def _correct(rollouts: RolloutBatch) -> np.ndarray | None:
-    """[B] 1 for a correct answer, 0 for a wrong one, NaN without gold answer; None without the column."""
+    """[B] 1 for a correct answer, 0 for a wrong one, NaN if the gold answer cannot be judged (see `correct`).
+
+    None without the column of gold answers.
+    """
     answers = rollouts.columns.get(ANSWER_COLUMN)
     if answers is None:
         return None
-    pairs = list(zip(rollouts.completions, answers, strict=True))
-    judged = decided_by_main(
-        lambda: [math.nan if a is None else float(is_correct(c, str(a))) for c, a in pairs]
-    )
-    return np.array(judged, np.float64)
+    completions = list(rollouts.completions)
+    judged = decided_by_main(lambda: reward_correct([], completions, list(answers)))
+    return np.array([math.nan if value is None else value for value in judged], np.float64)
 
 
 def _greedy_metrics(rollouts: RolloutBatch, scorer: RewardScorer) -> dict[str, Metric]:

@@ -56,6 +56,11 @@ def test_correct_is_lenient_about_the_format_and_abstains_without_a_gold_answer(
     assert correct(["q"] * 3, ["7"] * 3, answer=["", " \n", "it is ####"]) == [None, None, None]
 
 
+def test_correct_abstains_on_a_gold_answer_that_nobody_can_judge():
+    gold = ["Because they are equal in area.", r"\frac{1}{", "even", "2x"]
+    assert correct(["q"] * 4, ["it is even"] * 4, answer=gold) == [None, None, 1.0, 0.0]
+
+
 def test_overlong_falls_linearly_over_the_buffer():
     lengths = (0, 6, 7, 8, 10, 12)
     got = overlong([""] * 6, [[0] * length for length in lengths], limit=10, buffer=4)

@@ -383,7 +383,10 @@ CATALOGUE: dict[str, MetricDoc] = {
         "fraction", "mean", "Fraction of greedy completions with the right answer and the format."
     ),
     "eval/accuracy_lenient": MetricDoc(
-        "fraction", "mean", "Fraction of greedy completions with the right answer."
+        "fraction",
+        "mean",
+        "Fraction of greedy completions with the right answer. "
+        "Rows whose gold answer cannot be judged are left out of both accuracies.",
     ),
     "eval/reward": MetricDoc("reward", "mean", "Mean total reward of greedy completions."),
     "eval/completion_length": MetricDoc("tokens", "mean", "Mean length of greedy completions."),

@@ -1,4 +1,4 @@
-"""Compares answers that are not plain numbers (roots, powers, symbols, tuples) with math-verify.
+"""Compares answers that are not plain numbers (roots, powers, symbols, tuples, relations) with math-verify.
 
 Used by `reward/answers.py`. math-verify runs in a child process with limits on time and memory, because it
 may take unlimited time on short inputs, and its own time limit works only in the main thread of a process.
@@ -12,82 +12,191 @@ import re
 from pathlib import Path
 
 from quatrain.child import Child, ChildError
+from quatrain.reward.notation import uniform
 from quatrain.reward.words import split_at_words, without_units
 
 logger = logging.getLogger(__name__)
 
-_MAX_CHARS = 100
-# Text passed to math-verify may contain numbers, single letters, arithmetic, roots, pi, tuples and intervals.
+_MAX_CHARS = 160
+_MAX_GOLD_CHARS = 400
+_MAX_MATRICES = 2
+# Text passed to math-verify may contain numbers, single letters, and the notation of school mathematics.
 _ALLOWED = re.compile(
-    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|infty|cup|left|right)(?![A-Za-z])"
-    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ ])*"
+    r"(?:\\(?:frac|binom|sqrt|pi|cdot|times|div|infty|cup|cap|setminus|in|le|ge|ne|pm|emptyset|circ"
+    r"|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|sigma|rho|mathbb\{[RNZQC]\}|overline"
+    r"|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|lfloor|rfloor|lceil|rceil)(?![A-Za-z])"
+    r"|\\(?:begin|end)\{[pb]matrix\}|\\[{}|\\]"
+    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
 )
-_EXPONENT = re.compile(
-    r"\^\s*(?:\{\s*(-?(?:[0-9]{1,2}|[0-9]/[0-9]|[A-Za-z]))\s*\}|(-?[0-9A-Za-z]))(?![0-9^])"
+_FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
+_IN_BRACES = rf"-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION})"
+_EXPONENT = re.compile(rf"\^\s*(?:\{{\s*({_IN_BRACES})\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])")
+_SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za-z])\s?!(?!\s?!)")
+_SMALL_BINOMIAL = re.compile(
+    r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
 )
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
+# The left side of a definition: y, f(x), x_1, AB, |AB|, (x, y), V_1:V_2. A sum or a product is an equation.
+_SYMBOL = r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)"
+_NAME = rf"{_SYMBOL}(?:\^\{{-1\}})?(?:\([A-Za-z0-9, ]{{1,8}}\))?"
+_LEFT_SIDE = rf"(?:{_NAME}(?:\s?:\s?{_NAME})?|\([A-Za-z](?:\s?,\s?[A-Za-z]){{1,3}}\))\s?=(?!=)"
+_DEFINITION = re.compile(rf"(?:\A|(?<=,))\s*{_LEFT_SIDE}\s*")
+_MEMBER = re.compile(r"\A\s*[A-Za-z]\s?\\in(?![A-Za-z])\s*")
+_FALLING = re.compile(r"([^<>=]+)(\\ge|>)([^<>=]+)(\\ge|>)([^<>=]+)")
+_RISING = {">": "<", "\\ge": "\\le "}
+_INLINE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_BETWEEN_INLINE = re.compile(r"\s*(?:,|;|,?\s?(?:and|or)\b)[\s,]*")
+_BASE = re.compile(r"\s*([0-9A-F.]+)\s?_\s?\{?\s?([0-9]{1,2})\s?\}?\s*")
+_BRACKETED = re.compile(r"\s*([(\[]|\\\{)([^()\[\]]*)([)\]])\s*")
 
 
 def same_expression(said: str, gold: str) -> bool:
     """Whether the line `said` contains an expression equal to `gold`, both in LaTeX or plain notation.
 
-    False without asking math-verify for text over 100 characters, relations, functions, towers of powers, and
-    symbols that the gold answer lacks. False, with a warning, if math-verify takes too long or fails.
+    False without asking math-verify for text over 160 characters, unknown commands, towers of powers, large
+    factorials, and symbols that the gold answer lacks. False, with a warning, if math-verify takes too long
+    or fails.
     """
-    said, gold = _math_of(said), _math_of(gold)
-    if not (said and gold and _is_bounded(said)) or _letters(said) - _letters(gold):
+    expected, got = _math_of(gold), _math_of(said)
+    if not (expected and got):
         return False
-    return _ask(gold, said)
+    if expected == got:
+        return True
+    if _BASE.fullmatch(expected) or _BASE.fullmatch(got):
+        return _same_in_base(got, expected)
+    expected, got = _alike(expected, got)
+    if not (_is_bounded(got) and _is_allowed(expected) and _same_brackets(expected, got)):
+        return False
+    new_letters = _letters(got) - _letters(expected)
+    one_variable = len(new_letters) == 1 and _RELATION.search(got) and not _letters(expected)
+    return (not new_letters or bool(one_variable)) and _ask(expected, got)
+
+
+def is_judgeable(gold: str) -> bool:
+    """Whether a gold answer is an expression that math-verify parses."""
+    expected = _math_of(gold)
+    return bool(expected) and _is_allowed(expected) and _ask(_alike(expected, "")[0])
 
 
 def _math_of(text: str) -> str:
     r"""The mathematics of a line in LaTeX, without units, prose and end punctuation.
 
-    If the line contains $…$ or \(…\), only the last of them is used. Empty if words separate two pieces of
-    mathematics, as in `3 or 5`, because joining the pieces would form a different expression.
+    If the line contains $…$, \(…\) or \[…\], only the last of them is used, or the last list of them. Empty
+    if words separate two pieces of mathematics, because joining the pieces would form a different expression.
     """
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", " ".join(text.split()))
-    text = re.sub(r"\\[,!;: ]|~", " ", text)
-    text = without_units(text)
-    inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", text)
-    text = next(filter(None, inline[-1])) if inline else text
+    text = without_units(_matrices(uniform(" ".join(text.split()))))
+    text = _last_inline(text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi ", re.sub("[$%]", " ", text))
+    text = re.sub(r"[\s,;]*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])[\s,]*|;", ", ", text)
     pieces = split_at_words(text)
     text = pieces[0] if len(pieces) == 1 else ""
-    text = re.sub(
-        r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text.replace("×", r"\times ")
-    )
+    text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
+    text = _both_signs(re.sub(r"\\approx(?![A-Za-z]).*", "", text))
+    if chain := _FALLING.fullmatch(text):
+        text = f"{chain[5]}{_RISING[chain[4]]}{chain[3]}{_RISING[chain[2]]}{chain[1]}"
     # Variables are separated by spaces, because math-verify reads some letter sequences as words (or, inf).
-    return re.sub(r"\\[A-Za-z]+|(?<=[A-Za-z])(?=[A-Za-z])", lambda m: m[0] or " ", text)
+    return re.sub(
+        r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+|(?<=[A-Za-z])(?=[A-Za-z])", lambda m: m[0] or " ", text
+    ).strip()
+
+
+def _both_signs(text: str) -> str:
+    r"""`text` with each item of a list that has one `\pm` as two items."""
+    if "\\pm" not in text or re.search(r"[()\[\]]", text):
+        return text
+    text = re.sub(r"\A\\\{(.*)\\\}\Z", r"\1", text)
+    items = (item.split("\\pm") for item in text.split(","))
+    return ",".join(f"{a}+{b[0]},{a}-{b[0]}" if len(b) == 1 else "\\pm".join([a, *b]) for a, *b in items)
+
+
+def _matrices(text: str) -> str:
+    r"""`text` with matrices in one notation, `\begin{pmatrix}`."""
+    text = re.sub(r"\[\s?\\begin\{(?:array\}\{[lcr|]+|matrix)\}", r"\\begin{pmatrix}", text)
+    text = re.sub(r"\\end\{(?:array|matrix)\}\s?\]", r"\\end{pmatrix}", text)
+    return text.replace("{bmatrix}", "{pmatrix}")
+
+
+def _last_inline(text: str) -> str:
+    """The content of the last $…$ in `text`, with those before it in the same list; without $, the text."""
+    found = list(_INLINE.finditer(text))
+    contents: list[str] = []
+    for this, following in zip(reversed(found), [None, *reversed(found)], strict=False):
+        if following and not _BETWEEN_INLINE.fullmatch(text, this.end(), following.start()):
+            break
+        contents.append(next(filter(None, this.groups())))
+    return ", ".join(reversed(contents)) if contents else text
+
+
+def _alike(gold: str, said: str) -> tuple[str, str]:
+    """Both expressions without their names, as in `y =`, if only one of them has names."""
+    if not _RELATION.search(gold):
+        said = _MEMBER.sub("", said)
+    if not _RELATION.search(_MEMBER.sub("", gold)):
+        gold = _MEMBER.sub("", gold)
+        said = _MEMBER.sub("", said)
+    if said and not ("=" in gold and "=" in said):
+        gold, said = _DEFINITION.sub("", gold), _DEFINITION.sub("", said)
+    return gold, said
+
+
+def _same_in_base(said: str, gold: str) -> bool:
+    """Whether two numbers in a base (120_9) have the same digits, and the same base if both name one."""
+    one, other = (_BASE.fullmatch(text) for text in (gold, said))
+    if one and other:
+        return one.groups() == other.groups()
+    named = one or other
+    plain = said if one else gold
+    return named is not None and named[1] == plain.strip()
+
+
+def _same_brackets(gold: str, said: str) -> bool:
+    """Whether the brackets of an interval, tuple or set agree: (1, 2) is neither [1, 2] nor {1, 2}."""
+    one, other = _BRACKETED.fullmatch(gold), _BRACKETED.fullmatch(said)
+    if one and "," in one[2] and not other and "," in said and not _RELATION.search(said):
+        return one[1] == "\\{"
+    return not (one and other and "," in one[2]) or one[1] + one[3] == other[1] + other[3]
+
+
+def _is_allowed(text: str) -> bool:
+    """Whether `text` has only the notation that is passed to math-verify, in matched groups."""
+    return len(text) <= _MAX_GOLD_CHARS and _ALLOWED.fullmatch(text) is not None
 
 
 def _is_bounded(text: str) -> bool:
     """Whether `text` is short, with few roots and powers, small exponents and no nested powers."""
-    if len(text) > _MAX_CHARS or not _ALLOWED.fullmatch(text):
+    if len(text) > _MAX_CHARS or not _is_allowed(text) or text.count("begin") > _MAX_MATRICES:
+        return False
+    if text.count("!") != len(_SMALL_FACTORIAL.findall(text)) or text.count("!") > 3:
+        return False
+    if text.count("binom") != len(_SMALL_BINOMIAL.findall(text)) or text.count("binom") > 3:
         return False
     exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
-    small = all(len(exponent.lstrip("-")) < 2 for exponent in exponents) or len(exponents) == 1
-    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 3
+    small = (
+        all(len(exponent.lstrip("-")) < 2 or "frac" in exponent for exponent in exponents)
+        or len(exponents) == 1
+    )
+    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 4
 
 
 def _letters(text: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
+    return set(re.findall(r"[A-Za-z]", re.sub(r"\\(?:begin|end|mathbb)\{[A-Za-z]+\}|\\[A-Za-z]+", " ", text)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _ask(gold: str, said: str) -> bool:
+def _ask(gold: str, said: str | None = None) -> bool:
     return _same(_math_verify, gold, said)
 
 
-def _same(child: Child, gold: str, said: str) -> bool:
+def _same(child: Child, gold: str, said: str | None) -> bool:
+    request = [gold] if said is None else [gold, said]
+    effect = "which cannot be judged" if said is None else "which counts as wrong"
     try:
-        return bool(child.ask([gold, said]))
+        return bool(child.ask(request))
     except ChildError as error:
-        if error.late:
-            logger.warning("math-verify took too long over %r, which counts as wrong", said)
-        else:
-            logger.warning("math-verify failed (%s) over %r, which counts as wrong", error, said)
+        reason = "took too long" if error.late else f"failed ({error})"
+        logger.warning("math-verify %s over %r, %s", reason, request[-1], effect)
         return False
 
 

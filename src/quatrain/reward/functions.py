@@ -25,15 +25,16 @@ def has_format(completion: str) -> bool:
 
 
 def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
-    """1 if the last number of the completion's answer equals the gold number (see `is_correct`), else 0.
+    """1 if the completion's answer equals the gold answer (see `is_correct`), else 0.
 
     The completion need not have the format, which the reward `format` checks. Abstains if the gold answer is
-    None or blank.
+    None or blank, and if it is a text or notation that cannot be compared.
     """
-    return [
-        float(is_correct(completion, gold)) if gold_text(gold) else None
+    verdicts = (
+        is_correct(completion, gold) if gold_text(gold) else None
         for completion, gold in zip(completions, answer, strict=True)
-    ]
+    )
+    return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
 def format(prompts: list, completions: list[str], **_: Any) -> list[float]:

@@ -22,7 +22,7 @@ _AFTER_VALUE = re.compile(r"[0-9A-Za-z)}½⅓⅔¼¾⅕⅛]\s*\Z")
 
 # Abbreviations and words that are not plausible as products of variables.
 _UNITS = (
-    r"(?:[cdk]m|mm|ft|yds?|oz|lbs?|kg|mcg|mL|kWh?|kJ|kPa|k?Hz|MHz|GHz|[KMGT]B|mph|kph|rpm|mpg|"
+    r"(?:[cdk]m|mm|ft|yds?|oz|lbs?|kgs?|mcg|mL|kWh?|kJ|kPa|k?Hz|MHz|GHz|[KMGT][Bb]|mph|kph|rpm|mpg|"
     r"hrs|mins?|secs?|yrs?|pts|pcs|USD|EUR|GBP|"
     r"(?:milli|centi|kilo)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?)|inch(?:es)?|feet|foot|yards?|miles?|"
     r"ounces?|pounds?|gallons?|degrees?|radians?|units?|dollars?|cents?|euros?|"
@@ -44,7 +44,7 @@ _WORD = re.compile(
     r"(?<![^\s(,.;:!?\"'])(?<![-+*/^=<>]\s)(?P<word>[A-Za-z]{2,})(?:'[a-z]{1,2})?(?![^\s),.;:!?\"'])"
     r"(?!\s*(?:[+*/^=<>]|-\s))"
 )
-_SHORT_WORDS = frozenset(["is", "of", "to", "in", "so", "it", "we"])
+_SHORT_WORD = re.compile("is|of|to|in|so|it|we|at|on|by|an|or|as|be|if|my|he|me|us")
 # Names with a mathematical meaning: removing them would change the answer.
 _NO_WORDS = re.compile(
     "sin|cos|tan|sec|csc|cot|sinh|cosh|tanh|arcsin|arccos|arctan|asin|acos|atan|log|exp|max|min|mod|gcd|lcm|det"
@@ -74,10 +74,26 @@ def split_at_words(text: str) -> list[str]:
     return [piece for piece in (piece.strip(" .,;:'\"") for piece in pieces) if piece]
 
 
+def between_words(text: str, limits: tuple[int, int], span: tuple[int, int]) -> tuple[int, int]:
+    """The part of `text` within `limits` around `span` up to the next words of prose: its start and end."""
+    start, end = limits
+    for found in _WORD.finditer(text, *limits):
+        if is_word(found["word"]) and found.end() <= span[0]:
+            start = found.end()
+        elif is_word(found["word"]) and found.start() >= span[1]:
+            return start, found.start()
+    return start, end
+
+
+def is_function(letters: str) -> bool:
+    """Whether these letters are a name with a mathematical meaning, such as `log`."""
+    return _NO_WORDS.fullmatch(letters.casefold()) is not None
+
+
 def is_word(letters: str) -> bool:
     """Whether a sequence of ASCII letters is a word of prose or a unit rather than a product of variables."""
     lower = letters.casefold()
-    if lower in _SHORT_WORDS or re.fullmatch(_UNITS, letters):
+    if _SHORT_WORD.fullmatch(lower) or re.fullmatch(_UNITS, letters):
         return True
     if len(letters) < 3 or _NO_WORDS.fullmatch(lower) or lower in _ALPHABET or letters[1:] != lower[1:]:
         return False
