@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from goldens import Golden, read_golden
 
-from quatrain.weights.gguf import load_gguf
+from quatrain.weights.gguf import _gemma_fields, _Keys, load_gguf
 from quatrain.weights.hf import load_hf
 
 ARCHITECTURES = {
@@ -70,18 +70,15 @@ def test_a_converted_model_is_that_of_its_folder(family: str, tmp_path: Path) ->
         arch = replace(arch, layer_types=found.layer_types)
     assert found == replace(arch, eos_token_ids=found.eos_token_ids)
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    tolerance = 2e-7 if family.startswith("gemma") else 0.0  # the 1 that was added costs a digit
     for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-7)  # the 1 that was added costs a digit
-    if not family.startswith("gemma"):
-        assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(params)))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
     ("layers", "period", "scalar"), [(26, 6, 128), (62, 6, 5376 // 32), (26, 2, 128), (46, 2, 5376 // 32)]
 )
 def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period: int, scalar: int) -> None:
-    from quatrain.weights.gguf import _gemma_fields, _Keys
-
     keys = _Keys.model_validate(
         {
             "block_count": layers,

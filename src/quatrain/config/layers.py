@@ -260,6 +260,8 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
-            known = key_for(key)
+            if known := key_for(key):
+                problems[-1] += f"; here it is {known!r}"
+                return
             nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
-            problems[-1] += f"; here it is {known!r}" if known else f"; the nearest valid key is {nearest!r}"
+            problems[-1] += f"; the nearest valid key is {nearest!r}"
