@@ -52,7 +52,7 @@ from rollouts import make_rollouts  # noqa: E402
 from runs import steady_metrics  # noqa: E402
 
 VERDICTS = ("recovered", "lost", "wrong", "hung")
-HANG_S = 300.0
+HANG_S = 900.0
 """Seconds without an end after which a run counts as hung; a stopped process is found after 100."""
 SETTINGS = (
     "data.batch_size=4",
