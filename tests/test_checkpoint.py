@@ -158,7 +158,7 @@ def test_an_interrupted_save_is_ignored_and_cleaned_up(tmp_path):
     script = f"""
         import os, numpy as np
         from quatrain.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
-        c = Checkpointer({str(folder)!r}, keep=2)
+        c = Checkpointer({str(folder)!r}, keep=2, in_background=True)
         state = lambda n: {{f"w{{i}}": np.random.default_rng(i).random(n, np.float32) for i in range(10)}}
         c.save(1, state(10), {{"step": 1}})
         c.wait()

@@ -49,6 +49,8 @@ class Backend:
     `layers.matmul_transposed`."""
     holds_residuals: bool = False
     """Whether a micro-batch's residuals take the memory of the one before (`update/residuals.py`)."""
+    saves_in_background: bool = True
+    """Whether training goes on while a checkpoint's files are written."""
     compiler_options: tuple[tuple[str, str], ...] = ()
     """XLA options, as (name, value), for the programs of the update and the sampler."""
 
@@ -77,6 +79,8 @@ CPU = Backend(
     few_rows=64,
     # Temporaries of a program are new pages at every call, which the system maps and clears one by one.
     holds_residuals=True,
+    # The writer holds the saved arrays, so the next step would need memory for others of the same size.
+    saves_in_background=False,
     # XLA for CPUs removes optimization barriers before it merges equal expressions and fuses: the backward
     # pass would keep what it is meant to recompute, and recompute what it is meant to keep.
     compiler_options=(("xla_disable_hlo_passes", "cse_barrier_expander"),),

@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
 from quatrain.config.errors import listed
 from quatrain.config.secrets import redact
@@ -58,12 +59,14 @@ class Checkpointer:
     A checkpoint contains `arrays`, any pytree of arrays, and `host`, a JSON object. Its subfolder gets its
     final name only when it is complete, so an interrupted save is never restored. With it are saved a digest
     of each array's numbers, made before they are written, and one of the JSON; both are compared when the
-    checkpoint is read. Digests do not depend on devices or processes.
+    checkpoint is read. Digests do not depend on devices or processes. `in_background`: whether `save` returns
+    before the files are written; None: as the kind of device has it (`Backend.saves_in_background`).
     """
 
-    def __init__(self, directory: str | Path, keep: int = 1):
+    def __init__(self, directory: str | Path, keep: int = 1, *, in_background: bool | None = None):
         self.directory = Path(directory).absolute()
         self._keep = keep
+        self._in_background = this_backend().saves_in_background if in_background is None else in_background
         self._writer: ocp.AsyncCheckpointer | None = None
         self._saving: int | None = None
         """The step of the last save, which may not be on disk."""
@@ -72,7 +75,7 @@ class Checkpointer:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs its details and, twice, its errors
 
     def save(self, step: int, arrays: Any, host: Mapping[str, Any]) -> None:
-        """Start saving `step`; returns when the arrays are copied, and writes the files in the background.
+        """Save `step`, or, in the background, start saving it.
 
         The buffers of `arrays` may be donated or deleted as soon as this returns. If the previous save is
         still running, this waits for it. Damaged checkpoints that were found before are set aside. Raises
@@ -102,6 +105,8 @@ class Checkpointer:
         )
         self._saving = step
         self._written(lambda: self._started().save(self.directory / str(step), args=items))
+        if not self._in_background:
+            self.wait()
 
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False

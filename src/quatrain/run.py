@@ -512,7 +512,10 @@ class Run:
             )
 
     def _restore(self, state: TrainState) -> TrainState:
-        step, arrays, host = self.checkpoints.restore(_arrays(state))
+        wanted = jax.tree.map(_abstract, _arrays(state))
+        for leaf in jax.tree.leaves(_arrays(state)):
+            leaf.delete()  # there may not be memory for the state that a run begins with beside the restored
+        step, arrays, host = self.checkpoints.restore(wanted)
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
         self._check_prompts(host["num_prompts"])
@@ -602,6 +605,10 @@ def _arrays(state: TrainState) -> dict[str, Any]:
     if state.critic is not None:
         arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
     return arrays
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _counts(state: ModelState) -> dict[str, int]:
