@@ -17,6 +17,7 @@ from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.derive import longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
+from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
@@ -72,7 +73,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
         to_memory("host", {})
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer or config.model.path), config.data)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
         config.model.path,

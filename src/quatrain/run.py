@@ -26,6 +26,7 @@ from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redact_values
+from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
 from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
@@ -166,7 +167,7 @@ class Run:
         """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
-    def _load_prompts(self, spec: str, *, by_pass_rate: bool = False) -> PromptSource:
+    def _load_prompts(self, spec: str | tuple[str, ...], *, by_pass_rate: bool = False) -> PromptSource:
         return load_prompts(
             spec,
             self.config.data,
@@ -212,10 +213,11 @@ class Run:
         for line in render(batches).splitlines():
             self.report.event(line)
         data, sft = self.config.data, self.config.sft
+        train = shown_data_sets(data.train)
         for spec, source in (
-            (data.train, self.prompts),
+            (train, self.prompts),
             (data.eval, self.heldout),
-            (f"demonstrations of {sft.data or data.train}", self.demonstrations),
+            (f"demonstrations of {shown_data_sets(sft.data or data.train)}", self.demonstrations),
         ):
             if source is not None and source.skipped + source.truncated:
                 self.report.event(
@@ -224,7 +226,7 @@ class Run:
                 )
         if self.prompts.filtered:
             self.report.event(
-                f"{data.train}: {self.prompts.filtered} prompts left out by their pass rates, "
+                f"{train}: {self.prompts.filtered} prompts left out by their pass rates, "
                 f"{len(self.prompts)} kept"
             )
 
@@ -497,9 +499,10 @@ class Run:
         now = len(self.prompts)
         if now != saved:
             raise ValueError(
-                f"data.train of a resumed run must not change: {self.config.data.train} had {saved} prompts "
-                f"that were not skipped, and has {now}; restore the data and data.max_prompt_length, or "
-                "start another run"
+                "data.train of a resumed run must not change: "
+                f"{shown_data_sets(self.config.data.train)} had {saved} prompts that were not skipped, and "
+                f"has "
+                f"{now}; restore the data and data.max_prompt_length, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
@@ -608,7 +611,8 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
     """
     kept = {
         "seed": config.seed,
-        "data.train": config.data.train,
+        "data.train": config.data.train if isinstance(config.data.train, str) else list(config.data.train),
+        "data.shuffle": config.data.shuffle,
         "data.batch_size": config.data.batch_size,
         "rollout.n": config.rollout.n,
         "data.pass_rate_column": config.data.pass_rate_column,

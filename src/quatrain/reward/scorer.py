@@ -73,7 +73,7 @@ class RewardScorer:
                 "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
             )
         names = short_names(config)
-        self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
+        self._weights = {names[spec]: entry.weight for spec, entry in config.entries.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
         self._pool = _pool(config, names)
         try:
