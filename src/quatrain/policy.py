@@ -5,8 +5,9 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -211,8 +212,14 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
     )
 
 
-def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
+def build_scorer(
+    config: Config,
+    loaded: LoadedPolicy,
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> RewardScorer:
     """The reward stage, with its reward models loaded on their mesh.
+
+    `functions` are Python functions for entries of `reward.functions`, called in this process.
 
     In a run of several processes, only the main process calls the reward functions, and all compute the
     scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
@@ -225,7 +232,7 @@ def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
         memory="host" if config.offload.reward_models else "device",
         longest=longest_sequence(config),
     )
-    return RewardScorer(config.reward, models=models, decide=decided_by_main)
+    return RewardScorer(config.reward, models=models, functions=functions, decide=decided_by_main)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

@@ -9,10 +9,11 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,6 +43,8 @@ from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
+from quatrain.reward.calls import DATA_SOURCE
+from quatrain.reward.scorer import MADE_UP
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.saved_state import check_saved_state
 from quatrain.sft import warm_start, warm_start_data
@@ -52,6 +55,9 @@ from quatrain.update.learner import TrainState
 from quatrain.update.trainer import ModelState
 
 logger = logging.getLogger(__name__)
+RewardFunctions = Mapping[str, Callable[..., Any]]
+"""Python functions for entries of `reward.functions`, by their names there."""
+NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
 
 
@@ -66,18 +72,22 @@ class Summary:
 
 
 @contextmanager
-def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
+def open_run(
+    resolved: Resolved, resume: str | None, reward_functions: RewardFunctions = NO_FUNCTIONS
+) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
     For invalid input it raises an error before logging starts, deletes a new folder and does not change the
     folder of a resumed run. A signal that stops the run raises `Stopped`, with the command to go on.
     """
-    with Stop(agreement()) as stop, _opened(resolved, resume, stop) as run:
+    with Stop(agreement()) as stop, _opened(resolved, resume, stop, reward_functions) as run:
         yield run
 
 
 @contextmanager
-def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]:
+def _opened(
+    resolved: Resolved, resume: str | None, stop: Stop, reward_functions: RewardFunctions
+) -> Iterator[Run]:
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
     folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
@@ -89,7 +99,7 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible():
-                run = Run(resolved, folder, stop)
+                run = Run(resolved, folder, stop, reward_functions)
         except BaseException as error:
             if isinstance(error, Stopped):
                 error.advice = "the run had not begun; give the same command again"
@@ -101,6 +111,8 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             redact=lambda text: redact(text, os.environ),
             run_config=plain(resolved),
         )
+        for warning in run.warnings:
+            logger.warning("%s", warning)
         with closing(run.report):
             try:
                 with closing(run):
@@ -120,7 +132,13 @@ class Run:
     resumable = True
     """Whether `quatrain train` goes on with the run after it was stopped."""
 
-    def __init__(self, resolved: Resolved, folder: RunDir, stop: Stop):
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunDir,
+        stop: Stop,
+        reward_functions: RewardFunctions = NO_FUNCTIONS,
+    ):
         self.resolved, self.config, self.folder, self.stop = resolved, resolved.config, folder, stop
         config = self.config
         self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -139,11 +157,13 @@ class Run:
             )
         self.timer = StageTimer()
         self.loaded = load_policy(config)
-        self.scorer = build_scorer(config, self.loaded)
+        self.scorer = build_scorer(config, self.loaded, reward_functions)
         self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
         if folder.resumed:
             self._check_prompts(saved["num_prompts"])
         self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
+        self.warnings = self._try_rewards()
+        """Of reward functions that fail on a made-up completion."""
         self.engine = build_engine(
             config,
             self.loaded,
@@ -177,6 +197,14 @@ class Run:
             check_prompt=self.scorer.check_prompt,
             by_pass_rate=by_pass_rate,
         )
+
+    def _try_rewards(self) -> list[str]:
+        """Calls users' reward functions once, and checks the data sources that they name; their warnings."""
+        if self.scorer.routes:
+            sources = [each for each in (self.prompts, self.heldout) if each is not None]
+            self.scorer.check_sources([value for each in sources for value in each.values_of(DATA_SOURCE)])
+        ids = self.loaded.tokenizer.encode(MADE_UP, add_special_tokens=False)
+        return self.scorer.try_on(self.prompts.first_by(DATA_SOURCE), ids)
 
     def _ahead(self) -> Ahead:
         config = self.config

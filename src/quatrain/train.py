@@ -6,9 +6,11 @@ in `run.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from quatrain.ahead import Taken
 from quatrain.cluster.stop import Stopped
@@ -43,13 +45,21 @@ def train_step(
     return replace(state, place=taken.place), advantaged
 
 
-def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
+def train(
+    resolved: Resolved,
+    *,
+    resume: str | None = None,
+    reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
+
+    `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
+    called in this process, without limits on time and memory.
 
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
     checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
     """
-    with open_run(resolved, resume) as run:
+    with open_run(resolved, resume, reward_functions) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         with Progress(run.steps) as run.progress:
             state, stages = run.begin()

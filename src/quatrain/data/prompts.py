@@ -100,6 +100,12 @@ class PromptSource:
                 found[key] = self._table.own[number].prompt(number)
         return found
 
+    def values_of(self, column: str) -> list[Any]:
+        """The values of a column, each once, of all processes; those that are no text or number are None."""
+        return list(
+            dict.fromkeys(value for part in gather_objects(list(self.first_by(column))) for value in part)
+        )
+
     def usual_longest(self, batch_size: int) -> int:
         """Tokens that the longest prompt of USUAL_BATCHES of the batches does not exceed; at least 1.
 
