@@ -283,8 +283,13 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write the model to.")],
     step: Annotated[
-        int | None,
-        typer.Option(show_default=False, help="Training step of the checkpoint; default: the latest."),
+        str | None,
+        typer.Option(
+            metavar="N|best",
+            show_default=False,
+            help="Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
+            "default: the latest.",
+        ),
     ] = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""

@@ -20,7 +20,7 @@ import jax
 
 from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
-from quatrain.cluster.processes import agreement, decided_by_main, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
@@ -39,6 +39,7 @@ from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
 from quatrain.policy import build_engine, build_scorer, load_policy
+from quatrain.report.best import Best
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir, checkpoint_steps
@@ -52,6 +53,7 @@ from quatrain.stages import Stages, build_advantage, build_learner
 from quatrain.types import AdvantagedBatch, PromptPlace
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.reference import followed
 from quatrain.update.trainer import ModelState
 
 logger = logging.getLogger(__name__)
@@ -177,6 +179,9 @@ class Run:
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
         self.ahead = self._ahead()
+        self.best = self._best()
+        self._check_profile_steps()
+        self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
         self._evaluated: int | None = None
@@ -193,10 +198,26 @@ class Run:
             self.config.data,
             self.loaded.tokenizer,
             seed=self.config.seed,
-            required_columns=self.scorer.required_columns,
+            required_columns=self.scorer.required_by,
             check_prompt=self.scorer.check_prompt,
             by_pass_rate=by_pass_rate,
         )
+
+    def _best(self) -> Best | None:
+        checkpoint = self.config.checkpoint
+        if checkpoint.best_metric is None:
+            return None
+        if self.config.data.eval is None:
+            raise ValueError(
+                f"checkpoint.best_metric needs evaluations; got {checkpoint.best_metric} and data.eval null; "
+                "set data.eval, or checkpoint.best_metric to null"
+            )
+        return Best(self.folder.path, checkpoint.best_metric, checkpoint.best_mode)
+
+    def _note_best(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Remember `step` if its evaluation is the best so far; `save_when_due` then saves a checkpoint."""
+        if self.best is not None and self.resumable and self.best.note(step, numbers):
+            self.checkpoints.pinned.append(step)
 
     def _try_rewards(self) -> list[str]:
         """Calls users' reward functions once, and checks the data sources that they name; their warnings."""
@@ -326,6 +347,36 @@ class Run:
             _, arrays, _ = store.restore({"params": like})
         return to_memory("host" if self.config.offload.reference else "device", arrays["params"])
 
+    def move_reference_when_due(self, state: TrainState) -> None:
+        """Move the reference to the policy every `update.reference_sync_steps` training steps."""
+        update = self.config.update
+        if update.reference_sync_steps and state.train_step % update.reference_sync_steps == 0:
+            self.learner.reference = followed(self.learner.reference, state.params, update.reference_mixup)
+
+    def _check_profile_steps(self) -> None:
+        beyond = [step for step in self.config.run.profile_steps if step > self.steps]
+        if beyond:
+            raise ValueError(
+                f"run.profile_steps must be steps of the run, which has {self.steps}; got {beyond[0]}; name "
+                "other steps, or raise run.steps"
+            )
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Traces a training step if `run.profile_steps` has it; consecutive steps are one trace."""
+        steps = self.config.run.profile_steps
+        if step in steps and not self._tracing and is_main_process():
+            jax.profiler.start_trace(str(self.folder.path / "profile"))
+            self._tracing = True
+        goes_on = False
+        try:
+            yield
+            goes_on = step + 1 in steps
+        finally:
+            if self._tracing and not goes_on:
+                jax.profiler.stop_trace()
+                self._tracing = False
+
     @contextmanager
     def timed_step(self) -> Iterator[None]:
         """Measures the seconds of a training step, and those spent compiling in it."""
@@ -423,17 +474,18 @@ class Run:
         self._evaluated = step
         self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
         numbers = finite_numbers(metrics)
+        self._note_best(step, numbers)
         self.accuracy = numbers.get("eval/accuracy_strict")
         return numbers
 
     def save_when_due(self, state: TrainState) -> None:
-        """Save a checkpoint every `checkpoint.every_steps` training steps, and after the last.
+        """Save a checkpoint every `checkpoint.every_steps` training steps, at a new best, and after the last.
 
         After optimizer steps that were not applied, weights may be ruined; until one is applied again, the
         checkpoints before them are not displaced by others.
         """
         every, last = self.config.checkpoint.every_steps, state.train_step == self.steps
-        due = bool(every) and state.train_step % every == 0
+        due = (bool(every) and state.train_step % every == 0) or state.train_step in self.checkpoints.pinned
         bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
         if last or (due and not bad_steps):
             self.save(state)
@@ -459,7 +511,7 @@ class Run:
         self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"), self._reported_if_failed():
             try:
-                self.checkpoints.save(state.train_step, _arrays(state), self._host(state))
+                self.checkpoints.save(state.train_step, self._arrays(state), self._host(state))
             except NonFiniteState as error:
                 before = "there is no checkpoint before it"
                 if latest is not None:
@@ -486,6 +538,15 @@ class Run:
                 self.checkpoints.latest_step(),
             )
 
+    def _arrays(self, state: TrainState) -> dict[str, Any]:
+        """The arrays of a checkpoint; a reference that follows the policy is one of them."""
+        arrays = {"params": state.params, "opt_state": state.opt_state}
+        if state.critic is not None:
+            arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
+        if self.config.update.reference_sync_steps:
+            arrays["reference"] = self.learner.reference
+        return arrays
+
     def _host(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds besides arrays."""
         return {
@@ -499,6 +560,7 @@ class Run:
             "before": self.before,
             "accuracy": self.accuracy,
             "evaluation_due": self._evaluation_is_due(state.train_step),
+            "best": None if self.best is None else self.best.found,
         }
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
@@ -534,7 +596,7 @@ class Run:
             )
 
     def _restore(self, state: TrainState) -> TrainState:
-        step, arrays, host = self.checkpoints.restore(_arrays(state))
+        step, arrays, host = self.checkpoints.restore(self._arrays(state))
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
         self._check_prompts(host["num_prompts"])
@@ -544,6 +606,11 @@ class Run:
         self.before, self.accuracy = host["before"], host["accuracy"]
         self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
+        if self.config.update.reference_sync_steps:
+            self.learner.reference = arrays.pop("reference")
+        if self.best is not None:
+            self.best.restore(host.get("best"), step, self.checkpoints.steps())
+            self.checkpoints.pinned = [] if self.best.found is None else [self.best.found["step"]]
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
             state,
@@ -596,6 +663,8 @@ class Run:
             if key in after:
                 before = f"{self.before[key]:.3f} before, " if key in self.before else ""
                 event(f"held-out {name}: {before}{after[key]:.3f} after {steps} steps")
+        if self.best is not None:
+            event(str(self.best))
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.config.model.path.startswith("builtin:"):
@@ -620,20 +689,14 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
     )
 
 
-def _arrays(state: TrainState) -> dict[str, Any]:
-    """The arrays of a checkpoint."""
-    arrays = {"params": state.params, "opt_state": state.opt_state}
-    if state.critic is not None:
-        arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
-    return arrays
-
-
 def _counts(state: ModelState) -> dict[str, int]:
     return {"step": state.step, "bad_steps": state.bad_steps}
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys that determine what is sampled for each training step; they must not change on resume.
+    """The keys that determine what is sampled for each training step, and what a checkpoint holds.
+
+    They must not change on resume.
 
     They are part of the checkpoint, hence redacted.
     """
@@ -648,6 +711,7 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "data.max_pass_rate": config.data.max_pass_rate,
         "rollout.max_staleness": config.rollout.max_staleness,
         "rollout.in_flight": config.rollout.in_flight,
+        "update.reference_sync_steps": config.update.reference_sync_steps,
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }

@@ -74,9 +74,10 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
     run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:
-            with run.timed_step():
+            with run.profiled(state.train_step + 1), run.timed_step():
                 taken = run.take(state)
                 state, advantaged = train_step(stages, state, taken, run.timed)
+            run.move_reference_when_due(state)
             run.record(state.train_step, state.metrics, advantaged)
             run.evaluate_when_due(state)
             run.save_when_due(state)
