@@ -107,6 +107,13 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check configuration, data, model and reward functions, print the plan, and exit.",
+        ),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +128,8 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
+    if dry_run and resume is not None:
+        raise ValueError(f"--dry-run checks a new run; got --resume {resume} too; leave one of the two out")
     if config is None and resume is not None:
         config, resume = _run_to_resume(resume, set_)
     resolved = _resolve(config, set_)
@@ -130,7 +139,10 @@ def train(
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.train import train as run
 
-        run(resolved, resume=resume)
+        if dry_run:
+            _rehearse(resolved)
+        else:
+            run(resolved, resume=resume)
 
 
 @app.command(
@@ -429,6 +441,15 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
             f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
         )
     return found, run
+
+
+def _rehearse(resolved: Resolved) -> None:
+    from quatrain.train import dry_run
+
+    plan, warnings = dry_run(resolved)
+    typer.echo(plan)
+    for warning in warnings:
+        _complain("warning", warning)
 
 
 def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:

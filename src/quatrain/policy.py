@@ -61,10 +61,11 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
 
 
-def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
+def load_policy(config: Config, *, critic: bool = True, weights: bool = True) -> LoadedPolicy:
     """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
 
-    With `critic`, it also loads the critic, if the configuration has one.
+    With `critic`, it also loads the critic, if the configuration has one. Without `weights`, the parameters
+    are None, and everything else is read and checked.
 
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
@@ -83,6 +84,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
         vocab_size=len(tokenizer),
         eos_token_ids=own_eos,
         mesh=meshes.train,
+        weights=weights,
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
@@ -100,7 +102,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
     critic_arch, critic_params = (
-        _load_critic(config, tokenizer, model.arch, meshes) if critic else (None, None)
+        _load_critic(config, tokenizer, model.arch, meshes, weights=weights) if critic else (None, None)
     )
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
     return LoadedPolicy(
@@ -116,7 +118,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
 
 
 def _load_critic(
-    config: Config, tokenizer: Any, policy: Architecture, meshes: Meshes
+    config: Config, tokenizer: Any, policy: Architecture, meshes: Meshes, *, weights: bool
 ) -> tuple[Architecture | None, Any]:
     """Architecture and parameters of the critic, as the fields of `LoadedPolicy` have them."""
     path = config.critic.path
@@ -141,6 +143,7 @@ def _load_critic(
         vocab_size=len(tokenizer),
         mesh=meshes.critic,
         head="score",
+        weights=weights,
     )
     longest = longest_sequence(config)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:

@@ -140,7 +140,10 @@ class Run:
         folder: RunDir,
         stop: Stop,
         reward_functions: RewardFunctions = NO_FUNCTIONS,
+        *,
+        weights: bool = True,
     ):
+        """Without `weights`, the run is checked and cannot begin: no weights are read, nor reward models."""
         self.resolved, self.config, self.folder, self.stop = resolved, resolved.config, folder, stop
         config = self.config
         self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -158,8 +161,9 @@ class Run:
                 "all devices"
             )
         self.timer = StageTimer()
-        self.loaded = load_policy(config)
-        self.scorer = build_scorer(config, self.loaded, reward_functions)
+        self.loaded = load_policy(config, weights=weights)
+        scored = config if weights else _without_reward_models(config)
+        self.scorer = build_scorer(scored, self.loaded, reward_functions)
         self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
         if folder.resumed:
             self._check_prompts(saved["num_prompts"])
@@ -687,6 +691,13 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
         f"rollout.top_p, top_k and min_p, or set model.dtype to float32 (it is {config.model.dtype}); null "
         "disables this warning"
     )
+
+
+def _without_reward_models(config: Config) -> Config:
+    functions = {
+        name: entry for name, entry in config.reward.functions.items() if name not in config.reward.models
+    }
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 def _counts(state: ModelState) -> dict[str, int]:
