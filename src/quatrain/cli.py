@@ -239,6 +239,7 @@ def config(
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
         "plan configs/gsm8k_smollm2_cpu.yaml --devices 8 --params --device-memory 16GiB",
+        "plan configs/gsm8k_smollm2_cpu.yaml --devices 8 --fit --device-memory 16GiB",
     )
 )
 def plan(
@@ -256,12 +257,21 @@ def plan(
             "estimate. Temporary memory of decoding and of the runtime is not counted.",
         ),
     ] = False,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Print instead with which meshes, remat, budgets and offloading the run fits into "
+            "--device-memory, the cheapest first, and the --set line of the first.",
+        ),
+    ] = False,
     device_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             show_default=False,
-            help="With --params: memory of a device, e.g. 80GB, 24GiB or 16e9; warns of what does not fit.",
+            help="With --params or --fit: memory of a device, e.g. 80GB, 24GiB or 16e9; --params warns of "
+            "what does not fit.",
         ),
     ] = None,
     as_json: Annotated[
@@ -269,12 +279,20 @@ def plan(
     ] = False,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
-    if device_memory is not None and not params:
+    if device_memory is not None and not (params or fit):
         raise ValueError(
             f"--device-memory is compared with the bytes that --params prints; got {device_memory} without "
-            "--params; add --params"
+            "--params; add --params, or --fit"
+        )
+    if fit and (device_memory is None or params):
+        raise ValueError(
+            "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
     resolved = _resolve(config, set_)
+    if fit:
+        assert device_memory is not None
+        _print_fits(config, set_, devices, processes, device_memory, as_json)
+        return
     if params:
         from quatrain.plan import device_memory as report
         from quatrain.plan.placement import placement
@@ -441,6 +459,27 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
             f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
         )
     return found, run
+
+
+def _print_fits(
+    path: Path | None,
+    overrides: list[str] | None,
+    devices: int,
+    processes: int,
+    device_memory: str,
+    as_json: bool,
+) -> None:
+    from quatrain.config.load import load_config
+    from quatrain.plan import fit
+    from quatrain.plan.device_memory import parse_bytes
+
+    found = fit.fit(
+        lambda further: load_config(path, [*(overrides or ()), *further], os.environ).config,
+        devices=devices,
+        processes=processes,
+        device_memory=parse_bytes(device_memory),
+    )
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fit.render(found))
 
 
 def _rehearse(resolved: Resolved) -> None:
