@@ -1,7 +1,7 @@
 import pytest
 from classifiers import save_classifier
 
-from quatrain.bench import _stages
+from quatrain.bench import _bare, _stages
 from quatrain.config.load import load_config
 from quatrain.models.flops import forward_flops
 
@@ -55,3 +55,9 @@ def test_the_work_of_reward_models_is_one_forward_pass_without_logits(tmp_path, 
 def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):
     stages = _stages(config, small_arch, {**MEDIANS, "update/optimizer_steps": 0.0})
     assert list(stages) == ["prefill", "decode"]
+
+
+def test_what_a_bench_leaves_out():
+    settings = ["checkpoint.best_metric=eval/reward", "run.profile_steps=[9]"]
+    bare = _bare(load_config(None, settings, {}).config, "folder", steps=2)
+    assert (bare.data.eval, bare.checkpoint.best_metric, bare.run.profile_steps) == (None, None, ())

@@ -191,7 +191,7 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         (
             ("plan", "--device-memory", "8GB"),
             "error: --device-memory is compared with the bytes that --params prints; got 8GB without "
-            "--params; add --params",
+            "--params; add --params, or --fit",
         ),
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (

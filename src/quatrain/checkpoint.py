@@ -68,6 +68,8 @@ class Checkpointer:
         self._keep = keep
         self._in_background = this_backend().saves_in_background if in_background is None else in_background
         self._writer: ocp.AsyncCheckpointer | None = None
+        self.pinned: list[int] = []
+        """Steps of which the last one that has a checkpoint is kept beside the newest."""
         self._saving: int | None = None
         """The step of the last save, which may not be on disk."""
         self._damaged: dict[int, str] = {}
@@ -219,7 +221,9 @@ class Checkpointer:
             shutil.rmtree(path, ignore_errors=True)
 
     def _delete_old(self) -> None:
-        for step in self.steps()[: -self._keep] if is_main_process() else ():
+        steps = self.steps()
+        kept = {*steps[-self._keep :], *[step for step in self.pinned if step in steps][-1:]}
+        for step in set(steps) - kept if is_main_process() else ():
             path = self.directory / str(step)
             try:
                 shutil.rmtree(path.rename(path.with_name(f"{step}{UNFINISHED}-deleted")))

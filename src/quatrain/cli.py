@@ -107,6 +107,13 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check configuration, data, model and reward functions, print the plan, and exit.",
+        ),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +128,8 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
+    if dry_run and resume is not None:
+        raise ValueError(f"--dry-run checks a new run; got --resume {resume} too; leave one of the two out")
     if config is None and resume is not None:
         config, resume = _run_to_resume(resume, set_)
     resolved = _resolve(config, set_)
@@ -130,7 +139,10 @@ def train(
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.train import train as run
 
-        run(resolved, resume=resume)
+        if dry_run:
+            _rehearse(resolved)
+        else:
+            run(resolved, resume=resume)
 
 
 @app.command(
@@ -227,6 +239,7 @@ def config(
         "plan configs/gsm8k_qwen25_0p5b.yaml --devices 8 --processes 2 --set rollout.mesh=-1,1,2",
         "plan configs/gsm8k_qwen25_0p5b.yaml --set update.mini_batch_size=16 --json",
         "plan configs/gsm8k_smollm2_cpu.yaml --devices 8 --params --device-memory 16GiB",
+        "plan configs/gsm8k_smollm2_cpu.yaml --devices 8 --fit --device-memory 16GiB",
     )
 )
 def plan(
@@ -244,12 +257,21 @@ def plan(
             "estimate. Temporary memory of decoding and of the runtime is not counted.",
         ),
     ] = False,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Print instead with which meshes, remat, budgets and offloading the run fits into "
+            "--device-memory, the cheapest first, and the --set line of the first.",
+        ),
+    ] = False,
     device_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
             show_default=False,
-            help="With --params: memory of a device, e.g. 80GB, 24GiB or 16e9; warns of what does not fit.",
+            help="With --params or --fit: memory of a device, e.g. 80GB, 24GiB or 16e9; --params warns of "
+            "what does not fit.",
         ),
     ] = None,
     as_json: Annotated[
@@ -257,12 +279,20 @@ def plan(
     ] = False,
 ) -> None:
     """Print every batch size of a training step, with unit and formula; or the memory on each device."""
-    if device_memory is not None and not params:
+    if device_memory is not None and not (params or fit):
         raise ValueError(
             f"--device-memory is compared with the bytes that --params prints; got {device_memory} without "
-            "--params; add --params"
+            "--params; add --params, or --fit"
+        )
+    if fit and (device_memory is None or params):
+        raise ValueError(
+            "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
     resolved = _resolve(config, set_)
+    if fit:
+        assert device_memory is not None
+        _print_fits(config, set_, devices, processes, device_memory, as_json)
+        return
     if params:
         from quatrain.plan import device_memory as report
         from quatrain.plan.placement import placement
@@ -283,8 +313,13 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write the model to.")],
     step: Annotated[
-        int | None,
-        typer.Option(show_default=False, help="Training step of the checkpoint; default: the latest."),
+        str | None,
+        typer.Option(
+            metavar="N|best",
+            show_default=False,
+            help="Training step of the checkpoint, or best, that with the best checkpoint.best_metric; "
+            "default: the latest.",
+        ),
     ] = None,
 ) -> None:
     """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""
@@ -424,6 +459,36 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
             f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
         )
     return found, run
+
+
+def _print_fits(
+    path: Path | None,
+    overrides: list[str] | None,
+    devices: int,
+    processes: int,
+    device_memory: str,
+    as_json: bool,
+) -> None:
+    from quatrain.config.load import load_config
+    from quatrain.plan import fit
+    from quatrain.plan.device_memory import parse_bytes
+
+    found = fit.fit(
+        lambda further: load_config(path, [*(overrides or ()), *further], os.environ).config,
+        devices=devices,
+        processes=processes,
+        device_memory=parse_bytes(device_memory),
+    )
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fit.render(found))
+
+
+def _rehearse(resolved: Resolved) -> None:
+    from quatrain.train import dry_run
+
+    plan, warnings = dry_run(resolved)
+    typer.echo(plan)
+    for warning in warnings:
+        _complain("warning", warning)
 
 
 def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:

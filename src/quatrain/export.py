@@ -17,8 +17,10 @@ from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.policy import load_policy
+from quatrain.report.best import best_step
 from quatrain.weights.hf import save_hf
 
+BEST = "best"
 ANY_DEVICES = (
     "mesh=auto",
     "rollout.mesh=null",
@@ -45,20 +47,26 @@ def export_policy(
         save_tokenizer(tokenizer, directory)
 
 
-def export(run: Path, output: Path, *, step: int | None = None) -> int:
+def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
 
-    Returns the step. Raises ValueError if `run` has no configuration or no such checkpoint, or if `output`
-    exists and is not an empty folder.
+    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. Returns the step. Raises
+    ValueError if `run` has no configuration or no such checkpoint, or if `output` exists and is not an empty
+    folder.
     """
+    if isinstance(step, str) and step != BEST and not step.isdecimal():
+        raise ValueError(
+            f"a checkpoint is named by its step, or as {BEST}; got {step}; give --step N or {BEST}"
+        )
     config_file = run / "config.yaml"
     if not config_file.is_file():
         raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+    number = best_step(run) if step == BEST else None if step is None else int(step)
     loaded = load_policy(load_config(config_file, ANY_DEVICES, environ={}).config, critic=False)
     checkpointer = Checkpointer(run / "checkpoints")
-    found, arrays, _ = checkpointer.restore({"params": loaded.params}, step, partial=True)
+    found, arrays, _ = checkpointer.restore({"params": loaded.params}, number, partial=True)
     checkpointer.close()
     export_policy(output, loaded.arch, arrays["params"], loaded.tokenizer, loaded.sampling)
     return found

@@ -5,8 +5,9 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from quatrain.cluster.processes import decided_by_main, num_processes
 from quatrain.config.derive import longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
+from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
@@ -59,10 +61,11 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
 
 
-def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
+def load_policy(config: Config, *, critic: bool = True, weights: bool = True) -> LoadedPolicy:
     """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
 
-    With `critic`, it also loads the critic, if the configuration has one.
+    With `critic`, it also loads the critic, if the configuration has one. Without `weights`, the parameters
+    are None, and everything else is read and checked.
 
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
@@ -72,7 +75,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
         to_memory("host", {})
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    tokenizer = with_chat_template(load_tokenizer(config.model.tokenizer or config.model.path), config.data)
     own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model = load_model(
         config.model.path,
@@ -81,6 +84,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
         vocab_size=len(tokenizer),
         eos_token_ids=own_eos,
         mesh=meshes.train,
+        weights=weights,
     )
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
@@ -92,7 +96,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
     critic_arch, critic_params = (
-        _load_critic(config, tokenizer, model.arch, meshes) if critic else (None, None)
+        _load_critic(config, tokenizer, model.arch, meshes, weights=weights) if critic else (None, None)
     )
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
     return LoadedPolicy(
@@ -120,7 +124,7 @@ def _check_positions(config: Config, arch: Architecture) -> None:
 
 
 def _load_critic(
-    config: Config, tokenizer: Any, policy: Architecture, meshes: Meshes
+    config: Config, tokenizer: Any, policy: Architecture, meshes: Meshes, *, weights: bool
 ) -> tuple[Architecture | None, Any]:
     """Architecture and parameters of the critic, as the fields of `LoadedPolicy` have them."""
     path = config.critic.path
@@ -145,6 +149,7 @@ def _load_critic(
         vocab_size=len(tokenizer),
         mesh=meshes.critic,
         head="score",
+        weights=weights,
     )
     longest = longest_sequence(config)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
@@ -216,8 +221,14 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
     )
 
 
-def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
+def build_scorer(
+    config: Config,
+    loaded: LoadedPolicy,
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> RewardScorer:
     """The reward stage, with its reward models loaded on their mesh.
+
+    `functions` are Python functions for entries of `reward.functions`, called in this process.
 
     In a run of several processes, only the main process calls the reward functions, and all compute the
     scores of reward models together. Raises ValueError for a function that cannot be imported or called, and
@@ -230,7 +241,7 @@ def build_scorer(config: Config, loaded: LoadedPolicy) -> RewardScorer:
         memory="host" if config.offload.reward_models else "device",
         longest=longest_sequence(config),
     )
-    return RewardScorer(config.reward, models=models, decide=decided_by_main)
+    return RewardScorer(config.reward, models=models, functions=functions, decide=decided_by_main)
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

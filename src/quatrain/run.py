@@ -9,23 +9,25 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
-from quatrain.cluster.processes import agreement, decided_by_main, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redact_values
+from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
 from quatrain.evaluate import Evaluation, Evaluator, finite_numbers, results
@@ -37,10 +39,13 @@ from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
 from quatrain.policy import build_engine, build_scorer, load_policy
+from quatrain.report.best import Best
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress
 from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
+from quatrain.reward.calls import DATA_SOURCE
+from quatrain.reward.scorer import MADE_UP
 from quatrain.rollout.engine import RolloutProgress
 from quatrain.saved_state import check_saved_state
 from quatrain.sft import warm_start, warm_start_data
@@ -48,9 +53,13 @@ from quatrain.stages import Stages, build_advantage, build_learner
 from quatrain.types import AdvantagedBatch, PromptPlace
 from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
+from quatrain.update.reference import followed
 from quatrain.update.trainer import ModelState
 
 logger = logging.getLogger(__name__)
+RewardFunctions = Mapping[str, Callable[..., Any]]
+"""Python functions for entries of `reward.functions`, by their names there."""
+NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
 NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
 
 
@@ -65,18 +74,22 @@ class Summary:
 
 
 @contextmanager
-def open_run(resolved: Resolved, resume: str | None) -> Iterator[Run]:
+def open_run(
+    resolved: Resolved, resume: str | None, reward_functions: RewardFunctions = NO_FUNCTIONS
+) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
     For invalid input it raises an error before logging starts, deletes a new folder and does not change the
     folder of a resumed run. A signal that stops the run raises `Stopped`, with the command to go on.
     """
-    with Stop(agreement()) as stop, _opened(resolved, resume, stop) as run:
+    with Stop(agreement()) as stop, _opened(resolved, resume, stop, reward_functions) as run:
         yield run
 
 
 @contextmanager
-def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]:
+def _opened(
+    resolved: Resolved, resume: str | None, stop: Stop, reward_functions: RewardFunctions
+) -> Iterator[Run]:
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
     folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
@@ -88,7 +101,7 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible():
-                run = Run(resolved, folder, stop)
+                run = Run(resolved, folder, stop, reward_functions)
         except BaseException as error:
             if isinstance(error, Stopped):
                 error.advice = "the run had not begun; give the same command again"
@@ -101,6 +114,8 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             run_config=plain(resolved),
             token_text=lambda token: run.loaded.tokenizer.decode([token]),
         )
+        for warning in run.warnings:
+            logger.warning("%s", warning)
         with closing(run.report):
             try:
                 with closing(run):
@@ -120,7 +135,16 @@ class Run:
     resumable = True
     """Whether `quatrain train` goes on with the run after it was stopped."""
 
-    def __init__(self, resolved: Resolved, folder: RunDir, stop: Stop):
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunDir,
+        stop: Stop,
+        reward_functions: RewardFunctions = NO_FUNCTIONS,
+        *,
+        weights: bool = True,
+    ):
+        """Without `weights`, the run is checked and cannot begin: no weights are read, nor reward models."""
         self.resolved, self.config, self.folder, self.stop = resolved, resolved.config, folder, stop
         config = self.config
         self.checkpoints = Checkpointer(folder.checkpoints, config.checkpoint.keep)
@@ -138,12 +162,15 @@ class Run:
                 "all devices"
             )
         self.timer = StageTimer()
-        self.loaded = load_policy(config)
-        self.scorer = build_scorer(config, self.loaded)
+        self.loaded = load_policy(config, weights=weights)
+        scored = config if weights else _without_reward_models(config)
+        self.scorer = build_scorer(scored, self.loaded, reward_functions)
         self.prompts = self._load_prompts()
         if folder.resumed:
             self._check_prompts(saved["num_prompts"])
         self.evaluator = Evaluator(config, self.loaded, self.scorer)
+        self.warnings = self._try_rewards()
+        """Of reward functions that fail on a made-up completion."""
         self.engine = build_engine(
             config,
             self.loaded,
@@ -157,6 +184,9 @@ class Run:
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
         self.ahead = self._ahead()
+        self.best = self._best()
+        self._check_profile_steps()
+        self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
         self._evaluated: int | None = None
@@ -177,6 +207,30 @@ class Run:
             check_prompt=self.scorer.check_prompt,
             by_pass_rate=True,
         )
+
+    def _best(self) -> Best | None:
+        checkpoint = self.config.checkpoint
+        if checkpoint.best_metric is None:
+            return None
+        if self.config.data.eval is None:
+            raise ValueError(
+                f"checkpoint.best_metric needs evaluations; got {checkpoint.best_metric} and data.eval null; "
+                "set data.eval, or checkpoint.best_metric to null"
+            )
+        return Best(self.folder.path, checkpoint.best_metric, checkpoint.best_mode)
+
+    def _note_best(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Remember `step` if its evaluation is the best so far; `save_when_due` then saves a checkpoint."""
+        if self.best is not None and self.resumable and self.best.note(step, numbers):
+            self.checkpoints.pinned.append(step)
+
+    def _try_rewards(self) -> list[str]:
+        """Calls users' reward functions once, and checks the data sources that they name; their warnings."""
+        if self.scorer.routes:
+            sources = [self.prompts, *(each.source for each in self.evaluator.sets)]
+            self.scorer.check_sources([value for each in sources for value in each.values_of(DATA_SOURCE)])
+        ids = self.loaded.tokenizer.encode(MADE_UP, add_special_tokens=False)
+        return self.scorer.try_on(self.prompts.first_by(DATA_SOURCE), ids)
 
     def _ahead(self) -> Ahead:
         config = self.config
@@ -213,10 +267,11 @@ class Run:
         for line in render(batches).splitlines():
             self.report.event(line)
         data, sft = self.config.data, self.config.sft
+        train = shown_data_sets(data.train)
         for spec, source in (
-            (data.train, self.prompts),
-            *((data.eval_sets[each.name], each.source) for each in self.evaluator.sets),
-            (f"demonstrations of {sft.data or data.train}", self.demonstrations),
+            (train, self.prompts),
+            *((shown_data_sets(data.eval_sets[each.name]), each.source) for each in self.evaluator.sets),
+            (f"demonstrations of {shown_data_sets(sft.data or data.train)}", self.demonstrations),
         ):
             if source is not None and source.skipped + source.truncated:
                 self.report.event(
@@ -225,7 +280,7 @@ class Run:
                 )
         if self.prompts.filtered:
             self.report.event(
-                f"{data.train}: {self.prompts.filtered} prompts left out by their pass rates, "
+                f"{train}: {self.prompts.filtered} prompts left out by their pass rates, "
                 f"{len(self.prompts)} kept"
             )
 
@@ -298,6 +353,36 @@ class Run:
                 store.save(0, {"params": params}, {})
             _, arrays, _ = store.restore({"params": like})
         return to_memory("host" if self.config.offload.reference else "device", arrays["params"])
+
+    def move_reference_when_due(self, state: TrainState) -> None:
+        """Move the reference to the policy every `update.reference_sync_steps` training steps."""
+        update = self.config.update
+        if update.reference_sync_steps and state.train_step % update.reference_sync_steps == 0:
+            self.learner.reference = followed(self.learner.reference, state.params, update.reference_mixup)
+
+    def _check_profile_steps(self) -> None:
+        beyond = [step for step in self.config.run.profile_steps if step > self.steps]
+        if beyond:
+            raise ValueError(
+                f"run.profile_steps must be steps of the run, which has {self.steps}; got {beyond[0]}; name "
+                "other steps, or raise run.steps"
+            )
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Traces a training step if `run.profile_steps` has it; consecutive steps are one trace."""
+        steps = self.config.run.profile_steps
+        if step in steps and not self._tracing and is_main_process():
+            jax.profiler.start_trace(str(self.folder.path / "profile"))
+            self._tracing = True
+        goes_on = False
+        try:
+            yield
+            goes_on = step + 1 in steps
+        finally:
+            if self._tracing and not goes_on:
+                jax.profiler.stop_trace()
+                self._tracing = False
 
     @contextmanager
     def timed_step(self) -> Iterator[None]:
@@ -402,17 +487,18 @@ class Run:
         self.report.log(step, {**found.metrics, **self.timer.metrics()})
         self.report.evaluation(step, found.samples)
         numbers = finite_numbers(found.metrics)
+        self._note_best(step, numbers)
         self.accuracy = numbers.get(f"{self.evaluator.sets[0].prefix}accuracy_lenient")
         return numbers
 
     def save_when_due(self, state: TrainState) -> None:
-        """Save a checkpoint every `checkpoint.every_steps` training steps, and after the last.
+        """Save a checkpoint every `checkpoint.every_steps` training steps, at a new best, and after the last.
 
         After optimizer steps that were not applied, weights may be ruined; until one is applied again, the
         checkpoints before them are not displaced by others.
         """
         every, last = self.config.checkpoint.every_steps, state.train_step == self.steps
-        due = bool(every) and state.train_step % every == 0
+        due = (bool(every) and state.train_step % every == 0) or state.train_step in self.checkpoints.pinned
         bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
         if last or (due and not bad_steps):
             self.save(state)
@@ -438,7 +524,7 @@ class Run:
         self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"), self._reported_if_failed():
             try:
-                self.checkpoints.save(state.train_step, _arrays(state), self._host(state))
+                self.checkpoints.save(state.train_step, self._arrays(state), self._host(state))
             except NonFiniteState as error:
                 before = "there is no checkpoint before it"
                 if latest is not None:
@@ -465,6 +551,15 @@ class Run:
                 self.checkpoints.latest_step(),
             )
 
+    def _arrays(self, state: TrainState) -> dict[str, Any]:
+        """The arrays of a checkpoint; a reference that follows the policy is one of them."""
+        arrays = {"params": state.params, "opt_state": state.opt_state}
+        if state.critic is not None:
+            arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
+        if self.config.update.reference_sync_steps:
+            arrays["reference"] = self.learner.reference
+        return arrays
+
     def _host(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint holds besides arrays."""
         return {
@@ -478,6 +573,7 @@ class Run:
             "before": self.before,
             "accuracy": self.accuracy,
             "evaluation_due": self._evaluation_is_due(state.train_step),
+            "best": None if self.best is None else self.best.found,
         }
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
@@ -506,14 +602,15 @@ class Run:
         now = len(self.prompts)
         if now != saved:
             raise ValueError(
-                f"data.train of a resumed run must not change: {self.config.data.train} had {saved} prompts "
-                f"that were not skipped, and has {now}; restore the data and data.max_prompt_length, or "
-                "start another run"
+                "data.train of a resumed run must not change: "
+                f"{shown_data_sets(self.config.data.train)} had {saved} prompts that were not skipped, and "
+                f"has "
+                f"{now}; restore the data and data.max_prompt_length, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
-        wanted = jax.tree.map(_abstract, _arrays(state))
-        for leaf in jax.tree.leaves(_arrays(state)):
+        wanted = jax.tree.map(_abstract, self._arrays(state))
+        for leaf in jax.tree.leaves(self._arrays(state)):
             leaf.delete()  # there may not be memory for the state that a run begins with beside the restored
         step, arrays, host = self.checkpoints.restore(wanted)
         check_saved_state(host, self.folder.checkpoints)
@@ -525,6 +622,11 @@ class Run:
         self.before, self.accuracy = host["before"], host["accuracy"]
         self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
+        if self.config.update.reference_sync_steps:
+            self.learner.reference = arrays.pop("reference")
+        if self.best is not None:
+            self.best.restore(host.get("best"), step, self.checkpoints.steps())
+            self.checkpoints.pinned = [] if self.best.found is None else [self.best.found["step"]]
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
             state,
@@ -575,6 +677,8 @@ class Run:
         event = self.report.event
         for line in results(self.evaluator.sets, self.before, after):
             event(line)
+        if self.best is not None:
+            event(str(self.best))
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.config.model.path.startswith("builtin:"):
@@ -599,12 +703,11 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
     )
 
 
-def _arrays(state: TrainState) -> dict[str, Any]:
-    """The arrays of a checkpoint."""
-    arrays = {"params": state.params, "opt_state": state.opt_state}
-    if state.critic is not None:
-        arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
-    return arrays
+def _without_reward_models(config: Config) -> Config:
+    functions = {
+        name: entry for name, entry in config.reward.functions.items() if name not in config.reward.models
+    }
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -616,13 +719,16 @@ def _counts(state: ModelState) -> dict[str, int]:
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:
-    """The keys that determine what is sampled for each training step; they must not change on resume.
+    """The keys that determine what is sampled for each training step, and what a checkpoint holds.
+
+    They must not change on resume.
 
     They are part of the checkpoint, hence redacted.
     """
     kept = {
         "seed": config.seed,
-        "data.train": config.data.train,
+        "data.train": config.data.train if isinstance(config.data.train, str) else list(config.data.train),
+        "data.shuffle": config.data.shuffle,
         "data.batch_size": config.data.batch_size,
         "rollout.n": config.rollout.n,
         "data.pass_rate_column": config.data.pass_rate_column,
@@ -630,6 +736,7 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "data.max_pass_rate": config.data.max_pass_rate,
         "rollout.max_staleness": config.rollout.max_staleness,
         "rollout.in_flight": config.rollout.in_flight,
+        "update.reference_sync_steps": config.update.reference_sync_steps,
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }

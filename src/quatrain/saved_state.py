@@ -42,6 +42,7 @@ class _SavedState(Description):
     before: dict[str, float]
     accuracy: float | None
     evaluation_due: bool
+    best: dict[str, Any] | None = None
 
 
 def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:

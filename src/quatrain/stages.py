@@ -7,7 +7,9 @@ Used by `run.py` with a policy loaded by `policy.py`, and by users who write a t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from quatrain.advantage.estimate import AdvantageEstimator
@@ -43,16 +45,19 @@ def build_stages(
     steps: int,
     reference: Any = None,
     on_progress: OnProgress | None = None,
+    reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> Stages:
     """The stages of a run of `steps` training steps, the length of the learning-rate schedule.
 
     `reference`: frozen parameters of the reference policy, needed for KL in the loss or in the reward. The
-    rollout calls `on_progress` after each decode call. Raises ValueError for a reward function, estimator or
-    loss that cannot be imported or has an invalid signature, and for a reward model that cannot be loaded.
+    rollout calls `on_progress` after each decode call. `reward_functions` has Python functions for entries of
+    `reward.functions`, by their names there; they are called in this process. Raises ValueError for a reward
+    function, estimator or loss that cannot be imported or has an invalid signature, and for a reward model
+    that cannot be loaded.
     """
     return Stages(
         build_engine(config, loaded, on_progress=on_progress),
-        build_scorer(config, loaded),
+        build_scorer(config, loaded, reward_functions),
         build_advantage(config),
         build_learner(config, loaded, steps=steps, reference=reference),
     )

@@ -6,15 +6,26 @@ in `run.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
 
 from quatrain.ahead import Taken
-from quatrain.cluster.stop import Stopped
+from quatrain.cluster.processes import agreement, num_processes
+from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.load import Resolved
 from quatrain.draw import NoSignal
+from quatrain.plan import device_memory
+from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batches import render
+from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
+from quatrain.report.run_dir import RunDir
 from quatrain.run import Run, Summary, open_run
 from quatrain.stages import Stages
 from quatrain.types import AdvantagedBatch
@@ -43,13 +54,21 @@ def train_step(
     return replace(state, place=taken.place), advantaged
 
 
-def train(resolved: Resolved, *, resume: str | None = None) -> Summary:
+def train(
+    resolved: Resolved,
+    *,
+    resume: str | None = None,
+    reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
+
+    `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
+    called in this process, without limits on time and memory.
 
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
     checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
     """
-    with open_run(resolved, resume) as run:
+    with open_run(resolved, resume, reward_functions) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         with Progress(run.steps) as run.progress:
             state, stages = run.begin()
@@ -64,9 +83,10 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
     run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:
-            with run.timed_step():
+            with run.profiled(state.train_step + 1), run.timed_step():
                 taken = run.take(state)
                 state, advantaged = train_step(stages, state, taken, run.timed)
+            run.move_reference_when_due(state)
             run.record(state.train_step, state.metrics, advantaged)
             run.evaluate_when_due(state)
             run.save_when_due(state)
@@ -78,6 +98,42 @@ def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
             run.save_before_end(state)
             raise
     return state
+
+
+def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
+    """`quatrain train --dry-run`: everything before the first rollout but reading weights.
+
+    Data are read and tokenised, reward functions are loaded and tried, estimator, loss and meshes are
+    checked. Returns the plan as text, and warnings. No folder is left. Raises ValueError for invalid input,
+    and in a run of several processes.
+    """
+    config = resolved.config
+    if num_processes() > 1:
+        raise ValueError(
+            f"--dry-run needs a single process; got {num_processes()}; start it without the others"
+        )
+    assert config.run.name is not None, "run.name is derived before it comes here"
+    new = not Path(config.run.dir).exists()
+    with Stop(agreement()) as stop, closing(RunDir.create(config.run.dir, config.run.name)) as folder:
+        try:
+            with stop.interruptible(), closing(Run(resolved, folder, stop, weights=False)) as run:
+                placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
+                lines = [
+                    f"{run.steps} steps of {run.step_size}, {len(run.prompts)} training prompts",
+                    render(batch_plan(config, devices=jax.device_count())),
+                    *device_memory.totals_table(placed),
+                ]
+                return "\n".join(lines), [*run.warnings, *placed.warnings]
+        finally:
+            folder.discard()
+            if new:
+                with suppress(OSError):  # another run has begun in it
+                    Path(config.run.dir).rmdir()
+
+
+def _device_memory() -> int | None:
+    """Bytes of a device, where it tells; a CPU does not."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def supervise(resolved: Resolved) -> Summary:

@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -64,11 +65,39 @@ def _import_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # needed by dataclasses and pickle
     try:
-        module_spec.loader.exec_module(module)
+        with _neighbours(path.absolute().parent):
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Iterator[None]:
+    """Makes the modules in `folder` importable within the block, as Python does for a script.
+
+    They are forgotten afterwards, so that another file with neighbours of the same names gets its own.
+    """
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if _lies_in(folder, sys.modules.get(name.partition(".")[0])):
+                sys.modules.pop(name, None)
+
+
+def _lies_in(folder: Path, module: ModuleType | None) -> bool:
+    """Whether a top-level module is a file or a package right in `folder`, not below it as installed ones."""
+    file, packages = getattr(module, "__file__", None), getattr(module, "__path__", None)
+    if packages is not None:
+        return folder in (Path(package).parent for package in packages)
+    return file is not None and Path(file).parent == folder
 
 
 def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] | None:
@@ -81,6 +110,45 @@ def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] |
     except (ValueError, TypeError):
         return None
     return [(p.name, p.kind.name, p.default is p.empty and p.kind not in VARIADIC) for p in parameters]
+
+
+def check_arguments(
+    function: Callable[..., Any],
+    name: str,
+    *,
+    given: Mapping[str, Any],
+    inputs: Sequence[str],
+    key: str,
+) -> None:
+    """Raises ValueError unless `function` takes the arguments `given` by keyword, with values of their types.
+
+    `inputs` are arguments that each call brings, and `key` is where `given` comes from, for messages. A
+    function with `**kwargs` takes an argument of any name. A callable without a signature is not checked.
+    """
+    taken = sorted(set(inputs) & set(given))
+    if taken:
+        raise ValueError(
+            f"{key} must not have {taken[0]}, which every call of the function gets; leave it out"
+        )
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        return
+    own = {
+        argument: p
+        for argument, p in parameters.items()
+        if argument not in inputs and p.kind not in (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
+    }
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = sorted(set(given) - set(own))
+    if unknown and not takes_any:
+        raise ValueError(
+            f"{key} must be parameters of the function: {name} has {_listed(own)}; got {', '.join(unknown)}; "
+            "correct the name, or leave it out"
+        )
+    for argument in given:
+        if argument in own:
+            _typed(function, name, key, argument, given[argument])
 
 
 def own_arguments(
@@ -163,5 +231,5 @@ def _typed(function: Callable[..., Any], name: str, key: str, argument: str, val
     except ValidationError:
         raise ValueError(
             f"{name} takes {argument} as {getattr(annotation, '__name__', annotation)}; "
-            f"{key}.{argument} is {value!r}; change it"
+            f"{key}{'.' if ' ' not in key else ': '}{argument} is {value!r}; change it"
         ) from None

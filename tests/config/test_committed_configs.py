@@ -20,6 +20,17 @@ def test_each_loads_without_a_warning(path):
 
 
 @EACH
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_takes_another_batch_size_alone(path, size):
+    whole = load_config(path, [], {}).config
+    config = load_config(path, [f"data.batch_size={size}"], {}).config
+    steps = whole.data.batch_size // whole.update.mini_batch_size
+    assert config.update.mini_batch_size == -(-size // steps)
+    if config.critic.enabled:
+        assert config.critic.mini_batch_size == config.update.mini_batch_size
+
+
+@EACH
 def test_each_is_planned_without_a_warning(path, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["quatrain", "plan", str(path), "--devices", "1", "--json"])

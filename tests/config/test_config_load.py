@@ -145,8 +145,9 @@ def test_the_environment_over_an_entry_of_a_mapping_is_reported():
         ),
         (
             "reward.functions.correct=high",
-            "reward.functions.correct must be a number; got 'high' (from --set; default: {'correct': 1.0, "
-            "'format': 0.5, 'tag_count': 0.5})",
+            "reward.functions.correct must be a number, or a mapping as {weight: 1.0, args: {name: value}, "
+            "data_source: [name]}; got 'high' (from --set; default: {'correct': 1.0, 'format': 0.5, "
+            "'tag_count': 0.5})",
         ),
     ],
 )

@@ -29,6 +29,11 @@ def test_every_name_has_a_valid_key_and_is_on_the_page_that_explains_it():
         ("actor_rollout_ref.actor.ppo_epochs", "update.epochs"),
         ("data.max_response_length", "rollout.max_new_tokens"),
         ("rollout.tempature", None),
+        ("grpo.sync_ref_model", "update.reference_sync_steps"),
+        ("data.prompt_key", "data.question_column"),
+        ("data.train_files", "data.train"),
+        ("custom_reward_function.path", "reward.functions"),
+        ("training.profiler_options", "run.profile_steps"),
     ],
 )
 def test_names_of_other_libraries(name, key):

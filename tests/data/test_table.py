@@ -130,3 +130,25 @@ def test_a_pattern_is_read_in_the_order_of_names(files, tokenizer):
     source = load_prompts(files, DataConfig(max_prompt_length=300), tokenizer, seed=0)
     assert [p.columns["answer"] for p in source.head()] == [f"{i + 1}" for i in range(8)]
     np.testing.assert_array_equal([p.group_id for p in source.head()], np.arange(8))
+
+
+def test_a_list_of_data_sets_is_shared_by_file_and_checked_by_data_set(
+    monkeypatch, tokenizer, files, tmp_path
+):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "last", "level": 1}))
+    data = DataConfig(max_prompt_length=300, shuffle=False)
+    specs = [files, str(other)]
+    alone = load_prompts(specs, data, tokenizer, seed=3)
+
+    def work():
+        return [_plain(prompt) for prompt in load_prompts(specs, data, tokenizer, seed=3).take(0, 40)]
+
+    together, reads = _together(monkeypatch, 2, work)
+    assert together == [[_plain(prompt) for prompt in alone.take(0, 40)]] * 2
+    assert sum("other.jsonl" in read for read in reads) == 1
+    needed = {"level": "the reward `f`"}
+    with pytest.raises(ValueError, match=r"part-\*\.jsonl: the reward `f` needs the column `level`"):
+        _together(
+            monkeypatch, 2, lambda: load_prompts(specs, data, tokenizer, seed=3, required_columns=needed)
+        )

@@ -112,10 +112,10 @@ def test_without_gold_answers_there_is_no_accuracy_unless_a_function_is_named(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["data.eval={final: a.jsonl}"], r"data\.eval must be one source of prompts, or a mapping"),
-        (["data.eval={a/b: a.jsonl}"], r"data\.eval must be one source .*is not final or reward"),
-        (["data.eval={}"], r"data\.eval must be one source"),
-        (["data.eval={a: 3}"], r"data\.eval must be one source"),
+        (["data.eval={final: a.jsonl}"], r"data\.eval must be data sets, or a mapping"),
+        (["data.eval={a/b: a.jsonl}"], r"data\.eval must be data sets.*is not final or reward"),
+        (["data.eval={}"], r"data\.eval must be data sets"),
+        (["data.eval={a: 3}"], r"data\.eval must be a data set"),
         (["eval.accuracy=model:x"], r"eval\.accuracy must be a function"),
         (["eval.top_p=0.5"], r"eval\.top_p has no effect with eval\.n 0"),
         (["eval.temperature=0.5"], r"eval\.temperature has no effect with eval\.n 0"),

@@ -333,7 +333,7 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
     rewards = tmp_path / "fails.py"
     rewards.write_text(
         "calls = []\n\n\ndef fails(completions):\n    calls.append(1)\n"
-        "    return [1.0] * len(completions) if len(calls) < 4 else 5\n"
+        "    return [1.0] * len(completions) if len(calls) < 5 else 5\n"
     )
     options = (
         f"reward.functions={{'{rewards}:fails': 1.0}}",
@@ -343,7 +343,7 @@ def test_a_reward_that_fails_ahead_of_training_ends_the_run_in_its_turn(tmp_path
     with pytest.raises(ValueError, match="must return a list with one number per completion"):
         train(small_run(tmp_path, "failing", *options, "sft.steps=0"))
     rows = read_metrics(tmp_path / "failing" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2]  # the first call was the evaluation
+    assert [row["step"] for row in rows] == [0, 1, 2]  # the first calls were the trial and the evaluation
     assert not _reward_workers()
 
 

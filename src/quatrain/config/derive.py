@@ -6,6 +6,7 @@ data set and queries no device, so `run.steps` stays null if it depends on the l
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -46,7 +47,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
         "rollout.greedy_baseline": config.advantage.estimator == GREEDY_ESTIMATOR,
         **_overlong(config),
-        "update.mini_batch_size": config.data.batch_size,
+        "update.mini_batch_size": mini_batch_size(config),
         "update.correction": _correction(config),
         **_critic(config),
         **sizes,
@@ -69,6 +70,13 @@ def _correction(config: Config) -> str:
         return "none"
     differs = config.rollout.max_staleness > 0 or config.model.dtype == "bfloat16"
     return "truncate" if differs else "none"
+
+
+def mini_batch_size(config: Config) -> int:
+    """Prompts per optimizer step: as set, or the batch split into `update.num_mini_batches` parts."""
+    return config.update.mini_batch_size or math.ceil(
+        config.data.batch_size / (config.update.num_mini_batches or 1)
+    )
 
 
 def longest_sequence(config: Config) -> int:
@@ -99,7 +107,7 @@ def _critic(config: Config) -> dict[str, Any]:
     if not enabled:
         return values
     values |= {
-        "critic.mini_batch_size": update.mini_batch_size or config.data.batch_size,
+        "critic.mini_batch_size": mini_batch_size(config),
         "critic.epochs": update.epochs,
     }
     rows, tokens = critic.micro_batch_size, critic.max_tokens_per_device
@@ -153,8 +161,8 @@ def _folder_name(stem: str) -> str:
     return re.sub(r"[^\w.-]+", "-", stem).lstrip(".-") or "run"
 
 
-def _heldout(train: str) -> str | None:
-    if train.startswith(BUILTIN) and not train.endswith(HELDOUT):
+def _heldout(train: str | tuple[str, ...]) -> str | None:
+    if isinstance(train, str) and train.startswith(BUILTIN) and not train.endswith(HELDOUT):
         return train + HELDOUT
     return None
 
@@ -195,7 +203,7 @@ def _about_learning(config: Config) -> list[str]:
             f"update.kl_coef is {config.update.kl_coef:g} and reward.kl_coef {config.reward.kl_coef:g}: the "
             "KL to the reference counts twice, in the loss and in the reward; set one of the two to 0"
         )
-    if not any(config.reward.functions.values()):
+    if not any(entry.weight for entry in config.reward.entries.values()):
         warnings.append(
             "every weight in reward.functions is 0: every reward is 0 and nothing will be learned"
         )

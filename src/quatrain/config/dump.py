@@ -49,7 +49,7 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
     indent = "  " * depth
     for name, value in values.items():
         key = prefix + name
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and key not in provenance:
             if depth == 0:
                 yield ""
             yield f"{indent}{_scalar(name)}:"
@@ -60,7 +60,9 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
 
 
 def _inline(value: Any) -> str:
-    return f"[{', '.join(map(_scalar, value))}]" if isinstance(value, list) else _scalar(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_scalar(name)}: {_inline(each)}' for name, each in value.items())}}}"
+    return f"[{', '.join(map(_inline, value))}]" if isinstance(value, list) else _scalar(value)
 
 
 def _scalar(value: Any) -> str:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 _NAMES = {
     "data.train": ("train_files", "train_dataset", "train_ds"),
+    "data.question_column": ("prompt_key",),
+    "data.shuffle": ("shuffle_dataset",),
+    "data.chat_template": ("custom_chat_template", "chat_template_path"),
+    "data.chat_template_kwargs": ("apply_chat_template_kwargs", "chat_template_kwargs"),
     "data.eval": ("val_files", "eval_dataset", "eval_ds"),
     "data.batch_size": ("train_batch_size", "generation_batch_size"),
     "rollout.n": ("num_generations",),
@@ -15,7 +19,10 @@ _NAMES = {
     "rollout.mesh": ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
     "rollout.max_staleness": ("max_off_policy_threshold", "off_policy_steps"),
     "rollout.dynamic_sampling_rounds": ("filter_groups.enable", "max_num_gen_batches"),
-    "reward.functions": ("reward_funcs", "reward_fns", "reward_weights", "custom_reward_function.path"),
+    "reward.functions": (
+        *("reward_funcs", "reward_fns", "reward_weights"),
+        *("custom_reward_function.path", "custom_reward_function.name", "reward_kwargs"),
+    ),
     "reward.kl_coef": ("kl_ctrl.kl_coef", "use_kl_in_reward"),
     "reward.kl_target": ("target_kl",),
     "reward.kl_horizon": ("horizon",),
@@ -26,6 +33,8 @@ _NAMES = {
     "update.clip_high": ("clip_ratio_high", "epsilon_high"),
     "update.dual_clip": ("clip_ratio_c", "epsilon_c", "delta"),
     "update.kl_coef": ("kl_loss_coef", "use_kl_loss", "beta"),
+    "update.reference_sync_steps": ("sync_ref_model", "ref_model_sync_steps"),
+    "update.reference_mixup": ("ref_model_mixup_alpha",),
     "update.kl_estimator": ("kl_loss_type", "kl_loss_mode"),
     "update.entropy_coef": ("entropy_coeff",),
     "update.correction": ("vllm_importance_sampling_correction", "sampler_is"),
@@ -61,12 +70,15 @@ _NAMES = {
     "offload.optimizer": ("optimizer_offload",),
     "run.steps": ("total_training_steps", "max_steps"),
     "run.epochs": ("total_epochs", "num_train_epochs"),
+    "run.profile_steps": ("global_profiler.steps", "profiler_options"),
     "run.dir": ("default_local_dir", "output_dir"),
     "run.name": ("experiment_name", "run_name"),
     "eval.every_steps": ("test_freq", "eval_steps", "eval_every_n_steps"),
     "eval.n": ("val_kwargs.n", "num_generations_eval"),
     "checkpoint.every_steps": ("save_freq", "save_steps"),
     "checkpoint.keep": ("max_actor_ckpt_to_keep", "save_total_limit"),
+    "checkpoint.best_metric": ("metric_for_best_model", "load_best_model_at_end"),
+    "checkpoint.best_mode": ("greater_is_better",),
     "logging.samples_per_step": ("log_completions", "rollout_data_dir"),
 }
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names}

@@ -141,7 +141,7 @@ class _Merge:
     def _problem(self, detail: Any) -> str:
         context = detail.get("ctx", {})
         across = detail["type"] == "across_sections"
-        key = context["key"] if across else ".".join(str(part) for part in detail["loc"] if part != "[key]")
+        key = context["key"] if across else _dotted(detail["loc"])
         value = context["value"] if across else detail["input"]
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
@@ -156,6 +156,13 @@ class _Merge:
             names = [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]
             layers |= {name: self._layers.get(name, DEFAULT) for name in names}
         return layers
+
+
+def _dotted(place: tuple[str | int, ...]) -> str:
+    """The key at a place of pydantic's, without what names no key: `[key]`, and the form of an entry."""
+    entry = place[:2] == ("reward", "functions") and place[3:4] in (("entry",), ("weight",))
+    parts = (*place[:3], *place[4:]) if entry else place
+    return ".".join(str(part) for part in parts if part != "[key]")
 
 
 def _as_yaml(value: Any) -> str:

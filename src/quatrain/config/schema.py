@@ -14,13 +14,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.mesh import axis_sizes, device_numbers
+from quatrain.config.values import data_sets, evaluation_sets, plain_value, reward_entry
 
 LARGEST_COUNT = 2**31 - 1
 """Above it, a number does not fit the 32 bits of the arrays that it becomes part of."""
@@ -68,32 +72,13 @@ def _names_devices(spec: object) -> object:
     return spec
 
 
-def _is_set_name(name: object) -> bool:
-    letters = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
-    return bool(letters) and name not in RESERVED_SETS
-
-
-def _names_sets(sets: object) -> object:
-    """Returns valid evaluation sets; runs before pydantic checks the type, for a single error."""
-    if isinstance(sets, str) and sets:
-        return sets
-    named = sets if isinstance(sets, dict) else {}
-    fit = all(_is_set_name(name) and isinstance(source, str) and source for name, source in named.items())
-    if not named or not fit:
-        raise PydanticCustomError(
-            "evaluation_sets",
-            "must be one source of prompts, or a mapping from names to sources; a name has letters, digits, "
-            "'_', '.' and '-' and is not {reserved}",
-            {"reserved": " or ".join(sorted(RESERVED_SETS))},
-        )
-    return sets
-
-
-EvaluationSets = Annotated[str | dict[str, str], BeforeValidator(_names_sets)]
+EvaluationSets = Annotated[
+    str | tuple[str, ...] | dict[str, str | tuple[str, ...]], BeforeValidator(evaluation_sets)
+]
 Devices = Annotated[int | str, BeforeValidator(_names_devices)]
+DataSets = Annotated[Text | tuple[Text, ...], BeforeValidator(data_sets)]
+PlainValue = Annotated[Any, BeforeValidator(plain_value), WithJsonSchema({"const": "any value"})]
 Mesh = Annotated[str | dict[str, int], BeforeValidator(_has_mesh_form)]
-RESERVED_SETS = {"final", "reward"}
-"""Names that metrics of evaluations have after `eval/`."""
 ADVANTAGE_SCALES = {
     "grpo": ("group", "batch", "none"),
     "dr_grpo": ("none",),
@@ -181,6 +166,12 @@ class RunConfig(Section):
         le=1e6,
         description="Passes over the training prompts; has no effect if `run.steps` is set.",
     )
+    profile_steps: tuple[Count, ...] = Field(
+        (),
+        strict=False,
+        description="Training steps, as `[3, 4]`, of which the main process writes a trace of JAX's profiler "
+        "to `profile/` in the run's folder; consecutive steps are one trace.",
+    )
     compilation_cache: Text | None = Field(
         "auto",
         description="Folder that keeps compiled programs for later runs; in it, every kind of machine and "
@@ -235,10 +226,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: Text = Field(
+    train: DataSets = Field(
         "builtin:arithmetic",
         description="Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), "
-        "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from).",
+        "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from). A "
+        "list "
+        "of data sets is read as one, in its order.",
     )
     eval: EvaluationSets | None = Field(
         None,
@@ -268,14 +261,35 @@ class DataConfig(Section):
     question_column: Text | None = Field(
         None,
         description="Column with a plain question, which becomes a user message; null: the prompt is in the "
-        "column `prompt`.",
+        "column `prompt` or, if there is none, in the column `messages`.",
+    )
+    answer_column: Text | None = Field(
+        None,
+        description="Column with the gold answer, which reward functions get as `answer`; null: the column "
+        "`answer`, or verl's `reward_model.ground_truth`.",
     )
     system_prompt: str | None = Field(
         None, description="System message added before each prompt; null: none."
     )
+    chat_template: Text | None = Field(
+        None,
+        description="Chat template that replaces the tokenizer's: the path of a file, or the template "
+        "itself, "
+        "which has `{{` or `{%`. It is exported with the model.",
+    )
+    chat_template_kwargs: dict[Text, PlainValue] = Field(
+        {},
+        description="Variables passed to the chat template, as `{enable_thinking: false}`; a variable that "
+        "the template does not read is an error.",
+    )
+    shuffle: bool = Field(
+        True,
+        description="Draw training prompts and demonstrations in a new order in each epoch, by `seed`; "
+        "false: in the order of the files, the same in every epoch.",
+    )
 
     @property
-    def eval_sets(self) -> dict[str, str]:
+    def eval_sets(self) -> dict[str, str | tuple[str, ...]]:
         """The evaluation sets by name; the name of a single source is empty."""
         if self.eval is None:
             return {}
@@ -305,8 +319,10 @@ class SFTConfig(Section):
     """Supervised warm start: training on demonstrations before the first training step."""
 
     steps: NonNegative = Field(0, description="Optimizer steps of the warm start; 0: no warm start.")
-    data: Text | None = Field(
-        None, description="Demonstrations: rows with a column `completion`; derived: `data.train`."
+    data: DataSets | None = Field(
+        None,
+        description="Demonstrations: rows with a column `completion`, or with `messages` that end with the "
+        "assistant's; a data set or a list of them, as `data.train`; derived: `data.train`.",
     )
     batch_size: Count = Field(64, description="Demonstrations per optimizer step, over all devices.")
     learning_rate: float = Field(
@@ -419,16 +435,41 @@ class OffloadConfig(Section):
     reward_models: bool = Field(False, description="Offload the reward models while no scores are computed.")
 
 
+class RewardEntry(Section):
+    """What `reward.functions` says of one function."""
+
+    weight: float = 1.0
+    args: dict[Text, PlainValue] = {}
+    """Arguments of the function by name, beside those that every call brings."""
+    data_source: tuple[Text, ...] | None = Field(None, strict=False)
+    """Values of the column `data_source` whose rows the function scores; None: all rows."""
+
+    @field_validator("data_source", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, sources: object) -> object:
+        return [sources] if isinstance(sources, str) else sources
+
+
+WeightOrEntry = Annotated[
+    Annotated[float, Tag("weight")] | Annotated[RewardEntry, Tag("entry")],
+    Discriminator(lambda entry: "weight" if isinstance(entry, int | float) else "entry"),
+    BeforeValidator(reward_entry),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "{weight: …, args: {…}, data_source: […]}"}]}),
+]
+
+
 class RewardConfig(Section):
     """Stage 2 of a training step: scoring completions."""
 
-    functions: dict[Text, float] = Field(
+    functions: dict[Text, WeightOrEntry] = Field(
         {"correct": 1.0, "format": 0.5, "tag_count": 0.5},
         min_length=1,
         description="Mapping from reward functions to their weights. A function is a built-in name, "
         "`package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local "
-        "Hugging Face folder or on the Hub. A configuration layer that sets the mapping replaces the whole "
-        "mapping.",
+        "Hugging Face folder or on the Hub. Instead of a weight, a mapping gives `weight` (default 1.0), "
+        "`args` (arguments by name) and `data_source` (the values of this column whose rows are scored): "
+        "[reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping "
+        "replaces the whole mapping.",
     )
     overlong_limit: Count | None = Field(
         None,
@@ -497,13 +538,26 @@ class RewardConfig(Section):
         entries = (name for name in self.functions if name.startswith(REWARD_MODEL))
         return {name: name.removeprefix(REWARD_MODEL) for name in entries}
 
+    @property
+    def entries(self) -> dict[str, RewardEntry]:
+        """`functions` with every entry in its long form."""
+        return {
+            name: entry if isinstance(entry, RewardEntry) else RewardEntry(weight=entry)
+            for name, entry in self.functions.items()
+        }
+
     @field_validator("functions")
     @classmethod
-    def _models_have_paths(cls, functions: dict[str, float]) -> dict[str, float]:
+    def _models_have_paths(cls, functions: dict[str, WeightOrEntry]) -> dict[str, WeightOrEntry]:
         if REWARD_MODEL in functions:
             raise PydanticCustomError(
                 "reward_model", "must name a reward model with its path, as in model:PATH; one has none"
             )
+        for name, entry in functions.items():
+            if name.startswith(REWARD_MODEL) and isinstance(entry, RewardEntry) and entry.args:
+                raise PydanticCustomError(
+                    "reward_model", "must have no args for a reward model; {name} has some", {"name": name}
+                )
         return functions
 
 
@@ -598,7 +652,15 @@ class UpdateConfig(Section):
     """Stage 4 of a training step: updating the weights."""
 
     mini_batch_size: Count | None = Field(
-        None, description="Prompts per optimizer step, over all devices; derived: `data.batch_size`."
+        None,
+        description="Prompts per optimizer step, over all devices; derived: `data.batch_size`, or a part "
+        "of it "
+        "if `update.num_mini_batches` is set.",
+    )
+    num_mini_batches: Count | None = Field(
+        None,
+        description="Number of parts into which the prompts of a training step are split, each for one "
+        "optimizer step: `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up.",
     )
     epochs: Count = Field(1, description="Passes over the sequences of a training step (μ).")
     micro_batch_size: Count | None = Field(
@@ -647,6 +709,18 @@ class UpdateConfig(Section):
         0.0,
         ge=0,
         description="Weight of the KL to the frozen reference in the loss; 0: no reference is loaded.",
+    )
+    reference_sync_steps: Count | None = Field(
+        None,
+        description="The reference follows the policy: after every such number of training steps it is moved "
+        "to the policy's weights, by `update.reference_mixup`; null: it stays the policy at the start.",
+    )
+    reference_mixup: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Part α of the policy in a reference that follows: α · policy + (1 − α) · reference; 1: "
+        "the policy.",
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3_straight"] = Field(
         "k3",
@@ -823,6 +897,17 @@ class CheckpointConfig(Section):
         50, description="Training steps between checkpoints; 0: only after the last step."
     )
     keep: Count = Field(3, description="Number of checkpoints kept; older ones are deleted.")
+    best_metric: Text | None = Field(
+        None,
+        description="Metric of the evaluation, such as `eval/accuracy_lenient` or `eval/reward`. An "
+        "evaluation "
+        "with a new best value saves a checkpoint, which is kept beside the newest `checkpoint.keep`; "
+        "`quatrain export RUN OUTPUT --step best` exports it. null: none is.",
+    )
+    best_mode: Literal["max", "min"] = Field(
+        "max",
+        description="Whether the largest or the smallest value of `checkpoint.best_metric` is the best.",
+    )
 
 
 class LoggingConfig(Section):
@@ -917,6 +1002,56 @@ class Config(Section):
                 "must be at most data.batch_size ({whole}), the number of prompts in a training step; "
                 "set a smaller number, or null for all of them",
                 {"key": "update.mini_batch_size", "value": mini, "whole": whole},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mini_batches_agree(self) -> Self:
+        update, whole = self.update, self.data.batch_size
+        mini, number = update.mini_batch_size, update.num_mini_batches
+        if mini and number and mini != -(-whole // number):
+            raise PydanticCustomError(
+                "across_sections",
+                "must be null, or {size} as update.num_mini_batches {number} and data.batch_size {whole} "
+                "make "
+                "it; set one of the two to null",
+                {
+                    "key": "update.mini_batch_size",
+                    "value": mini,
+                    "size": -(-whole // number),
+                    "number": number,
+                    "whole": whole,
+                },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_that_follows_is_used(self) -> Self:
+        update, default = self.update, UpdateConfig.model_fields["reference_mixup"].default
+        if update.reference_sync_steps is not None and not self.needs_reference:
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect without a reference; set update.kl_coef or reward.kl_coef above 0, or this "
+                "key "
+                "to null",
+                {"key": "update.reference_sync_steps", "value": update.reference_sync_steps},
+            )
+        if update.reference_sync_steps is None and update.reference_mixup != default:
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect without update.reference_sync_steps; set that, or leave this key at its "
+                "default",
+                {"key": "update.reference_mixup", "value": update.reference_mixup},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_mode_is_used(self) -> Self:
+        if self.checkpoint.best_metric is None and self.checkpoint.best_mode != "max":
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect without checkpoint.best_metric; set that, or leave this key at its default",
+                {"key": "checkpoint.best_mode", "value": self.checkpoint.best_mode},
             )
         return self
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,8 @@ from quatrain.config.errors import listed
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.config.secrets import redact
+from quatrain.config.values import data_set_list, data_sets, shown_data_sets
+from quatrain.data.columns import check_answer_column, prepared
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render, unfit_text
@@ -35,11 +38,15 @@ USUAL_BATCHES = 0.95
 
 
 class _Stream:
-    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each epoch by `seed`."""
+    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each epoch by `seed`.
 
-    def __init__(self, num_rows: int, seed: int):
+    Without `shuffle` they are in order in every epoch.
+    """
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool):
+        rows = grain.MapDataset.range(num_rows)
         # grain accepts 32-bit seeds only.
-        self._indices = grain.MapDataset.range(num_rows).shuffle(seed=seed % 2**32).repeat()
+        self._indices = (rows.shuffle(seed=seed % 2**32) if shuffle else rows).repeat()
 
     def draws(self, first: int, count: int) -> list[tuple[int, int]]:
         """(position in the stream, row number) for `count` positions, starting at `first`."""
@@ -53,9 +60,9 @@ class PromptSource:
     resume.
     """
 
-    def __init__(self, table: Table, *, seed: int):
+    def __init__(self, table: Table, *, seed: int, shuffle: bool = True):
         self._table = table
-        self._stream = _Stream(table.size, seed)
+        self._stream = _Stream(table.size, seed, shuffle)
         self.skipped = table.skipped
         """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
@@ -80,6 +87,25 @@ class PromptSource:
         numbers = range(self._table.size)[:count]
         return [row.prompt(number) for number, row in enumerate(self._table.take(numbers))]
 
+    def first_by(self, column: str) -> dict[Any, Prompt]:
+        """The first prompt with each value of a column; where processes share the rows, of this one's rows.
+
+        Rows without the column, and values that are neither text nor numbers, count as None.
+        """
+        found: dict[Any, Prompt] = {}
+        for number in sorted(self._table.own):
+            value = self._table.own[number].columns.get(column)
+            key = value if isinstance(value, str | int) else None
+            if key not in found:
+                found[key] = self._table.own[number].prompt(number)
+        return found
+
+    def values_of(self, column: str) -> list[Any]:
+        """The values of a column, each once, of all processes; those that are no text or number are None."""
+        return list(
+            dict.fromkeys(value for part in gather_objects(list(self.first_by(column))) for value in part)
+        )
+
     def usual_longest(self, batch_size: int) -> int:
         """Tokens that the longest prompt of USUAL_BATCHES of the batches does not exceed; at least 1.
 
@@ -94,10 +120,10 @@ class PromptSource:
 class DemonstrationSource:
     """Tokenised demonstrations, addressed by index as in `PromptSource`."""
 
-    def __init__(self, table: Table, tokenizer: PreTrainedTokenizerFast, *, seed: int):
+    def __init__(self, table: Table, tokenizer: PreTrainedTokenizerFast, *, seed: int, shuffle: bool = True):
         self._table = table
         self._tokenizer = tokenizer
-        self._stream = _Stream(table.size, seed)
+        self._stream = _Stream(table.size, seed, shuffle)
         self.skipped = table.skipped
         self.truncated = table.truncated
 
@@ -111,7 +137,7 @@ class DemonstrationSource:
 
 
 def load_prompts(
-    spec: str,
+    spec: str | Sequence[str],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -122,21 +148,25 @@ def load_prompts(
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
-    The prompt is the column `prompt`: a string, tokenised unchanged, or a list of role/content messages,
-    rendered with the chat template. If `data.question_column` is set, that column is the prompt, as a user
-    message. If `data.system_prompt` is set, a string prompt also becomes a user message, and the system
-    message is put first. All other columns, and a question column, are passed to the reward functions.
+    `spec` may be several data sets, which are read as one, in their order; each must have the columns that
+    are needed. The prompt is the column `prompt`: a string, tokenised unchanged, or a list of role/content
+    messages, rendered with the chat template; without it, the column `messages` without an assistant's last
+    message. If `data.question_column` is set, that column is the prompt, as a user message. If
+    `data.system_prompt` is set, a string prompt also becomes a user message, and the system message is put
+    first. All other columns, and a question column, are passed to the reward functions; with
+    `data.answer_column`, that column also as `answer`.
 
     `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
     needs each. `check_prompt` is called with each prompt and raises ValueError if the rewards cannot score
     it. With `by_pass_rate`, rows whose pass rate is below `data.min_pass_rate` or above `data.max_pass_rate`
-    are left out. Raises ValueError for invalid data, naming the row, and if processes have read different
-    data.
+    are left out. Raises ValueError for invalid data, naming the data set and the row, and if processes have
+    read different data.
     """
     by_pass_rate = by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None)
 
-    def check_columns(row: Row) -> None:
+    def check_columns(spec: str, row: Row) -> None:
         _check_columns(spec, row, data)
+        check_answer_column(spec, row, data)
         _check_required(spec, row, required_columns)
         if by_pass_rate and data.pass_rate_column not in row:
             raise ValueError(
@@ -148,28 +178,34 @@ def load_prompts(
     def keep(spec: str, number: int, row: Row) -> bool:
         return not by_pass_rate or _pass_rate_within(spec, number, row, data)
 
-    table = _load(spec, data, tokenizer, check_columns, _check_answers, keep)
-    for row in table.own.values():
-        _check_prompt(spec, row, check_prompt)
-    return PromptSource(table, seed=seed)
+    def rows_of(spec: str) -> list[Row]:
+        return prepared(spec, read_rows(spec), data)
+
+    reader = _Reader(data, tokenizer, rows_of, check_columns, _check_answers, check_prompt, keep)
+    return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
 def load_demonstrations(
-    spec: str, data: DataConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
+    spec: str | Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> DemonstrationSource:
     """The demonstrations of `spec`: prompts as in `load_prompts`, and the text column `completion`.
 
-    Completion ids end with the tokenizer's end token. Raises ValueError in the cases of `load_prompts`.
+    Without these columns, the messages of the column `messages`, of which the last one, the assistant's, is
+    the completion. Completion ids end with the tokenizer's end token. Raises ValueError in the cases of
+    `load_prompts`.
     """
 
-    def check_columns(row: Row) -> None:
+    def check_columns(spec: str, row: Row) -> None:
         _check_columns(spec, row, data)
         _check_required(spec, row, {"completion": "the supervised warm start"})
 
+    def rows_of(spec: str) -> list[Row]:
+        return prepared(spec, read_rows(spec), data, demonstrations=True)
+
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
-    table = _load(spec, data, tokenizer, check_columns, _check_completions)
-    return DemonstrationSource(table, tokenizer, seed=seed)
+    reader = _Reader(data, tokenizer, rows_of, check_columns, _check_completions)
+    return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
 class _TokenRows(NamedTuple):
@@ -187,53 +223,82 @@ def _keep_all(spec: str, number: int, row: Row) -> bool:
     return True
 
 
-def _load(
-    spec: str,
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    check_columns: Callable[[Row], None],
-    check_rows: Callable[[str, Sequence[Row]], None],
-    keep: _Keep = _keep_all,
-) -> Table:
-    """The tokenised rows of `spec`; if they are in several files, each process reads a part of the files.
+def _accept_all(prompt: PromptText) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How rows are read, checked and tokenised; `spec` is a file or data set everywhere.
 
     `check_columns` is called with a row that has every column, `check_rows` with the source and its rows.
     Rows for which `keep` is false are left out and counted.
     """
-    files = data_files(spec) if joined() else []
+
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerFast
+    rows: Callable[[str], list[Row]]
+    check_columns: Callable[[str, Row], None]
+    check_rows: Callable[[str, Sequence[Row]], None]
+    check_prompt: Callable[[PromptText], None] = _accept_all
+    keep: _Keep = _keep_all
+
+    def tokenised(self, spec: str, rows: list[Row]) -> _TokenRows:
+        """The rows as tokens; their prompts are checked."""
+        self.check_rows(spec, rows)
+        found = _tokenise(spec, rows, self.data, self.tokenizer, self.keep)
+        for row in found.rows:
+            _check_prompt(spec, row, self.check_prompt)
+        return found
+
+
+def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
+    """The tokenised rows of one or several data sets, numbered consecutively.
+
+    In a run of several processes, each reads a part of the files if there are several.
+    """
+    specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
+    name = shown_data_sets(specs)
+    files = [(each, file) for each in specs for file in _files(each)] if joined() else []
     if len(files) > 1:
-        return _load_share(spec, files, data, tokenizer, check_columns, check_rows, keep)
-    rows = read_rows(spec)
-    check_columns(rows[0])
-    check_rows(spec, rows)
-    found = _tokenise(spec, rows, data, tokenizer, keep)
-    _check_not_empty(spec, len(found.rows), found.skipped, found.filtered, data)
+        return _load_share(name, files, reader)
+    parts = {}
+    for each in dict.fromkeys(specs):
+        parts[each] = reader.rows(each)
+        reader.check_columns(each, parts[each][0])
+    empty: Row = dict.fromkeys(column for rows in parts.values() for column in rows[0])
+    whole = {each: [empty | row for row in rows] for each, rows in parts.items()}
+    tokenised = {each: reader.tokenised(each, rows) for each, rows in whole.items()}
+    found = [tokenised[each] for each in specs]
+    rows = [row for part in found for row in part.rows]
+    skipped, truncated, filtered = (sum(counts) for counts in zip(*(part[1:] for part in found), strict=True))
+    _check_not_empty(name, len(rows), skipped, filtered, reader.data)
     if joined():
-        _assert_same_everywhere(spec, found.rows)
-    return Table(dict(enumerate(found.rows)), len(found.rows), found.skipped, found.truncated, found.filtered)
+        _assert_same_everywhere(name, rows)
+    return Table(dict(enumerate(rows)), len(rows), skipped, truncated, filtered)
 
 
-def _load_share(
-    spec: str,
-    files: Sequence[Path],
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    check_columns: Callable[[Row], None],
-    check_rows: Callable[[str, Sequence[Row]], None],
-    keep: _Keep,
-) -> Table:
-    """Process i of N reads the files i, i + N, ...; rows are numbered consecutively over all files."""
-    assert_same("data set", {spec: [file.name for file in files]})
-    own = {i: read_rows(str(files[i])) for i in range(process_index(), len(files), num_processes())}
+def _files(spec: str) -> list[str]:
+    """The files of a pattern; another data set is one by itself."""
+    return [str(file) for file in data_files(spec)] or [spec]
+
+
+def _load_share(name: str, files: Sequence[tuple[str, str]], reader: _Reader) -> Table:
+    """Process i of N reads the files i, i + N, ...; rows are numbered consecutively over all files.
+
+    `files` has the data set of each file and the file.
+    """
+    assert_same("data set", {name: [Path(file).name for _, file in files]})
+    own = {i: reader.rows(files[i][1]) for i in range(process_index(), len(files), num_processes())}
     columns = _from_all_processes({i: list(rows[0]) for i, rows in own.items()})
-    empty: Row = dict.fromkeys(name for i in range(len(files)) for name in columns[i])
-    check_columns(empty)
+    for spec in dict.fromkeys(spec for spec, _ in files):
+        mine = [column for i, (of, _) in enumerate(files) if of == spec for column in columns[i]]
+        reader.check_columns(spec, dict.fromkeys(mine))
+    empty: Row = dict.fromkeys(column for i in range(len(files)) for column in columns[i])
     tokenised = {}
     for i, rows in own.items():
-        whole = [empty | row for row in rows]
-        check_rows(str(files[i]), whole)
-        tokenised[i] = _tokenise(str(files[i]), whole, data, tokenizer, keep)
-        _check_serialisable(str(files[i]), tokenised[i].rows)
+        tokenised[i] = reader.tokenised(files[i][1], [empty | row for row in rows])
+        _check_serialisable(files[i][1], tokenised[i].rows)
     counts = _from_all_processes(
         {
             i: [len(found.rows), found.skipped, found.truncated, found.filtered]
@@ -243,7 +308,7 @@ def _load_share(
     starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
     rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
     size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
-    _check_not_empty(spec, size, skipped, filtered, data)
+    _check_not_empty(name, size, skipped, filtered, reader.data)
     return Table(rows_here, size, skipped, truncated, filtered, spread=True)
 
 
@@ -293,7 +358,7 @@ def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
     if question is None and "prompt" not in row:
         raise ValueError(
             f"{spec}: no column `prompt`; the columns are {columns}. Name the one with the question in "
-            f"data.question_column"
+            f"data.question_column, or give messages in the column `messages`"
         )
     if question is not None and question not in row:
         raise ValueError(

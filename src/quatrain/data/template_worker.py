@@ -2,8 +2,8 @@
 
 A template can take any time and memory (`{{ 'a' * 10**10 }}`). `data/tokenizer.py` runs this script as a
 `quatrain.child.Child`; a timer signal kills it on a slow template. It reads lines with a JSON list [template,
-special tokens, messages, add_generation_prompt], and writes [true, text] or [false, reason] for each. It
-imports nothing from quatrain.
+special tokens and other variables, messages, add_generation_prompt], and writes [true, text] or [false,
+reason] for each. It imports nothing from quatrain.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _tokenizer(template: str) -> Any:
 
 
 def _render(
-    template: Any, special: dict[str, Any], messages: list[Any], add_prompt: bool
+    template: Any, variables: dict[str, Any], messages: list[Any], add_prompt: bool
 ) -> tuple[bool, str]:
     try:
         text = _tokenizer(json.dumps(template)).apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_prompt, **special
+            messages, tokenize=False, add_generation_prompt=add_prompt, **variables
         )
     except Exception as error:  # templates raise exceptions of any class
         own = type(error).__module__.startswith("jinja2.")

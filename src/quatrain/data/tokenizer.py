@@ -352,7 +352,9 @@ def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, 
     if template in (CHAT_TEMPLATE, CHATML):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
         return text
-    request = [template, dict(tokenizer.special_tokens_map), messages, add]
+    # `chat_template.with_chat_template` sets them on the policy's tokenizer only.
+    variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
+    request = [template, variables, messages, add]
     try:
         rendered, text = _templates.ask(request)
     except ChildError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,14 +162,26 @@ def _parameter_table(result: Placement) -> Iterator[str]:
         yield GAP.join((*map(str.ljust, cells, widths), size.rjust(widths[-1])))
 
 
-def _part_table(result: Placement) -> Iterator[str]:
+def totals_table(result: Placement) -> Iterator[str]:
+    """The lines of a table of the bytes on a device in each stage of a training step."""
+    return _table(_totals(result))
+
+
+def _totals(result: Placement) -> list[Part]:
     totals = [
         Part(key, size, " + ".join(part.key for part in result.parts_of(phase, roles) if part.num_bytes))
         for key, (phase, roles, size) in result.totals().items()
     ]
     known = result.device_memory
     share = "" if known is None else f"{result.peak / known:.0%} of {in_units(known)}"
-    rows = [*result.parts, *totals, Part("peak", result.peak, share)]
+    return [*totals, Part("peak", result.peak, share)]
+
+
+def _part_table(result: Placement) -> Iterator[str]:
+    return _table([*result.parts, *_totals(result)])
+
+
+def _table(rows: Sequence[Part]) -> Iterator[str]:
     name, size = (max(map(len, column)) for column in zip(*((r.key, in_units(r.num_bytes)) for r in rows)))
     yield "bytes on each device"
     for row in rows:

@@ -51,16 +51,22 @@ OFFLOADED = "; in host memory while not in use"
 
 
 def placement(
-    config: Config, *, devices: int = 1, processes: int = 1, device_memory: int | None = None
+    config: Config,
+    *,
+    devices: int = 1,
+    processes: int = 1,
+    device_memory: int | None = None,
+    arch: Architecture | None = None,
 ) -> Placement:
     """The memory plan of a final configuration on `devices` devices with equal memory.
 
-    `device_memory`: bytes of a device; if given, there are warnings about parts that do not fit. Raises
+    `device_memory`: bytes of a device; if given, there are warnings about parts that do not fit. `arch`: that
+    of the policy, if it is known. Raises
     ValueError if the architecture cannot be loaded, or cannot be sharded by `mesh` or `rollout.mesh`
     (`params.partition`).
     """
     roles = resolve_roles(config, devices, processes)
-    plan = _Plan(config, _architecture(config), roles)
+    plan = _Plan(config, arch or architecture(config), roles)
     parts = (*plan.persistent_parts(), *plan.update_parts(), *plan.critic_parts())
     result = Placement(roles, tuple(plan.kinds()), parts, device_memory)
     fitting = None
@@ -74,7 +80,8 @@ def placement(
     return replace(result, warnings=warnings)
 
 
-def _architecture(config: Config) -> Architecture:
+def architecture(config: Config) -> Architecture:
+    """The architecture of the policy, without its weights."""
     path = config.model.path
     if not path.startswith(BUILTIN):
         return load_architecture(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -29,6 +29,8 @@ ERROR_REWARD = -1.0
 """Raw reward of a sample for which a reward function fails."""
 TIMEOUTS_PER_WORKER = 3
 """Calls in a row that may take too long, for each worker, before a function is given up for a batch."""
+DATA_SOURCE = "data_source"
+"""Column with the name of the data set that a row comes from, as in verl."""
 SEARCH_S = 0.3
 """Time limit of the further calls on a batch of which calls took too long."""
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
@@ -62,13 +64,27 @@ class Samples:
     def __len__(self) -> int:
         return len(self.group_ids)
 
-    def take(self, rows: Rows, accepts: frozenset[str] | None) -> Arguments:
-        """The arguments called `accepts` (None: all) of the samples `rows`."""
+    def take(self, rows: Rows, function: Function) -> Arguments:
+        """The arguments that `function` accepts of the samples `rows`."""
+        accepts, bound = function.accepts, function.bound
         return {
             name: [values[row] for row in rows]
             for name, values in self.arguments.items()
-            if accepts is None or name in accepts
+            if name not in bound and (accepts is None or name in accepts)
         }
+
+    def of_sources(self, sources: Collection[str] | None) -> list[int]:
+        """The rows whose `data_source` is one of `sources`; None: all rows."""
+        every = range(len(self))
+        if sources is None:
+            return list(every)
+        values = self.arguments[DATA_SOURCE]
+        return [row for row in every if isinstance(values[row], str) and values[row] in sources]
+
+    def part(self, rows: Rows) -> Samples:
+        """The samples `rows`."""
+        arguments = {name: [values[row] for row in rows] for name, values in self.arguments.items()}
+        return Samples(arguments, [self.group_ids[row] for row in rows])
 
     def pieces(self, per_call: PerCall) -> list[Rows]:
         """The rows of each first call of a function."""
@@ -112,6 +128,10 @@ class Function:
     """Names of the arguments that it accepts; None: any."""
     required_columns: tuple[str, ...]
     caller: Caller
+    bound: frozenset[str] = frozenset()
+    """Names of the arguments that the configuration gives it."""
+    sources: frozenset[str] | None = None
+    """Values of the column DATA_SOURCE whose samples it scores; None: all."""
 
 
 def call_reward(function: RewardFunction, arguments: Arguments) -> Any:
@@ -178,16 +198,34 @@ def score_function(
 ) -> tuple[np.ndarray, Counter[Kind]]:
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
 
-    The first calls get the samples that `per_call` says. The samples of a failing call are called again, the
-    groups of a batch one by one, then the samples of a failing group. After a call that took too long, these
-    further calls have little time, so that a function that hangs does not hold the step. Raises ValueError if
-    the function returns the wrong number of values or values that are no numbers.
+    Samples of other sources than the function's are abstentions. The first calls get the samples that
+    `per_call` says. The samples of a failing call are called again, the groups of a batch one by one, then
+    the samples of a failing group. After a call that took too long, these further calls have little time, so
+    that a function that hangs does not hold the step. Raises ValueError if the function returns the wrong
+    number of values or values that are no numbers.
     """
-    scoring = _Scoring(function, samples)
+    rows = samples.of_sources(function.sources)
+    values = np.full(len(samples), np.nan, np.float32)
+    own = samples.part(rows) if len(rows) < len(samples) else samples
+    scoring = _Scoring(function, own)
     try:
-        return scoring.run(samples.pieces(per_call))
+        values[rows], errors = scoring.run(own.pieces(per_call))
     finally:  # also if the run is interrupted
         scoring.cancel()
+    return values, errors
+
+
+def try_function(function: Function, samples: Samples) -> str | None:
+    """Calls a function once on `samples`: why it failed, as words for a warning; None if it did not.
+
+    Raises ValueError if it returns the wrong number of values or values that are no numbers.
+    """
+    arguments = samples.take(range(len(samples)), function)
+    outcome = _outcome(function.caller.submit(arguments, search=False))
+    if isinstance(outcome, Failure):
+        return f"{outcome.kind}: {outcome.detail.strip().splitlines()[-1]}"
+    _checked(function, outcome, len(samples))
+    return None
 
 
 class _Call(NamedTuple):
@@ -227,7 +265,7 @@ class _Scoring:
             call.future.cancel()
 
     def _submit(self, rows: Rows) -> _Call:
-        arguments = self._samples.take(rows, self._function.accepts)
+        arguments = self._samples.take(rows, self._function)
         return _Call(rows, self._function.caller.submit(arguments, search=self._search))
 
     def _wait(self) -> bool:

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,10 @@ class Pool:
         what: kind of the functions in error messages, such as "reward function".
         convert: spec of a function that turns a returned value into values that JSON has; it is called in
             the worker.
+        prepare: spec of a function `(function, spec, args) -> function` that is called in the worker with
+        each
+            function that was imported; it raises ValueError for one that cannot be used.
+        args: the arguments that `prepare` gets for a spec, by spec.
         memory_mb: MiB of private memory of one process; None: not limited.
         on_output: called with the spec and what the function printed.
     """
@@ -83,10 +88,18 @@ class Pool:
         num_workers: int,
         *,
         convert: str | None = None,
+        prepare: str | None = None,
+        args: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         memory_mb: int | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
-        settings = {"what": what, "convert": convert, "memory_bytes": memory_mb and memory_mb << 20}
+        settings = {
+            "what": what,
+            "convert": convert,
+            "prepare": prepare,
+            "args": {spec: dict(given) for spec, given in args.items()},
+            "memory_bytes": memory_mb and memory_mb << 20,
+        }
         self.num_workers = num_workers
         self._workers = [_Worker(settings, on_output) for _ in range(num_workers)]
         self._idle = list(range(num_workers))

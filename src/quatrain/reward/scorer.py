@@ -17,13 +17,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quatrain.config.schema import RewardConfig
+from quatrain.config.errors import listed
+from quatrain.config.schema import RewardConfig, RewardEntry
 from quatrain.config.secrets import redact
 from quatrain.metrics import Metric, combine, describe
-from quatrain.reward.calls import Caller, Function, InProcess, InWorkers, Samples, score_function
+from quatrain.reward.calls import (
+    DATA_SOURCE,
+    Caller,
+    Function,
+    InProcess,
+    InWorkers,
+    Samples,
+    score_function,
+    try_function,
+)
+from quatrain.reward.forms import prepared
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
 from quatrain.reward.pool import Failure, Pool, default_workers
-from quatrain.types import REWARD_ARGUMENTS, PromptText, RewardedBatch, RolloutBatch
+from quatrain.types import REWARD_ARGUMENTS, Prompt, PromptText, RewardedBatch, RolloutBatch
 from quatrain.user_code import find_function, parameters_of
 
 if TYPE_CHECKING:
@@ -34,6 +45,8 @@ logger = logging.getLogger(__name__)
 WHAT = "reward function"
 Decide = Callable[[Callable[[], Any]], Any]
 _STATS = ("mean", "std", "min", "max")
+MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
+"""The completion on which users' functions are tried before the first rollout."""
 
 
 class Scores(NamedTuple):
@@ -51,11 +64,13 @@ class RewardScorer:
     """The reward functions and reward models of `config` with their weights.
 
     `models` are the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
-    needs all processes of a run. `decide` calls its argument and returns the result. In a run of several
-    processes it must do so in one process and broadcast the result (`cluster.processes.decided_by_main`),
-    because users' functions may return different values in different processes; only that process has
-    worker processes. `close` ends them; otherwise they end with the scorer or with this process. Raises
-    ValueError if a function cannot be imported or called, and if `models` lacks a reward model.
+    needs all processes of a run. `functions` are Python functions for entries of `reward.functions`, by their
+    names there; they are called in this process. `decide` calls its argument and returns the result. In a run
+    of several processes it must do so in one process and broadcast the result
+    (`cluster.processes.decided_by_main`), because users' functions may return different values in different
+    processes; only that process has worker processes. `close` ends them; otherwise they end with the scorer
+    or with this process. Raises ValueError if a function cannot be imported or called, and if `models` lacks
+    a reward model.
     """
 
     def __init__(
@@ -63,6 +78,7 @@ class RewardScorer:
         config: RewardConfig,
         *,
         models: Mapping[str, RewardModel] = MappingProxyType({}),
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         decide: Decide = lambda f: f(),
     ):
         self._decide, self._per_call = decide, config.per_call
@@ -72,16 +88,24 @@ class RewardScorer:
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
                 "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
             )
+        _check_given(config, functions)
         names = short_names(config)
-        self._weights = {names[spec]: weight for spec, weight in config.functions.items()}
+        self._weights = {names[spec]: entry.weight for spec, entry in config.entries.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
-        self._pool = _pool(config, names)
+        self._sources = {
+            names[spec]: frozenset(entry.data_source)
+            for spec, entry in config.entries.items()
+            if entry.data_source is not None
+        }
+        self._pool = _pool(config, names, functions)
         try:
-            self._functions = list(_functions(config, names, self._pool, decide))
+            self._functions = list(_functions(config, names, functions, self._pool, decide))
         except BaseException:  # also a signal while a module is being imported
             self.close()
             raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
+        if self._sources:
+            needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
@@ -91,6 +115,51 @@ class RewardScorer:
         """Ends the worker processes; the scorer must not be used afterwards."""
         if self._pool is not None:
             self._pool.close()
+
+    @property
+    def routes(self) -> bool:
+        """Whether a reward is for samples of some data sources only."""
+        return bool(self._sources)
+
+    def check_sources(self, known: Sequence[object]) -> None:
+        """Raises ValueError if a reward names a data source that is not in `known`, those of the data."""
+        for name, sources in self._sources.items():
+            missing = sorted(sources - set(known))
+            if missing:
+                raise ValueError(
+                    f"data_source of the reward `{name}` must name values of the column `{DATA_SOURCE}`, "
+                    f"which "
+                    f"are {listed(dict.fromkeys(known))}; got {missing[0]}; correct the name in "
+                    f"reward.functions"
+                )
+
+    def try_on(self, prompts: Mapping[Any, Prompt], completion_ids: Sequence[int]) -> list[str]:
+        """Calls each user's function once on the completion MADE_UP of a prompt; a warning for each failure.
+
+        `prompts` has a prompt of each data source, and the first of them is the first training prompt.
+        `completion_ids` are the tokens of MADE_UP. Raises ValueError if a function returns the wrong number
+        of values or values that are no numbers. Nothing is called without a prompt.
+        """
+        warnings: list[str] = self._decide(lambda: list(self._tried(prompts, list(completion_ids))))
+        return warnings
+
+    def _tried(self, prompts: Mapping[Any, Prompt], completion_ids: list[int]) -> Iterator[str]:
+        for function in self._functions:
+            sources = prompts.keys() if function.sources is None else function.sources
+            prompt = next((prompts[source] for source in prompts if source in sources), None)
+            if prompt is None or function.spec in BUILTIN_FUNCTIONS:
+                continue
+            try:
+                problem = try_function(function, _made_up(prompt, completion_ids))
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} (it was tried on a made-up completion of a training prompt)"
+                ) from None
+            if problem is not None:
+                yield (
+                    f"reward function `{function.name}` fails on a made-up completion of a training prompt "
+                    f"({problem}): every sample on which it fails gets -1"
+                )
 
     def check_prompt(self, prompt: PromptText) -> None:
         """Raises ValueError if a reward model cannot score the completions of `prompt`."""
@@ -125,7 +194,7 @@ class RewardScorer:
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
         scores = {name: Scores(*each) for name, each in self._decide(lambda: self._called(rollouts)).items()}
-        scores |= {name: model.score(rollouts) for name, model in self._models.items()}
+        scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(rollouts))
         metrics: dict[str, Metric] = {}
@@ -151,6 +220,15 @@ class RewardScorer:
             rollouts, rewards, raw, tuple(self._weights), metrics, baseline_rewards=baseline_rewards
         )
 
+    def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
+        """The scores of a reward model, which abstains on samples of other sources than its own."""
+        scores = model.score(rollouts)
+        if name not in self._sources:
+            return scores
+        own = np.zeros(len(rollouts), np.bool_)
+        own[Samples.of(rollouts).of_sources(self._sources[name])] = True
+        return scores._replace(values=np.where(own, np.asarray(scores.values, np.float32), np.nan))
+
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int]]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
         samples = Samples.of(rollouts)
@@ -162,16 +240,49 @@ class RewardScorer:
         return called
 
 
-def _pool(config: RewardConfig, names: Mapping[str, str]) -> Pool | None:
+def _made_up(prompt: Prompt, completion_ids: list[int]) -> Samples:
+    text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
+    arguments = {
+        **{name: [value] for name, value in prompt.columns.items()},
+        "prompts": [text],
+        "completions": [MADE_UP],
+        "completion_ids": [completion_ids],
+        "finish_reasons": ["stop"],
+    }
+    return Samples(arguments, [prompt.group_id])
+
+
+def _check_given(config: RewardConfig, functions: Mapping[str, Any]) -> None:
+    """Raises ValueError unless functions given from Python are callable and entries of the configuration."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(
+                f"a reward function must be callable; {name!r} in reward_functions is a "
+                f"{type(function).__name__}; give a function"
+            )
+        if name not in config.functions or name in config.models:
+            raise ValueError(
+                "a reward function that is given from Python must be an entry of reward.functions, which has "
+                f"its weight; the entries are {listed(config.functions)}, and reward_functions has "
+                f"{name!r}; add "
+                f"it, as load_config(overrides=['reward.functions.{name}=1.0'])"
+            )
+
+
+def _pool(
+    config: RewardConfig, names: Mapping[str, str], functions: Mapping[str, Callable[..., Any]]
+) -> Pool | None:
     """Workers for users' functions; None if there are none, or if `reward.workers` is 0."""
     num_workers = default_workers() if config.workers is None else config.workers
-    users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys()
+    users = config.functions.keys() - config.models.keys() - BUILTIN_FUNCTIONS.keys() - functions.keys()
     if not (users and num_workers):
         return None
     return Pool(
         WHAT,
         num_workers,
         convert="quatrain.reward.values:plain_rewards",
+        prepare="quatrain.reward.forms:prepared",
+        args={spec: entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,
         on_output=partial(_log_output, names),
     )
@@ -196,25 +307,47 @@ def short_names(config: RewardConfig) -> dict[str, str]:
 
 
 def _functions(
-    config: RewardConfig, names: Mapping[str, str], pool: Pool | None, decide: Decide
+    config: RewardConfig,
+    names: Mapping[str, str],
+    given: Mapping[str, Callable[..., Any]],
+    pool: Pool | None,
+    decide: Decide,
 ) -> Iterator[Function]:
     """The reward functions of `config`; without a pool, users' functions are called in this process."""
-    for spec in config.functions:
+    for spec, entry in config.entries.items():
         if spec in config.models:
             continue
         caller: Caller
-        if pool is None or ":" not in spec:
-            function = find_function(spec, BUILTIN_FUNCTIONS, WHAT)
-            if function is overlong:
-                assert config.overlong_limit is not None, "the limit is derived before it comes here"
-                assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
-                function = partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
-            caller = InProcess(function, copies=spec not in BUILTIN_FUNCTIONS)
+        if spec in given or pool is None or ":" not in spec:
+            function = given.get(spec) or find_function(spec, BUILTIN_FUNCTIONS, WHAT)
+            own = spec in BUILTIN_FUNCTIONS and spec not in given
+            function = _builtin(spec, config, entry) if own else prepared(function, spec, entry.args)
+            caller = InProcess(function, copies=not own)
             parameters = parameters_of(function)
         else:
             caller = InWorkers(pool, spec, config.timeout_s)
             parameters = decide(partial(_loaded, pool, spec))
-        yield _function(spec, names[spec], caller, parameters)
+        yield _function(spec, names[spec], caller, parameters, entry)
+
+
+def _builtin(spec: str, config: RewardConfig, entry: RewardEntry) -> Callable[..., Any]:
+    """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
+    function: Callable[..., Any] = BUILTIN_FUNCTIONS[spec]
+    if function is overlong:
+        assert config.overlong_limit is not None, "the limit is derived before it comes here"
+        assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
+        if entry.args:
+            raise ValueError(
+                f"reward function 'overlong' takes limit and buffer from reward.overlong_limit and "
+                f"reward.overlong_buffer; got args {listed(entry.args)}; set these keys instead"
+            )
+        return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
+    if entry.args:
+        raise ValueError(
+            f"reward function {spec!r} is built in and has no arguments of its own; got args "
+            f"{listed(entry.args)}; leave them out"
+        )
+    return function
 
 
 def _loaded(pool: Pool, spec: str) -> list[Any] | None:
@@ -232,15 +365,20 @@ def _loaded(pool: Pool, spec: str) -> list[Any] | None:
     return reply["parameters"]
 
 
-def _function(spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None) -> Function:
+def _function(
+    spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None, entry: RewardEntry
+) -> Function:
+    bound = frozenset(entry.args)
+    sources = None if entry.data_source is None else frozenset(entry.data_source)
     if parameters is None:  # some callables written in C have no signature
-        return Function(spec, name, None, (), caller)
+        return Function(spec, name, None, (), caller, bound, sources)
     kinds = {parameter: kind for parameter, kind, _ in parameters}
     if "POSITIONAL_ONLY" in kinds.values():
         raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
     required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
     named = frozenset(p for p, kind in kinds.items() if kind not in ("VAR_POSITIONAL", "VAR_KEYWORD"))
-    return Function(spec, name, None if "VAR_KEYWORD" in kinds.values() else named, required, caller)
+    accepts = None if "VAR_KEYWORD" in kinds.values() else named
+    return Function(spec, name, accepts, required, caller, bound, sources)
 
 
 def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:

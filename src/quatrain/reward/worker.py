@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,11 +48,12 @@ def _last_lines(text: str) -> str:
 class _Functions:
     """The functions that were loaded, by their specs."""
 
-    def __init__(self, what: str, convert: str | None):
+    def __init__(self, what: str, convert: str | None, prepare: str | None, args: Mapping[str, Any]):
         from quatrain.user_code import find_function
 
-        self._find = lambda spec: find_function(spec, {}, what)
+        self._find, self._args = (lambda spec: find_function(spec, {}, what)), args
         self._convert: Callable[[Any], Any] = self._find(convert) if convert else lambda value: value
+        self._prepare: Callable[..., Any] = self._find(prepare) if prepare else lambda f, spec, args: f
         self._loaded: dict[str, Callable[..., Any]] = {}
 
     def load(self, spec: str) -> Any:
@@ -60,7 +61,7 @@ class _Functions:
         from quatrain.user_code import parameters_of
 
         try:
-            self._loaded[spec] = self._find(spec)
+            self._loaded[spec] = self._prepare(self._find(spec), spec, self._args.get(spec, {}))
         except ValueError as error:
             return {"refused": str(error)}
         return {"parameters": parameters_of(self._loaded[spec])}
@@ -81,7 +82,7 @@ def main() -> None:
     end_with_parent(settings["parent"])
     _outlive_stops()
     _limit_memory(settings["memory_bytes"])
-    functions = _Functions(settings["what"], settings["convert"])
+    functions = _Functions(*(settings[name] for name in ("what", "convert", "prepare", "args")))
     home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
     while True:
         _tidy(home, output)

@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.architecture import Head
 from quatrain.models.families import Architecture, builtin_architecture
-from quatrain.models.params import Params, init_params
+from quatrain.models.params import init_params, partition
+from quatrain.parallel.mesh import mesh_shape
 from quatrain.weights.hf import (
     check_classifier,
     check_score_head,
@@ -37,7 +38,7 @@ class Model:
     """A model: its architecture, its parameters, and the settings of sampling that its folder recommends."""
 
     arch: Architecture
-    params: Params
+    params: Any
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,15 +51,23 @@ def load_model(
     eos_token_ids: tuple[int, ...] = (),
     mesh: Mesh | None = None,
     head: Head = "vocabulary",
+    weights: bool = True,
 ) -> Model:
     """The model at `path`, its parameters in `dtype` on `mesh` (default: on one device).
 
     `path` is `builtin:NAME`, a `.gguf` file, a local Hugging Face directory or a hub id. A built-in model is
     randomly initialised from `seed`, for a tokenizer with `vocab_size` and `eos_token_ids`; the other kinds
     ignore these arguments. With the head `score` (a critic, a reward model), the head is zero unless the
-    model has one, and the output head of the vocabulary is not read. Raises ValueError if the model is
+    model has one, and the output head of the vocabulary is not read. Without `weights`, the parameters are
+    None, and files of weights are neither read nor downloaded. Raises ValueError if the model is
     missing, damaged or of an unsupported kind.
     """
+    if not weights:
+        arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        arch = replace(arch, head=head)
+        if mesh is not None:
+            partition(arch, mesh_shape(mesh))
+        return Model(arch, None)
     if path.startswith(BUILTIN):
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         arch = replace(arch, head=head)

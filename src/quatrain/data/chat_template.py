@@ -1,0 +1,113 @@
+"""The chat template of a run: the tokenizer's own or `data.chat_template`, and the variables passed to it.
+
+Data flow: tokenizer (`data/tokenizer.py`) -> `with_chat_template` -> prompts, and the exported model.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quatrain.config.errors import listed, shown
+from quatrain.config.places import local_path
+from quatrain.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MAX_CHARS = 1_000_000
+RESERVED = frozenset(
+    (
+        *("conversation", "messages", "chat_template", "tools", "documents", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Variables that the data or the rendering sets, and arguments of the function that renders."""
+# A tag that only transformers knows; it changes no text.
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+
+def with_chat_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> PreTrainedTokenizerFast:
+    """`tokenizer` with the template and the variables of `data`; it is changed in place.
+
+    `tokenizer.template_variables` are the variables that every rendering passes (`data/tokenizer.py`). Raises
+    ValueError if the file is missing, the template is not valid, or it does not read a variable.
+    """
+    if data.chat_template is not None:
+        tokenizer.chat_template = _template(data.chat_template)
+    variables = dict(data.chat_template_kwargs)
+    if variables:
+        _check_variables(variables, tokenizer.chat_template)
+    tokenizer.template_variables = variables
+    return tokenizer
+
+
+def _template(value: str) -> str:
+    """The template itself, of a template or of the path of a file."""
+    text, name = value, "data.chat_template"
+    if "{{" not in value and "{%" not in value:
+        path = local_path(value)
+        name = f"data.chat_template {path}"
+        if not path.is_file():
+            raise ValueError(
+                f"data.chat_template must be a template, with {{{{ or {{%, or the path of a file; got "
+                f"{shown(value)}, and there is no such file (looked in {path.parent.absolute()}); correct "
+                f"the path"
+            )
+        text = _read(path)
+    if "{{" not in text and "{%" not in text:
+        raise ValueError(
+            f"{name} must be a chat template in Jinja; it has neither {{{{ nor {{%; give another file"
+        )
+    _variables(text, name)
+    return text
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(MAX_CHARS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.chat_template {path} must be a text file in UTF-8: {error}") from error
+
+
+def _check_variables(variables: dict[str, Any], template: Any) -> None:
+    if not template:
+        raise ValueError(
+            f"data.chat_template_kwargs has {listed(variables)}, and the tokenizer has no chat template; set "
+            "data.chat_template, or leave the key out"
+        )
+    taken = sorted(RESERVED & variables.keys())
+    if taken:
+        raise ValueError(
+            f"data.chat_template_kwargs must not have {listed(taken)}, which rendering sets itself; leave "
+            f"it out"
+        )
+    texts = template.values() if isinstance(template, dict) else [template]
+    read = set().union(*(_variables(text, "the tokenizer's chat template") for text in texts))
+    unknown = sorted(variables.keys() - read)
+    if unknown:
+        raise ValueError(
+            f"data.chat_template_kwargs must name variables that the chat template reads, which are "
+            f"{listed(sorted(read - RESERVED))}; got {listed(unknown)}; correct the name or leave it out"
+        )
+
+
+def _variables(template: str, name: str) -> set[str]:
+    """The variables that a template reads; it is parsed and not run. Raises ValueError if it is not valid."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
+    try:
+        return find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError as error:
+        number = getattr(error, "lineno", None)
+        line = f", line {number}" if number else ""
+        raise ValueError(f"{name} must be a valid template: {error}{line}; correct it") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} must be a valid template: it is nested too deep; correct it") from error

@@ -1,0 +1,105 @@
+"""The checkpoint with the best value of one evaluation metric (`checkpoint.best_metric`).
+
+Data flow: the numbers of an evaluation -> `Best.note` -> `best.json` in the run's folder, which `quatrain
+export RUN OUTPUT --step best` reads with `best_step`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.config.errors import listed
+from quatrain.config.files import Description, checked, read_json
+
+FILE = "best.json"
+logger = logging.getLogger(__name__)
+
+
+class _Found(Description):
+    metric: str
+    mode: str
+    step: int = Field(ge=0, le=2**62)
+    value: float
+
+
+class Best:
+    """The best value so far, in the run's folder `run`; a larger one is better if `mode` is `max`."""
+
+    def __init__(self, run: Path, metric: str, mode: str):
+        self._path, self._metric, self._mode = run / FILE, metric, mode
+        self.found: dict[str, Any] | None = None
+        """Metric, mode, step and value; None before the first evaluation with a checkpoint."""
+
+    def note(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Whether the evaluation of a step is better than all before it; if so, it is written to the file.
+
+        Raises ValueError if the evaluation before training lacks the metric; a later one is passed over.
+        """
+        if self._metric not in numbers:
+            if step == 0:
+                raise ValueError(
+                    "checkpoint.best_metric must be a metric of the evaluation, which has "
+                    f"{listed(sorted(numbers))}; got {self._metric}; name one of these"
+                )
+            logger.warning("the evaluation of step %d has no finite %s", step, self._metric)
+            return False
+        value = numbers[self._metric]
+        sign = 1 if self._mode == "max" else -1
+        if step == 0 or (self.found is not None and sign * value <= sign * self.found["value"]):
+            return False
+        self._set({"metric": self._metric, "mode": self._mode, "step": step, "value": value})
+        return True
+
+    def restore(self, saved: dict[str, Any] | None, step: int, checkpoints: Collection[int]) -> None:
+        """What was found up to `step`, to which a run goes back: as in the file, or `saved` in its
+        checkpoint.
+
+        The file may know of a later evaluation of `step`, or of steps that are gone. What was found for
+        another metric does not count.
+        """
+        for found in (_read(self._path), saved):
+            if found is None or (found["metric"], found["mode"]) != (self._metric, self._mode):
+                continue
+            if found["step"] <= step and found["step"] in checkpoints:
+                return self._set(found)
+        self.found = None
+        if is_main_process():
+            self._path.unlink(missing_ok=True)
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"no checkpoint has a value of {self._metric}"
+        value, step = self.found["value"], self.found["step"]
+        return f"best {self._metric}: {value:.4g}, in the checkpoint of step {step}"
+
+    def _set(self, found: dict[str, Any]) -> None:
+        self.found = found
+        if is_main_process():
+            draft = self._path.with_suffix(".draft")
+            draft.write_text(json.dumps(found) + "\n", encoding="utf-8")
+            draft.replace(self._path)
+
+
+def best_step(run: Path) -> int:
+    """The step of the best checkpoint of the run at `run`; raises ValueError if it has none."""
+    found = _read(run / FILE)
+    if found is None:
+        raise ValueError(
+            f"{run} has no best checkpoint (no {FILE} in it): it is kept in runs with "
+            f"checkpoint.best_metric; "
+            "give the step itself, or leave --step out for the latest"
+        )
+    return int(found["step"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    return checked(_Found, read_json(path), str(path), remedy="it is damaged; remove it").model_dump()

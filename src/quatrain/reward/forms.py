@@ -1,0 +1,106 @@
+"""The forms in which a reward function may be written, brought into the one in which it is called.
+
+Data flow: a function named in `reward.functions` (`user_code.find_function`) -> `prepared` ->
+`reward/calls.py`, in a worker process or in the process of the run. It imports neither JAX nor numpy.
+Functions are called as in TRL, `f(completions=[…], …) -> [number]`. verl's form, `f(data_source,
+solution_str, ground_truth, extra_info)` for one sample, is recognised by its parameter `solution_str`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any
+
+from quatrain.user_code import VARIADIC, check_arguments
+
+INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")
+"""Arguments that every call in TRL's form may get, beside the columns."""
+VERL_INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """`function` with its arguments `args` bound, in TRL's form.
+
+    Raises ValueError if it does not take these arguments, or is asynchronous.
+    """
+    name = f"reward function {spec!r}"
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{name} must be a plain function; it is asynchronous (async def); wrap it in one")
+    verl = _is_verl(function)
+    if args:
+        inputs = VERL_INPUTS if verl else INPUTS
+        check_arguments(
+            function, name, given=args, inputs=inputs, key=f"the args of {spec!r} in reward.functions"
+        )
+        function = functools.partial(function, **args)
+    return _in_lists(function, frozenset(args)) if verl else function
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some callables written in C have no signature
+        return {}
+
+
+def _is_verl(function: Callable[..., Any]) -> bool:
+    return (
+        "solution_str" in (names := _parameters(function).keys()) and not {"completions", "prompts"} & names
+    )
+
+
+def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[..., Any]:
+    """A function of one sample as a function of lists; `bound` are arguments with a value."""
+    parameters = _parameters(function)
+    needed = {
+        name: parameter.default is Parameter.empty
+        for name, parameter in parameters.items()
+        if parameter.kind not in VARIADIC and name not in bound
+    }
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        needed = {name: False for name in VERL_INPUTS if name not in bound} | needed
+
+    def score(completions: list[str], **columns: list[Any]) -> list[Any]:
+        rows = ({name: values[row] for name, values in columns.items()} for row in range(len(completions)))
+        return [
+            _score_of(function(solution_str=text, **_sample(row, needed)))
+            for text, row in zip(completions, rows, strict=True)
+        ]
+
+    taken = {"completions": True}
+    for name, required in needed.items():
+        if name == "ground_truth":
+            taken |= {"answer": required, "reward_model": False}
+        elif name != "solution_str":
+            taken[name] = required and name != "extra_info"
+    score.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=Parameter.empty if required else None)
+            for name, required in taken.items()
+        ]
+    )
+    return score
+
+
+def _sample(row: Mapping[str, Any], needed: Mapping[str, bool]) -> dict[str, Any]:
+    """The keyword arguments of one sample other than its completion, from its columns.
+
+    An argument with a default is left out where the data has no column for it.
+    """
+    given: dict[str, Any] = {name: row[name] for name in needed if name in row}
+    if "extra_info" in row or needed.get("extra_info"):
+        given["extra_info"] = row.get("extra_info") or {}
+    if "ground_truth" in needed:
+        verl = row.get("reward_model")
+        truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
+        if truth is not None or "answer" in row:
+            given["ground_truth"] = row.get("answer") if truth is None else truth
+    return given
+
+
+def _score_of(returned: Any) -> Any:
+    """The reward: the value, or the entry `score` of a mapping, whose other entries are not used."""
+    return returned["score"] if isinstance(returned, Mapping) and "score" in returned else returned

@@ -1,0 +1,40 @@
+"""A reference policy that follows the policy (`update.reference_sync_steps`).
+
+Used by `run.py` between two training steps: policy and reference -> the new reference, for the `Learner`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from quatrain.parallel.mesh import reshard, unshared
+
+
+def followed(reference: Any, params: Any, mixup: float) -> Any:
+    """α · `params` + (1 − α) · `reference`, with α = `mixup`, on the devices and in the memory of
+    `reference`.
+
+    It is computed in float32, one array at a time, and has the dtypes of `reference`. No array of `params` is
+    part of the result, so that a training step may donate them. Source: TR-DPO, arXiv 2404.09656.
+    """
+    return jax.tree.map(partial(_followed, mixup=mixup), reference, params)
+
+
+def _followed(old: jax.Array, new: jax.Array, *, mixup: float) -> jax.Array:
+    on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
+    moved = reshard(new, on_device)
+    if mixup == 1:
+        mixed = unshared(moved.astype(old.dtype), new)
+    else:
+        mixed = _mixed(reshard(old, on_device), moved, mixup)
+    return reshard(mixed, old.sharding)
+
+
+@jax.jit
+def _mixed(old: jax.Array, new: jax.Array, mixup: float) -> jax.Array:
+    mixed = mixup * new.astype(jnp.float32) + (1 - mixup) * old.astype(jnp.float32)
+    return mixed.astype(old.dtype)

@@ -1,0 +1,62 @@
+"""`quatrain train --dry-run`: what it checks, and that it leaves nothing."""
+
+import sys
+
+import pytest
+from runs import small_run
+
+from quatrain import cli
+from quatrain.policy import load_policy
+from quatrain.train import dry_run
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def fails(completions):\n    return completions[0][999]\n")
+    options = f"reward.functions={{correct: 1.0, '{rewards}:fails': 1.0, 'model:none': {{weight: 0.1}}}}"
+    with pytest.raises(ValueError, match="the reward model model:none cannot be used"):
+        dry_run(small_run(tmp_path / "runs", "dry", options))
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+    options = f"reward.functions={{correct: 1.0, '{rewards}:fails': 1.0}}"
+    plan, warnings = dry_run(small_run(tmp_path / "runs", "dry", options))
+    assert plan.startswith("4 steps of 4 prompts x 4 samples, 1088 training prompts\nprompts_per_step")
+    assert "total_in_gradient" in plan
+    (warning,) = warnings
+    assert "`fails` fails on a made-up completion" in warning
+    assert "IndexError" in warning
+    assert "rewards.py" in {path.name for path in tmp_path.iterdir()}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_weights_are_read(tmp_path):
+    loaded = load_policy(small_run(tmp_path, "a", "advantage.estimator=gae").config, weights=False)
+    assert loaded.params is loaded.critic_params is None
+    assert loaded.critic_arch.head == "score"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("data.train=no.jsonl", "no such file"),
+        ("mesh=3,1,1", "mesh"),
+        ("update.loss=a.py:f", "no such file"),
+        ("data.max_prompt_length=100000", "maximum number of positions"),
+    ],
+)
+def test_bad_input_is_an_error(tmp_path, option, message):
+    with pytest.raises(ValueError, match=message):
+        dry_run(small_run(tmp_path / "runs", "dry", "data.eval=builtin:arithmetic-heldout", option))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_is_of_a_new_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match="a new run must have an unused name"):
+        dry_run(small_run(tmp_path, "taken"))
+    monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--dry-run", "--resume", "auto"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "--dry-run checks a new run; got --resume auto too" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+import numpy as np
+import pytest
+from rollouts import make_rollouts
+
+from quatrain.config.schema import RewardConfig
+from quatrain.reward.forms import prepared
+from quatrain.reward.scorer import RewardScorer
+from quatrain.types import Prompt
+
+SOURCE = """
+import statistics
+
+def bonus(completions, *, size: float = 1.0, words: list = (), **columns):
+    return [size + len(words) + ("size" in columns) for _ in completions]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source in ("gsm8k", "math")
+    return {"score": float(solution_str == ground_truth), "index": (extra_info or {}).get("index")}
+
+def short(solution_str, ground_truth, scale=1.0):
+    return scale * (solution_str == ground_truth)
+
+def everything(solution_str, **given):
+    return {"score": len(given), **given}
+
+def wrong(solution_str):
+    return {"reward": 1.0}
+
+def raises(completions):
+    raise KeyError("no such thing")
+
+def too_many(completions):
+    return [0.0] * (len(completions) + 1)
+
+def compares(completions):
+    return [statistics.stdev(map(len, completions))] * len(completions)
+
+async def later(completions):
+    return [0.0]
+"""
+
+
+@pytest.fixture(params=[0, 1], ids=["in process", "in a worker"])
+def workers(request):
+    return request.param
+
+
+@pytest.fixture
+def scorer(tmp_path, workers):
+    path = tmp_path / "forms.py"
+    path.write_text(SOURCE)
+    made = []
+
+    def make(**functions):
+        entries = {f"{path}:{name}": entry for name, entry in functions.items()}
+        made.append(RewardScorer(RewardConfig(functions=entries, workers=workers)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def raw(scorer, completions, **columns):
+    return scorer.score(make_rollouts(completions, **columns)).rewards_per_function[0].tolist()
+
+
+def test_arguments_are_passed_and_hide_a_column_of_their_name(scorer):
+    entry = {"weight": 0.5, "args": {"size": 2.0, "words": ["a", "b"]}}
+    batch = scorer(bonus=entry).score(make_rollouts(["x", "y"], size=[9, 9]))
+    np.testing.assert_array_equal(batch.rewards, np.float32([2.0, 2.0]))
+    assert raw(scorer(bonus=1.0), ["x"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("short", {"sclae": 2.0}, "must be parameters of the function: .* has scale=1.0; got sclae; correct"),
+        ("bonus", {"size": "big"}, "takes size as float; .*size is 'big'; change it"),
+        ("bonus", {"completions": ["x"]}, "must not have completions, which every call of the function gets"),
+        ("verl", {"ground_truth": "7"}, "must not have ground_truth"),
+        ("later", {}, "must be a plain function; it is asynchronous"),
+    ],
+)
+def test_wrong_arguments_are_errors_when_the_scorer_is_made(scorer, name, args, message):
+    with pytest.raises(ValueError, match=message):
+        scorer(**{name: {"args": args}})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("format", "'format' is built in and has no arguments"), ("overlong", "set these keys instead")],
+)
+def test_built_in_functions_have_no_arguments(name, message):
+    functions = {name: {"args": {"limit": 3}}}
+    with pytest.raises(ValueError, match=message):
+        RewardScorer(RewardConfig(functions=functions, overlong_limit=9, overlong_buffer=2))
+
+
+VERL = {
+    "data_source": ["gsm8k", "math"],
+    "reward_model": [{"ground_truth": "7"}, {"ground_truth": "8"}],
+    "extra_info": [{"index": 1}, None],
+    "answer": ["0", "0"],
+}
+
+
+def test_a_function_of_one_sample_in_the_form_of_verl(scorer):
+    assert raw(scorer(verl=1.0), ["7", "7"], **VERL) == [1.0, 0.0]
+    assert raw(scorer(verl=1.0), ["7"], data_source=["math"], answer=["7"]) == [1.0]
+    assert raw(scorer(short={"args": {"scale": 3.0}}), ["7", "8"], answer=["7", "7"]) == [3.0, 0.0]
+    assert raw(scorer(everything=1.0), ["7", "7"], **VERL) == [3.0, 3.0]
+    assert raw(scorer(everything=1.0), ["7"]) == [0.0]
+
+
+def test_columns_that_a_function_of_verl_needs(scorer):
+    with pytest.raises(ValueError, match="needs the column `data_source`"):
+        raw(scorer(verl=1.0), ["7"], answer=["7"])
+    with pytest.raises(ValueError, match="needs the column `answer`"):
+        raw(scorer(short=1.0), ["7"])
+
+
+def test_a_mapping_without_a_score_is_an_error(scorer):
+    with pytest.raises(ValueError, match="must return numbers, or None to abstain; it returned a value dict"):
+        raw(scorer(wrong=1.0), ["7"])
+
+
+def test_a_function_that_takes_completions_is_not_of_verl():
+    def plain(completions, solution_str=None):
+        return []
+
+    assert prepared(plain, "plain", {}) is plain
+
+
+def test_rows_of_other_sources_are_abstentions(scorer):
+    rewards = scorer(bonus={"weight": 2.0, "data_source": ["math", "code"]}, short=1.0)
+    sources = ["math", "gsm8k", "code", None]
+    batch = rewards.score(make_rollouts(["7"] * 4, data_source=sources, answer=["7"] * 4))
+    np.testing.assert_array_equal(batch.rewards_per_function, [[1, np.nan, 1, np.nan], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(batch.rewards, np.float32([3, 1, 3, 1]))
+    assert batch.metrics["reward/bonus/abstained"].result() == 2
+    none = rewards.score(make_rollouts(["7"], data_source=["gsm8k"], answer=["7"]))
+    assert np.isnan(none.rewards_per_function[0]).all()
+
+
+def test_a_source_that_no_row_has_is_an_error():
+    rewards = RewardScorer(RewardConfig(functions={"format": {"data_source": "gsm"}}))
+    assert rewards.routes
+    assert "data_source" in rewards.required_columns
+    with pytest.raises(ValueError, match="which are gsm8k, math; got gsm; correct the name"):
+        rewards.check_sources(["gsm8k", "math"])
+    rewards.check_sources(["gsm", None])
+
+
+def prompts(*sources):
+    rows = enumerate(sources)
+    return {s: Prompt(n, np.ones(1, np.int32), "q", {"answer": "7", "data_source": s}) for n, s in rows}
+
+
+def test_functions_are_tried_on_a_made_up_completion(scorer):
+    assert scorer(short=1.0).try_on(prompts("math"), [1]) == []
+    (warning,) = scorer(raises=1.0).try_on(prompts("math"), [1])
+    assert "`raises` fails on a made-up completion" in warning
+    assert "error: KeyError: 'no such thing'" in warning
+    (warning,) = scorer(compares=1.0).try_on(prompts("math"), [1])
+    assert "StatisticsError" in warning
+    with pytest.raises(ValueError, match=r"expected 1, got 2 \(it was tried on a made-up completion"):
+        scorer(too_many=1.0).try_on(prompts("math"), [1])
+
+
+def test_a_function_is_tried_on_a_row_of_its_source(scorer):
+    only = scorer(too_many={"data_source": "code"})
+    assert only.try_on(prompts("math"), [1]) == []
+    with pytest.raises(ValueError, match="expected 1, got 2"):
+        only.try_on(prompts("math", "code"), [1])
+
+
+def test_python_functions_are_called_in_this_process():
+    calls = []
+
+    def mine(completions, *, bonus=0.0):
+        calls.append(completions)
+        return [len(text) + bonus for text in completions]
+
+    config = RewardConfig(functions={"mine": {"weight": 2.0, "args": {"bonus": 1.0}}, "correct": 1.0})
+    rewards = RewardScorer(config, functions={"mine": mine, "correct": lambda completions: [0.5, None]})
+    batch = rewards.score(make_rollouts(["a", "bcd"]))
+    np.testing.assert_array_equal(batch.rewards, np.float32([4.5, 8.0]))
+    assert calls == [["a", "bcd"]]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"other": len}, "the entries are mine, and reward_functions has 'other'; add it"),
+        ({"mine": 3}, "must be callable; 'mine' in reward_functions is a int"),
+    ],
+)
+def test_python_functions_must_be_entries_of_the_configuration(functions, message):
+    with pytest.raises(ValueError, match=message):
+        RewardScorer(RewardConfig(functions={"mine": 1.0}), functions=functions)
+
+
+def test_the_failure_of_a_python_function_costs_its_samples():
+    def fails(completions):
+        return [1 / len(text) for text in completions]
+
+    rewards = RewardScorer(RewardConfig(functions={"fails": 1.0}), functions={"fails": fails})
+    np.testing.assert_array_equal(rewards.score(make_rollouts(["a", ""])).rewards, np.float32([1.0, -1.0]))

@@ -1,0 +1,41 @@
+import sys
+
+import pytest
+
+from quatrain.user_code import find_function
+
+SOURCE = "import helpers\nfrom kit import part\n\ndef f():\n    return helpers.NAME + part.NAME\n"
+
+
+def folder_of(path, name):
+    (path / "kit").mkdir(parents=True)
+    (path / "kit" / "__init__.py").touch()
+    (path / "kit" / "part.py").write_text(f"NAME = 'kit of {name}'")
+    (path / "helpers.py").write_text(f"NAME = '{name}, '")
+    (path / "rewards.py").write_text(SOURCE)
+    return f"{path / 'rewards.py'}:f"
+
+
+def test_a_file_may_import_its_neighbours_and_each_gets_its_own(tmp_path):
+    before, path = set(sys.modules), list(sys.path)
+    one = find_function(folder_of(tmp_path / "one", "one"), {}, "function")
+    two = find_function(folder_of(tmp_path / "two", "two"), {}, "function")
+    assert (one(), two()) == ("one, kit of one", "two, kit of two")
+    assert sys.path == path
+    assert not {"helpers", "kit", "kit.part"} & (set(sys.modules) - before)
+
+
+def test_modules_from_elsewhere_stay_imported(tmp_path):
+    sys.modules.pop("colorsys", None)
+    (tmp_path / "a.py").write_text("import colorsys\n\ndef f():\n    return colorsys\n")
+    assert find_function(f"{tmp_path}/a.py:f", {}, "function")() is sys.modules["colorsys"]
+
+
+def test_a_neighbour_that_fails_is_named_and_leaves_nothing(tmp_path):
+    path = list(sys.path)
+    (tmp_path / "broken_helper.py").write_text("1 / 0")
+    (tmp_path / "a.py").write_text("import broken_helper")
+    with pytest.raises(ValueError, match=r"a\.py cannot be imported: ZeroDivisionError"):
+        find_function(f"{tmp_path}/a.py:f", {}, "function")
+    assert sys.path == path
+    assert "broken_helper" not in sys.modules
