@@ -392,6 +392,7 @@ class Run:
             metrics = self.ahead.run(job)
         self._evaluated = step
         self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
+        self.report.page()
         numbers = finite_numbers(metrics)
         self.accuracy = numbers.get("eval/accuracy_strict")
         return numbers
@@ -408,6 +409,7 @@ class Run:
         if last or (due and not bad_steps):
             self.save(state)
             self.report.log(state.train_step, self.timer.metrics())
+            self.report.page()
         elif due:
             logger.warning(
                 "no checkpoint of step %d: the last %d optimizer steps were not applied",

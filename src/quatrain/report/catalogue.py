@@ -424,7 +424,14 @@ CATALOGUE: dict[str, MetricDoc] = {
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
     """The names that are not in the catalogue, sorted."""
-    return sorted(name for name in set(names) if not any(_matches(pattern, name) for pattern in CATALOGUE))
+    return sorted(name for name in set(names) if pattern_of(name) is None)
+
+
+def pattern_of(name: str) -> str | None:
+    """The key of the catalogue that lists the metric `name`; None if it is not listed."""
+    if name in CATALOGUE:
+        return name
+    return next((pattern for pattern in CATALOGUE if "<" in pattern and _matches(pattern, name)), None)
 
 
 def _matches(pattern: str, name: str) -> bool:
