@@ -13,7 +13,7 @@ from quatrain import cli
 from quatrain.cluster import processes as hosts
 from quatrain.cluster.stop import Stopped
 
-COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "export", "bench")
+COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "report", "samples", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
 
 

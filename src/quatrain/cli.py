@@ -355,7 +355,7 @@ def samples(
     """Print the completions of a training step, each prompt with its group, sorted by reward."""
     from rich.console import Console
 
-    from quatrain.report.samples import print_samples
+    from quatrain.report.print_samples import print_samples
 
     (folder,) = _run_folders([run])
     print_samples(folder, Console(), step=step, evaluation=evaluation)

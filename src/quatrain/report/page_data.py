@@ -180,12 +180,12 @@ def _metric_rows(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     try:
         rows = read_metrics(path)
-        num_lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
     except OSError as error:
         notes.append(f"metrics.jsonl could not be read: {error}")
         return []
     if num_lines > len(rows):
-        notes.append(f"{num_lines - len(rows)} damaged lines of metrics.jsonl were skipped")
+        notes.append(f"lines of metrics.jsonl that hold no whole row, skipped: {num_lines - len(rows)}")
     return sorted(rows, key=lambda row: row["step"])
 
 

@@ -1,7 +1,7 @@
 """Reads the files in `samples/` of a run and compresses them, one chunk per step, for the run page.
 
 Data flow: `samples/step_000010.jsonl` and `samples/eval_000010.jsonl` -> `SampleFiles` -> `page.py`, which
-puts the chunks into the page or serves them. `samples.py` prints the same rows in a terminal.
+puts the chunks into the page or serves them. `print_samples.py` prints the same rows in a terminal.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ class Chart {
     this.legend = el("div", { class: "legend" });
     this.host = el("div", { class: "plot" });
     this.remark = el("p", { class: "remark", hidden: true });
-    const heading = el("figcaption", {}, el("b", {}, title), " ", el("span", { class: "unit" }, unit));
+    const heading = el("figcaption", { title: note }, el("b", {}, title), " ", el("span", { class: "unit" }, unit));
     if (spec().log) heading.append(this.logButton());
-    this.figure = el("figure", { class: "chart", title: note }, heading, this.host, this.legend, this.remark);
+    this.figure = el("figure", { class: "chart" }, heading, this.host, this.legend, this.remark);
     charts.add(this);
     this.watcher = new IntersectionObserver((entries) => {
       if (!entries.some((e) => e.isIntersecting) || this.visible) return;
