@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quatrain.config.load import load_config as load_config
     from quatrain.config.schema import Config as Config
     from quatrain.data.prompts import load_prompts as load_prompts
-    from quatrain.evaluate import evaluate as evaluate
+    from quatrain.evaluate import Evaluator as Evaluator
     from quatrain.export import export_policy as export_policy
     from quatrain.metrics import Metric as Metric
     from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
@@ -43,7 +43,7 @@ _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
     "data.prompts": ("load_prompts",),
-    "evaluate": ("evaluate",),
+    "evaluate": ("Evaluator",),
     "export": ("export_policy",),
     "metrics": ("Metric",),
     "ops.advantages": ("TokenAdvantages",),
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`quatrain.train` and `quatrain.evaluate` are the functions, also once their modules are imported."""
+    """`quatrain.train` is the function, also once its module is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -88,13 +88,7 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
             f"{config.model.tokenizer} has {len(tokenizer)} tokens, {config.model.path} "
             f"{model.arch.vocab_size}; set model.tokenizer to the one the model was trained with"
         )
-    longest = longest_sequence(config)
-    if longest > model.arch.max_position:
-        raise ValueError(
-            "a sequence must not be longer than its model's maximum number of positions: "
-            f"data.max_prompt_length + rollout.max_new_tokens is {longest} tokens, {config.model.path} has "
-            f"{model.arch.max_position} positions; lower one of the two"
-        )
+    _check_positions(config, model.arch)
     for section in (config.update, config.logprob):
         _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
     critic_arch, critic_params = (
@@ -111,6 +105,18 @@ def load_policy(config: Config, *, critic: bool = True) -> LoadedPolicy:
         critic_arch,
         critic_params,
     )
+
+
+def _check_positions(config: Config, arch: Architecture) -> None:
+    lengths = {"rollout": config.rollout.max_new_tokens, "eval": config.eval.max_new_tokens or 0}
+    for section, length in lengths.items():
+        longest = config.data.max_prompt_length + length
+        if longest > arch.max_position:
+            raise ValueError(
+                "a sequence must not be longer than its model's maximum number of positions: "
+                f"data.max_prompt_length + {section}.max_new_tokens is {longest} tokens, {config.model.path} "
+                f"has {arch.max_position} positions; lower one of the two"
+            )
 
 
 def _load_critic(

@@ -28,7 +28,7 @@ from quatrain.config.schema import Config
 from quatrain.config.secrets import redact, redact_values
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
-from quatrain.evaluate import evaluate, finite_numbers, skipped_prompt_metrics
+from quatrain.evaluate import Evaluation, Evaluator, finite_numbers, results
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
@@ -99,6 +99,7 @@ def _opened(resolved: Resolved, resume: str | None, stop: Stop) -> Iterator[Run]
             config.logging,
             redact=lambda text: redact(text, os.environ),
             run_config=plain(resolved),
+            token_text=lambda token: run.loaded.tokenizer.decode([token]),
         )
         with closing(run.report):
             try:
@@ -139,10 +140,10 @@ class Run:
         self.timer = StageTimer()
         self.loaded = load_policy(config)
         self.scorer = build_scorer(config, self.loaded)
-        self.prompts = self._load_prompts(config.data.train, by_pass_rate=True)
+        self.prompts = self._load_prompts()
         if folder.resumed:
             self._check_prompts(saved["num_prompts"])
-        self.heldout = self._load_prompts(config.data.eval) if config.data.eval else None
+        self.evaluator = Evaluator(config, self.loaded, self.scorer)
         self.engine = build_engine(
             config,
             self.loaded,
@@ -166,15 +167,15 @@ class Run:
         """Description of the number of prompts and samples in a training step."""
         return f"{self.config.data.batch_size} prompts x {self.config.rollout.n} samples"
 
-    def _load_prompts(self, spec: str, *, by_pass_rate: bool = False) -> PromptSource:
+    def _load_prompts(self) -> PromptSource:
         return load_prompts(
-            spec,
+            self.config.data.train,
             self.config.data,
             self.loaded.tokenizer,
             seed=self.config.seed,
-            required_columns=self.scorer.required_columns,
+            required_columns=self.scorer.required_by,
             check_prompt=self.scorer.check_prompt,
-            by_pass_rate=by_pass_rate,
+            by_pass_rate=True,
         )
 
     def _ahead(self) -> Ahead:
@@ -214,7 +215,7 @@ class Run:
         data, sft = self.config.data, self.config.sft
         for spec, source in (
             (data.train, self.prompts),
-            (data.eval, self.heldout),
+            *((data.eval_sets[each.name], each.source) for each in self.evaluator.sets),
             (f"demonstrations of {sft.data or data.train}", self.demonstrations),
         ):
             if source is not None and source.skipped + source.truncated:
@@ -232,7 +233,9 @@ class Run:
         """End the workers of reward functions, the rollout's thread and the writing of checkpoints."""
         try:
             with closing(self.ahead):
-                self.scorer.close()  # first, because the rollout's thread may wait for a reward function
+                # First, because the rollout's thread may wait for a reward function.
+                self.evaluator.close()
+                self.scorer.close()
         finally:
             try:
                 self.checkpoints.close()
@@ -254,7 +257,7 @@ class Run:
         if self.folder.resumed:
             state = self._restore(state)
         else:
-            self.evaluate_first(state.params, config.eval.num_prompts)
+            self.evaluate_first(state.params)
         return state, stages
 
     def _critic_params(self, params: Any) -> Any:
@@ -355,46 +358,52 @@ class Run:
             tokens_per_s=tokens_per_s,
         )
 
-    def evaluate_first(self, params: Any, count: int | None) -> None:
-        """Evaluate `params` before training, on `count` prompts (None: all)."""
-        self.before = self._evaluate(params, 0, count, "evaluation before training")
+    def evaluate_first(self, params: Any) -> None:
+        """Evaluate `params` before training, unless `eval.before` is false."""
+        if self.config.eval.before:
+            self.before = self._evaluate(params, 0, "evaluation before training")
 
     def evaluate_last(self, params: Any, step: int) -> dict[str, float]:
-        """Evaluate `params` after the last step; returns the metrics."""
-        return self._evaluate(params, step, self.config.eval.final_num_prompts, "final evaluation")
+        """Evaluate `params` after the last step, on `eval.final_num_prompts`; returns the metrics."""
+        return self._evaluate(params, step, "final evaluation", last=True)
 
     def evaluate_when_due(self, state: TrainState) -> None:
         """Evaluate every `eval.every_steps` training steps, except after the last."""
         if self._evaluation_is_due(state.train_step):
-            self._evaluate(state.params, state.train_step, self.config.eval.num_prompts, "evaluation")
+            self._evaluate(state.params, state.train_step, "evaluation")
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.config.eval.every_steps
-        return bool(every) and step % every == 0 and step < self.steps and step != self._evaluated
+        return bool(every and step) and step % every == 0 and step < self.steps and step != self._evaluated
 
-    def _evaluate(self, params: Any, step: int, count: int | None, name: str) -> dict[str, float]:
-        if self.heldout is None:
+    def _evaluate(self, params: Any, step: int, name: str, *, last: bool = False) -> dict[str, float]:
+        if not self.evaluator.sets:
             return {}
+        config = self.config.eval
+        first, count = (
+            config.usual_num_prompts,
+            config.final_num_prompts if last else config.usual_num_prompts,
+        )
+        total = self.evaluator.num_completions(self.engine, count)
         self.progress.stage(name)
-        prompts = self.heldout.head(count)
 
-        def job() -> dict[str, Metric]:
+        def job() -> Evaluation:
             self.engine.sync_weights(params, step)
-            return evaluate(
+            return self.evaluator.evaluate(
                 self.engine,
-                self.scorer,
-                prompts,
-                self.config.eval,
-                on_progress=lambda done, total: self.progress.stage(f"{name} {done}/{total}"),
+                first=first,
+                count=count,
+                on_progress=lambda done: self.progress.stage(f"{name} {done}/{total}"),
             )
 
         with self.stop.interruptible(), self.timer.stage("eval"):
-            metrics = self.ahead.run(job)
+            found = self.ahead.run(job)
         self._evaluated = step
-        self.report.log(step, {**metrics, **skipped_prompt_metrics(self.heldout), **self.timer.metrics()})
+        self.report.log(step, {**found.metrics, **self.timer.metrics()})
+        self.report.evaluation(step, found.samples)
         self.report.page()
-        numbers = finite_numbers(metrics)
-        self.accuracy = numbers.get("eval/accuracy_strict")
+        numbers = finite_numbers(found.metrics)
+        self.accuracy = numbers.get(f"{self.evaluator.sets[0].prefix}accuracy_lenient")
         return numbers
 
     def save_when_due(self, state: TrainState) -> None:
@@ -563,10 +572,8 @@ class Run:
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
         """Log the results of the run."""
         event = self.report.event
-        for key, name in (("eval/accuracy_strict", "accuracy"), ("eval/reward", "reward")):
-            if key in after:
-                before = f"{self.before[key]:.3f} before, " if key in self.before else ""
-                event(f"held-out {name}: {before}{after[key]:.3f} after {steps} steps")
+        for line in results(self.evaluator.sets, self.before, after):
+            event(line)
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.config.model.path.startswith("builtin:"):

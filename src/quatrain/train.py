@@ -92,7 +92,7 @@ def supervise(resolved: Resolved) -> Summary:
         run.resumable = False
         run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
         with Progress(steps) as run.progress:
-            run.evaluate_first(run.loaded.params, run.config.eval.final_num_prompts)
+            run.evaluate_first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
             after = run.evaluate_last(params, steps)
             run.export(params)

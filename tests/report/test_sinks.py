@@ -1,7 +1,10 @@
 import json
 import logging
+import math
 import sys
 import types
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from quatrain.report import sinks as module
 from quatrain.report.metrics import read_metrics
 from quatrain.report.run_dir import RunDir
 from quatrain.report.run_lock import FILES as LOCK_FILES
+from quatrain.report.samples import plain_json
 from quatrain.report.sinks import Report
 from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
@@ -78,9 +82,11 @@ def test_samples_show_what_happened_to_each_sequence(run):
     lines = (run.samples / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
         {
+            "step": 10,
             "group_id": 7,
             "prompt": "2+2?",
             "completion": "four",
+            "columns": {},
             "rewards": {"correct": 0.1},
             "reward": 0.1,
             "advantage": 0.25,
@@ -88,9 +94,11 @@ def test_samples_show_what_happened_to_each_sequence(run):
             "completion_tokens": 2,
         },
         {
+            "step": 10,
             "group_id": 8,
             "prompt": [{"role": "user", "content": "2+2?"}],
             "completion": "4 \u00e9\ud83d",
+            "columns": {},
             "rewards": {"correct": None},
             "reward": None,
             "advantage": -0.5,
@@ -314,3 +322,37 @@ def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, ca
     assert rows[2]["reward"] == 0.5
     message = "WARNING: metrics cannot be written ([Errno 28] No space left on device); the run goes on"
     assert capsys.readouterr().err.count(message) == 1
+
+
+def test_tokens_of_samples_with_the_log_probabilities_of_sampler_and_trainer(run):
+    advantaged = batch()
+    known = {"trainer_logprobs": np.full((2, 4), -0.25, np.float32)}
+    advantaged = replace(advantaged, rewarded=replace(advantaged.rewarded, token_logprobs=known))
+    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text="<{}>".format)
+    report.samples(1, advantaged)
+    report.close()
+    first, second = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
+    assert first["tokens"] == {
+        "texts": ["<3>", "<4>"],
+        "ids": [3, 4],
+        "sampler_logprobs": [-0.5, -0.5],
+        "trainer_logprobs": [-0.25, -0.25],
+        "advantages": [0.25, 0.25],
+    }
+    assert second["tokens"]["ids"] == [3]
+
+
+def test_completions_of_evaluations_are_redacted_and_other_values_of_columns_become_text(run):
+    sample = {
+        "set": "",
+        "completion": "hunter2",
+        "columns": plain_json({"when": date(2026, 1, 2), "x": math.nan}),
+    }
+    report = Report(run, LoggingConfig(), redact=lambda text: text.replace("hunter2", "***"))
+    report.evaluation(5, [sample])
+    report.evaluation(6, [])
+    report.close()
+    (line,) = (run.samples / "eval_000005.jsonl").read_text().splitlines()
+    expected = {"step": 5, "set": "", "completion": "***", "columns": {"when": "2026-01-02", "x": "nan"}}
+    assert json.loads(line) == expected
+    assert not (run.samples / "eval_000006.jsonl").exists()

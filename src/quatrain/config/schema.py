@@ -68,8 +68,32 @@ def _names_devices(spec: object) -> object:
     return spec
 
 
+def _is_set_name(name: object) -> bool:
+    letters = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+    return bool(letters) and name not in RESERVED_SETS
+
+
+def _names_sets(sets: object) -> object:
+    """Returns valid evaluation sets; runs before pydantic checks the type, for a single error."""
+    if isinstance(sets, str) and sets:
+        return sets
+    named = sets if isinstance(sets, dict) else {}
+    fit = all(_is_set_name(name) and isinstance(source, str) and source for name, source in named.items())
+    if not named or not fit:
+        raise PydanticCustomError(
+            "evaluation_sets",
+            "must be one source of prompts, or a mapping from names to sources; a name has letters, digits, "
+            "'_', '.' and '-' and is not {reserved}",
+            {"reserved": " or ".join(sorted(RESERVED_SETS))},
+        )
+    return sets
+
+
+EvaluationSets = Annotated[str | dict[str, str], BeforeValidator(_names_sets)]
 Devices = Annotated[int | str, BeforeValidator(_names_devices)]
 Mesh = Annotated[str | dict[str, int], BeforeValidator(_has_mesh_form)]
+RESERVED_SETS = {"final", "reward"}
+"""Names that metrics of evaluations have after `eval/`."""
 ADVANTAGE_SCALES = {
     "grpo": ("group", "batch", "none"),
     "dr_grpo": ("none",),
@@ -216,10 +240,11 @@ class DataConfig(Section):
         description="Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), "
         "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from).",
     )
-    eval: Text | None = Field(
+    eval: EvaluationSets | None = Field(
         None,
-        description="Evaluation prompts, in the form of `data.train`; derived: the held-out part if "
-        "`data.train` is built in.",
+        description="Evaluation prompts, in the form of `data.train`, or a mapping from names to such forms, "
+        "whose results are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown "
+        "during training. Derived: the held-out part if `data.train` is built in.",
     )
     batch_size: Count = Field(16, description="Prompts per training step, over all devices.")
     max_prompt_length: Count = Field(512, description="Maximum length of a prompt, in tokens.")
@@ -248,6 +273,13 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         None, description="System message added before each prompt; null: none."
     )
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The evaluation sets by name; the name of a single source is empty."""
+        if self.eval is None:
+            return {}
+        return self.eval if isinstance(self.eval, dict) else {"": self.eval}
 
     @model_validator(mode="after")
     def _pass_rates_are_a_range(self) -> Self:
@@ -718,19 +750,70 @@ class EvalConfig(Section):
     every_steps: NonNegative = Field(
         10, description="Training steps between evaluations; 0: evaluate only before and after training."
     )
+    before: bool = Field(True, description="Whether the model is evaluated before training.")
     num_prompts: Count | None = Field(
-        128, description="Number of prompts in evaluations before and during training; null: all."
+        128,
+        description="Number of prompts of each evaluation set that every evaluation of a run uses, so that "
+        "its results can be compared; null: all. At most `eval.final_num_prompts`.",
     )
     final_num_prompts: Count | None = Field(
-        None, description="Number of prompts in the evaluation after training; null: all."
+        None,
+        description="Number of prompts of each evaluation set in the evaluation after training, and in "
+        "`quatrain eval`; null: all. If it is more than `eval.num_prompts`, results on all of them are "
+        "reported beside those on `eval.num_prompts`.",
+    )
+    accuracy: Text | None = Field(
+        None,
+        description="The function that decides whether a completion is right, in the form of an entry of "
+        "`reward.functions`: 1 is right, 0 is wrong, values between count in part, None leaves a completion "
+        "out. null: `correct`, if the prompts have a column `answer`; else no accuracy is reported.",
     )
     batch_size: Count = Field(64, description="Sequences decoded in one call during evaluation.")
+    max_new_tokens: Count | None = Field(
+        None,
+        description="Maximum length of a completion in evaluations, in tokens; null: that of the rollout, "
+        "`rollout.max_new_tokens`.",
+    )
     n: NonNegative = Field(
         0, description="Sampled completions per prompt for mean@n and pass@n; 0: greedy completions only."
     )
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature of the completions for mean@n and pass@n."
     )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling of the completions for mean@n and pass@n; 1: all tokens.",
+    )
+
+    @field_validator("accuracy")
+    @classmethod
+    def _is_a_function(cls, accuracy: str | None) -> str | None:
+        if accuracy is not None and accuracy.startswith(REWARD_MODEL):
+            raise PydanticCustomError(
+                "accuracy", "must be a function: the scores of a reward model are not right or wrong"
+            )
+        return accuracy
+
+    @model_validator(mode="after")
+    def _sampling_is_used(self) -> Self:
+        for key in ("temperature", "top_p"):
+            value = getattr(self, key)
+            if not self.n and value != type(self).model_fields[key].default:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect with eval.n 0, which evaluates greedy completions only; set eval.n to 1 "
+                    "or more, or leave this key at its default",
+                    {"key": f"eval.{key}", "value": value},
+                )
+        return self
+
+    @property
+    def usual_num_prompts(self) -> int | None:
+        """Prompts of each set that every evaluation uses; None: all."""
+        numbers = [n for n in (self.num_prompts, self.final_num_prompts) if n is not None]
+        return min(numbers, default=None)
 
 
 class CheckpointConfig(Section):
@@ -754,6 +837,11 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(False, description="Write TensorBoard files (extra `tensorboard`).")
     samples_per_step: NonNegative = Field(
         16, description="Completions written to `samples/` at each training step."
+    )
+    sample_tokens: bool = Field(
+        False,
+        description="Write the tokens of these completions too, with the log-probabilities of sampler and "
+        "trainer. The trainer's cost one forward pass in each training step.",
     )
 
 

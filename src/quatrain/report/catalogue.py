@@ -379,19 +379,25 @@ CATALOGUE: dict[str, MetricDoc] = {
     "throughput/update_tokens_per_s": MetricDoc(
         "tokens/s", "mean", "Prompt and completion tokens, times `update.epochs`, per second of the update."
     ),
-    "eval/accuracy_strict": MetricDoc(
-        "fraction", "mean", "Fraction of greedy completions with the right answer and the format."
-    ),
     "eval/accuracy_lenient": MetricDoc(
         "fraction",
         "mean",
-        "Fraction of greedy completions with the right answer. "
-        "Rows whose gold answer cannot be judged are left out of both accuracies.",
+        "Fraction of greedy completions that are right by `eval.accuracy`. Completions that it cannot judge "
+        "are left out of both accuracies.",
+    ),
+    "eval/accuracy_strict": MetricDoc(
+        "fraction",
+        "mean",
+        "Fraction of greedy completions that are right and in the `<think>/<answer>` format; logged if the "
+        "reward function `format` or `tag_count` asks for it.",
     ),
     "eval/reward": MetricDoc("reward", "mean", "Mean total reward of greedy completions."),
+    "eval/reward/<name>": MetricDoc(
+        "reward", "mean", "Mean unweighted value of this reward function, without abstentions."
+    ),
     "eval/completion_length": MetricDoc("tokens", "mean", "Mean length of greedy completions."),
     "eval/truncated_fraction": MetricDoc(
-        "fraction", "mean", "Fraction of greedy completions cut at `rollout.max_new_tokens`."
+        "fraction", "mean", "Fraction of greedy completions cut at the maximum length."
     ),
     "eval/mean_at_n": MetricDoc(
         "fraction", "mean", "Fraction of right answers among `eval.n` sampled completions per prompt."
@@ -423,15 +429,22 @@ CATALOGUE: dict[str, MetricDoc] = {
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """The names that are not in the catalogue, sorted."""
+    """The names that are not in the catalogue, sorted.
+
+    Metrics of an evaluation may have the name of their set after `eval/`, then `final/` where they are of all
+    prompts of the evaluation after training: `eval/gsm8k/final/reward`.
+    """
     return sorted(name for name in set(names) if pattern_of(name) is None)
 
 
 def pattern_of(name: str) -> str | None:
     """The key of the catalogue that lists the metric `name`; None if it is not listed."""
-    if name in CATALOGUE:
-        return name
-    return next((pattern for pattern in CATALOGUE if "<" in pattern and _matches(pattern, name)), None)
+    found = (known for each in (name, _without_set(name)) for known in CATALOGUE if _matches(known, each))
+    return name if name in CATALOGUE else next(found, None)
+
+
+def _without_set(name: str) -> str:
+    return re.sub(r"^eval/(final/|(?!reward/)[\w.-]+/(final/)?)", "eval/", name)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -11,12 +11,10 @@ import logging
 import math
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.stop import Stopped
@@ -26,6 +24,7 @@ from quatrain.report.metrics import MetricsFile, reduce_metrics
 from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.report.run_dir import RunDir
+from quatrain.report.samples import TokenText, training_sample
 from quatrain.types import AdvantagedBatch
 
 Redact = Callable[[str], str]
@@ -39,7 +38,8 @@ class Report:
     Metrics are written to `metrics.jsonl` first, then to the services enabled in `LoggingConfig`. A service
     that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
     every message, sample and metric name before it is written. `run_config`: the resolved configuration,
-    shown in W&B; it must not contain secrets.
+    shown in W&B; it must not contain secrets. `token_text` returns the text of a token id, for
+    `logging.sample_tokens`.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class Report:
         *,
         redact: Redact,
         run_config: Mapping[str, Any] | None = None,
+        token_text: TokenText | None = None,
     ):
         self._run = run_dir
         self._config = config
         self._redact = redact
+        self._token_text = token_text
         self._main = is_main_process()
         self._level_before = _root_log.level
         if not self._main:
@@ -98,15 +100,23 @@ class Report:
     def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
         """Write the first `logging.samples_per_step` sequences of `step` to `samples/step_000010.jsonl`."""
         count = min(self._config.samples_per_step, len(advantaged.rollouts))
-        if not self._main or not count:
-            return
+        if self._main and count:
+            text = self._token_text if self._config.sample_tokens else None
+            records = [training_sample(advantaged, i, step=step, token_text=text) for i in range(count)]
+            self._write_samples(f"step_{step:06d}.jsonl", records)
+
+    def evaluation(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the completions of an evaluation at `step` to `samples/eval_000010.jsonl`."""
+        if self._main and samples:
+            self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         lines = [
-            json.dumps(_redacted(_sample(advantaged, i), self._redact), ensure_ascii=False, allow_nan=False)
-            for i in range(count)
+            json.dumps(_redacted(record, self._redact), ensure_ascii=False, allow_nan=False)
+            for record in records
         ]
-        path = self._run.samples / f"step_{step:06d}.jsonl"
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
-        text = "\n".join(lines) + "\n"
+        text, path = "\n".join(lines) + "\n", self._run.samples / name
         self._guard("samples", lambda: path.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
     def _write_metrics(self) -> None:
@@ -186,23 +196,6 @@ class Report:
             _log.warning("no plot.png was drawn: %s", error)
 
 
-def _sample(batch: AdvantagedBatch, index: int) -> dict[str, Any]:
-    """Sequence `index` in the format of `samples/`; `advantage` is the mean over its completion tokens."""
-    rollouts, rewarded = batch.rollouts, batch.rewarded
-    tokens = batch.advantages[index][rollouts.completion_mask[index]]
-    raw = rewarded.rewards_per_function[:, index]
-    return {
-        "group_id": int(rollouts.group_ids[index]),
-        "prompt": rollouts.prompts[index],
-        "completion": rollouts.completions[index],
-        "rewards": {name: _number(value) for name, value in zip(rewarded.function_names, raw)},
-        "reward": _number(rewarded.rewards[index]),
-        "advantage": _number(tokens.mean(dtype=np.float64)) if tokens.size else None,
-        "finish_reason": str(rollouts.finish_reason[index]),
-        "completion_tokens": int(tokens.size),
-    }
-
-
 def _redacted(value: Any, redact: Redact) -> Any:
     """The texts of `value`, made of mappings, sequences and scalars, redacted before JSON escapes them."""
     if isinstance(value, str):
@@ -210,11 +203,6 @@ def _redacted(value: Any, redact: Redact) -> Any:
     if isinstance(value, Mapping):
         return {redact(name): _redacted(inner, redact) for name, inner in value.items()}
     return [_redacted(inner, redact) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _number(value: float) -> float | None:
-    """The value in its shortest decimal form that gives the same float32; None if it is not finite."""
-    return float(str(np.float32(value))) if np.isfinite(value) else None
 
 
 class _Redacting(logging.Formatter):

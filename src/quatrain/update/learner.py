@@ -98,6 +98,7 @@ class Learner:
         critic: Critic | None = None,
         kl_reward: KLReward | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
+        logs_logprobs: bool = False,
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         self.objective = PolicyObjective.of(update, on_policy=True)
@@ -123,6 +124,8 @@ class Learner:
         self.reference = reference
         self.critic = critic
         self.kl_reward = kl_reward
+        self.logs_logprobs = logs_logprobs
+        """Whether `score_tokens` returns the policy's log-probabilities, which samples show."""
 
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).
@@ -139,8 +142,8 @@ class Learner:
 
     @property
     def scores_tokens(self) -> bool:
-        """Whether advantages need what `score_tokens` computes: values, or KL in the reward."""
-        return self.critic is not None or self.kl_reward is not None
+        """Whether advantages need what `score_tokens` computes (values, or KL in the reward), or samples."""
+        return self.critic is not None or self.kl_reward is not None or self.logs_logprobs
 
     def score_tokens(self, state: TrainState, rewarded: RewardedBatch) -> RewardedBatch:
         """`rewarded` with the critic's values and with the rewards of single tokens, where configured."""
@@ -149,9 +152,13 @@ class Learner:
             assert state.critic is not None
             values = self.critic.values(state.critic, _table(rollouts))
             rewarded = replace(rewarded, values=values)
+        if self.logs_logprobs:
+            logprobs = {"trainer_logprobs": self._logprobs(state.params, rollouts)}
+            rewarded = replace(rewarded, token_logprobs=logprobs)
         if self.kl_reward is None:
             return rewarded
         logprobs = {
+            **rewarded.token_logprobs,
             "old_logprobs": self._old_logprobs(state.params, rollouts),
             "ref_logprobs": self._reference_logprobs(rollouts),
         }
@@ -340,6 +347,9 @@ class Learner:
     def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
+        return self._logprobs(params, rollouts)
+
+    def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:

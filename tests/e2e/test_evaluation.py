@@ -1,0 +1,136 @@
+"""Evaluations of small runs: sets, accuracy functions, the same prompts before and after, what is kept."""
+
+import json
+
+import pytest
+from runs import small_run
+
+from quatrain.evaluate import evaluate_run
+from quatrain.report.metrics import read_metrics
+from quatrain.train import train
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with two evaluation sets and an accuracy function of its own."""
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "judge.py").write_text(
+        "def half(completions, answer, **columns):\n"
+        "    return [None if a == 3 else 0.5 if a == 2 else 7.0 for a in answer]\n\n\n"
+        "def fails(completions, **columns):\n    raise RuntimeError('no')\n"
+    )
+    rows = [{"prompt": f"{i} + 0 =", "answer": i, "note": [i]} for i in range(1, 6)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (
+        f"data.eval={{sums: {folder / 'sums.jsonl'}, words: 'builtin:arithmetic-heldout'}}",
+        f"eval.accuracy={folder / 'judge.py'}:half",
+        f"reward.functions={{correct: 1.0, {folder / 'judge.py'}:fails: 0.0}}",
+        "eval.num_prompts=3", "eval.final_num_prompts=4", "eval.max_new_tokens=5", "eval.n=2",
+        "eval.top_p=0.9", "run.steps=1", "sft.steps=0",
+    )  # fmt: skip
+    return train(small_run(folder, "run", *options)), options
+
+
+def samples(run, step):
+    lines = (run / "samples" / f"eval_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_each_set_has_metrics_of_the_same_prompts_before_and_after(run):
+    summary = run[0]
+    first, last = (read_metrics(summary.run / "metrics.jsonl")[i] for i in (0, -1))
+    for row in (first, last):
+        for name in ("sums", "words"):
+            assert row[f"eval/{name}/num_prompts"] == 3
+            assert f"eval/{name}/accuracy_strict" not in row  # no reward asks for the format
+        # 1 is bounded to 1, 2 counts half, 3 is left out.
+        assert row["eval/sums/accuracy_lenient"] == row["eval/sums/mean_at_n"] == 0.75
+        assert row["eval/sums/pass_at_n"] == 1
+        assert row["eval/sums/reward/fails"] == -1
+        assert row["eval/sums/reward/fails/errors"] == row["eval/sums/reward/fails/errors/error"] == 3
+        assert row["eval/sums/completion_length"] <= 5
+    assert "eval/sums/final/num_prompts" not in first
+    assert last["eval/sums/final/num_prompts"] == last["eval/words/final/num_prompts"] == 4
+    assert last["eval/sums/final/accuracy_lenient"] == pytest.approx((1 + 0.5 + 1) / 3)
+    assert last["eval/sums/final/reward/fails/errors"] == 4
+
+
+def test_its_completions_are_kept(run):
+    before, after = (samples(run[0].run, step) for step in (0, 1))
+    assert len(before) == 2 * 3 * 3  # of two sets, three prompts, one greedy and two sampled completions
+    assert len(after) == 2 * 4 * 3
+    keys = [(s["set"], s["prompt_index"], s["greedy"], s["sample"]) for s in after]
+    assert len(set(keys)) == len(after)
+    third = next(s for s in after if (s["set"], s["prompt_index"], s["greedy"]) == ("sums", 2, True))
+    assert third["step"] == 1
+    assert third["prompt"] == "3 + 0 ="
+    assert third["columns"] == {"answer": 3, "note": [3]}
+    assert third["correct"] is None
+    assert third["strict"] is None
+    assert third["rewards"]["fails"] == -1
+    assert third["completion_tokens"] <= 5
+
+
+def test_the_results_are_told_with_their_numbers_of_prompts(run):
+    log = (run[0].run / "run.log").read_text()
+    assert "held-out sums accuracy, on 3 prompts: 0.750 before, 0.750 after training (0.833 on 4" in log
+    assert "held-out words accuracy, on 3 prompts: 1.000 before, 1.000 after" in log
+    assert "with the required format" not in log
+
+
+def test_quatrain_eval_reports_all_its_prompts(run, tmp_path):
+    summary, options = run
+    alone = evaluate_run(small_run(tmp_path, "x", *options, f"model.path={summary.run / 'final'}"))
+    assert alone["eval/sums/num_prompts"] == 4
+    assert alone["eval/sums/accuracy_lenient"] == pytest.approx(
+        summary.after["eval/sums/final/accuracy_lenient"]
+    )
+    assert not [name for name in alone if "/final/" in name]
+
+
+def test_strict_accuracy_needs_the_format_and_evaluation_before_can_be_left_out(tmp_path):
+    summary = train(small_run(tmp_path, "run", "run.steps=1", "sft.steps=0", "eval.before=false"))
+    assert summary.before == {}
+    assert 0 <= summary.after["eval/accuracy_strict"] <= summary.after["eval/accuracy_lenient"] <= 1
+    assert not (summary.run / "samples" / "eval_000000.jsonl").exists()
+    assert [row["step"] for row in read_metrics(summary.run / "metrics.jsonl")] == [1]
+
+
+def test_without_gold_answers_there_is_no_accuracy_unless_a_function_is_named(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a poem"}\n')
+    options = (f"data.eval={data}", f"data.train={data}", "reward.functions={tag_count: 1}", "sft.steps=0")
+    found = evaluate_run(small_run(tmp_path, "x", *options))
+    assert found["eval/reward"] == found["eval/reward/tag_count"]
+    assert not [name for name in found if "accuracy" in name]
+    with pytest.raises(ValueError, match=r"eval\.accuracy correct needs the column `answer`"):
+        evaluate_run(small_run(tmp_path, "x", *options, "eval.accuracy=correct"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["data.eval={final: a.jsonl}"], r"data\.eval must be one source of prompts, or a mapping"),
+        (["data.eval={a/b: a.jsonl}"], r"data\.eval must be one source .*is not final or reward"),
+        (["data.eval={}"], r"data\.eval must be one source"),
+        (["data.eval={a: 3}"], r"data\.eval must be one source"),
+        (["eval.accuracy=model:x"], r"eval\.accuracy must be a function"),
+        (["eval.top_p=0.5"], r"eval\.top_p has no effect with eval\.n 0"),
+        (["eval.temperature=0.5"], r"eval\.temperature has no effect with eval\.n 0"),
+    ],
+)
+def test_bad_settings(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        small_run(tmp_path, "x", *options)
+
+
+def test_completions_longer_than_the_model_has_positions(tmp_path):
+    with pytest.raises(ValueError, match=r"max_prompt_length \+ eval\.max_new_tokens is 100032 tokens"):
+        evaluate_run(small_run(tmp_path, "x", "eval.max_new_tokens=100000"))
+
+
+def test_an_accuracy_function_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="no_such"):
+        evaluate_run(small_run(tmp_path, "x", "eval.accuracy=no_such"))
