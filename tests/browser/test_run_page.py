@@ -216,6 +216,10 @@ def test_a_live_page_takes_up_a_step_and_keeps_the_readers_place(browser, tmp_pa
             page.wait("return document.querySelector('#step').value === '2'")
             page.keys("j")
             page.type("#config-search", "rollout")
+            page.click("[data-metric='reward/mean'] button")
+            page.js(
+                "document.querySelector(\"[data-metric='reward/mean'] button\").focus({preventScroll: true})"
+            )
             write_rows(folder / "samples" / "step_000004.jsonl", step_samples(4))
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": 4, "reward/mean": 0.125}) + "\n")
@@ -224,6 +228,9 @@ def test_a_live_page_takes_up_a_step_and_keeps_the_readers_place(browser, tmp_pa
             assert page.text("#group h3") == "Prompt 1"
             assert page.js("return document.querySelector('#config-search').value") == "rollout"
             assert "0.125" in page.text("#curves .legend")
+            assert page.js("return document.activeElement.textContent") == "reward/mean"
+            assert page.texts("[data-metric='reward/mean'] td")[2] == "0.125"
+            assert len(page.texts("#metrics-content figure")) == 1
         finally:
             http.shutdown()
             thread.join()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 
@@ -437,6 +438,7 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
     return sorted(name for name in set(names) if pattern_of(name) is None)
 
 
+@cache
 def pattern_of(name: str) -> str | None:
     """The key of the catalogue that lists the metric `name`; None if it is not listed."""
     found = (known for each in (name, _without_set(name)) for known in CATALOGUE if _matches(known, each))

@@ -79,7 +79,7 @@ class Page:
             draft = output.with_name(f".{output.name}.{os.getpid()}.draft")
             try:
                 with draft.open("wb") as file:
-                    file.write(head.encode())
+                    file.write(head.encode(errors="replace"))
                     file.write(_element("data", data))
                     file.writelines(_element(name, packed) for name, packed in self._chunks())
                     file.write(tail.encode())

@@ -23,6 +23,8 @@ CAP_BYTES = {STEP: 96 * 2**20, EVAL: 32 * 2**20}
 FILE_CAP_BYTES = 16 * 2**20
 """Bytes of one file, before compression, that a page holds."""
 GZIP_LEVEL = 5
+RIGHT = 0.5
+"""A function that judges answers gives 1 for right and 0 for wrong; a value between counts as the nearer."""
 _FLAT = 1e-9
 """Advantages and rewards that differ by less are taken as equal."""
 _JUDGES = re.compile("correct|accura", re.IGNORECASE)
@@ -208,9 +210,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
+        return _sample(row) if isinstance(row, dict) and "completion" in row else None
     except (ValueError, RecursionError):
         return None
-    return _sample(row) if isinstance(row, dict) and "completion" in row else None
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +280,7 @@ def _correct(row: Mapping[str, Any]) -> int | None:
     if isinstance(rewards, dict):
         values += [value for name, value in rewards.items() if _JUDGES.search(name)]
     said = next((value for value in map(number, values) if value is not None), None)
-    return None if said is None else int(said > 0)
+    return None if said is None else int(said >= RIGHT)
 
 
 def _group(samples: list[dict[str, Any]]) -> dict[str, Any]:

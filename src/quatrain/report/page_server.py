@@ -70,7 +70,7 @@ class _Pages:
     def content(self, path: str) -> tuple[str, bytes] | None:
         """(media type, bytes) of a path; None if there is nothing."""
         if path == "/":
-            return "text/html; charset=utf-8", shell(self._title, live=True).encode()
+            return "text/html; charset=utf-8", shell(self._title, live=True).encode(errors="replace")
         if path == "/data":
             return "application/gzip", self._read()
         if match := _CHUNK.fullmatch(path):

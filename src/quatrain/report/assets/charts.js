@@ -101,6 +101,12 @@ class Chart {
     const log = this.log && spec.log;
     const shown = spec.series.map((s) => !this.hidden.has(s.label));
     const lines = spec.stacked ? stackedLines(columns, spec.series, shown) : plainLines(columns, spec.series, shown, log);
+    const shape = JSON.stringify([log, lines.map((line) => line.options)]);
+    if (this.plot && shape === this.shape) { // only the values are new: the pointer and the picture stay
+      this.plot.setData([steps, ...lines.map((l) => l.values)]);
+      return;
+    }
+    this.shape = shape;
     this.destroyPlot();
     this.plot = new uPlot(this.options(lines, log, spec.stacked), [steps, ...lines.map((l) => l.values)], this.host);
     this.plot.over.addEventListener("click", (event) => this.clicked(event));
@@ -188,6 +194,7 @@ class Chart {
   }
 
   restyle() {
+    this.shape = null;
     this.legend.replaceChildren();
     this.draw();
   }

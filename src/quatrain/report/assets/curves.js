@@ -5,9 +5,9 @@ const PLAIN = [
   { title: "Reward", unit: "mean of a step", of: ["reward/mean", "reward/greedy/mean"] },
   { title: "Reward by function", unit: "unweighted mean of a step", match: /^reward\/(?!greedy\/)(.+)\/mean$/ },
   { title: "Accuracy, evaluation", unit: "fraction of completions", match: /^eval\/(?:.+\/)?(?:accuracy_.+|mean_at_n|pass_at_n)$/ },
-  { title: "Reward, evaluation", unit: "mean", match: /^eval\/(?:.+\/)?reward(?:\/.+)?$/ },
-  { title: "Length", unit: "tokens", of: ["length/completion/mean", "length/completion/max", "length/prompt/mean", "eval/completion_length"] },
-  { title: "Truncated completions", unit: "fraction", of: ["rollout/truncated_fraction", "eval/truncated_fraction"] },
+  { title: "Reward, evaluation", unit: "mean", match: /^eval\/(?:.+\/)?reward(?:\/[^/]+)?$/ },
+  { title: "Length", unit: "tokens", of: ["length/completion/mean", "length/completion/max", "length/prompt/mean"], match: /^eval\/(?:.+\/)?completion_length$/ },
+  { title: "Truncated completions", unit: "fraction", of: ["rollout/truncated_fraction"], match: /^eval\/(?:.+\/)?truncated_fraction$/ },
   { title: "Entropy", unit: "nats per token", of: ["update/entropy"] },
   { title: "KL", unit: "nats per token", of: ["update/kl", "reward/kl", "update/behaviour_kl"] },
   { title: "Clipped tokens", unit: "fraction", of: ["update/clip_fraction", "update/clip_low_fraction", "update/clip_high_fraction", "update/clip_dual_fraction", "update/corrected_fraction"] },
@@ -63,7 +63,8 @@ function chartPlans() {
   const present = metricNames();
   const plans = [];
   for (const chart of PLAIN) {
-    const names = chart.of ? chart.of.filter((name) => present.includes(name)) : present.filter((name) => chart.match.test(name));
+    const listed = (chart.of ?? []).filter((name) => present.includes(name));
+    const names = [...listed, ...present.filter((name) => chart.match && chart.match.test(name))];
     if (!names.length) continue;
     if (state.runs.length > 1 && names.length > 2) {
       for (const name of names) plans.push([`${chart.title}: ${label(name)}`, chart.unit, [name], chart.log]);

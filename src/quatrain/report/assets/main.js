@@ -22,12 +22,12 @@ function build() {
   });
   $("main").replaceChildren(...sections);
   $("nav").replaceChildren(...wanted.map(([id, title]) => el("a", { href: `#${id}` }, title)));
-  const watcher = new IntersectionObserver(() => markSection(), { rootMargin: "-30% 0px -60% 0px" });
+  const watcher = new IntersectionObserver(() => markSection(), { rootMargin: "-24% 0px -75% 0px" });
   for (const section of sections) watcher.observe(section);
 }
 
 function currentSection() {
-  const line = innerHeight * 0.4;
+  const line = innerHeight * 0.25;
   return [...document.querySelectorAll("main > section")].findLast((section) => section.getBoundingClientRect().top <= line);
 }
 

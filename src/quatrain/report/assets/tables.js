@@ -5,6 +5,14 @@ function table(heads, rows, attributes = {}) {
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes["aria-label"] }, el("table", attributes, head, el("tbody", {}, rows)));
 }
 
+// Renders into `host` only what has changed, so that in a live page the focus and the place in a table stay.
+function renew(host, value, render) {
+  const signature = JSON.stringify(value);
+  if (host.signature === signature) return;
+  host.signature = signature;
+  host.replaceChildren(...render().filter(Boolean));
+}
+
 function latest(run, name) {
   const values = run.metrics[name];
   return values ? values.findLast((v) => v !== null) ?? null : null;
@@ -24,10 +32,13 @@ function tile(name, value, note) {
   return el("div", { class: "tile" }, el("dt", {}, name), el("dd", { class: "number" }, value), note ? el("span", { class: "aside" }, note) : null);
 }
 
+// The accuracy of the first evaluation set, or its reward, on the prompts of every evaluation.
 function evaluated(run) {
-  for (const [name, text] of [["accuracy_strict", "Accuracy, strict"], ["accuracy_lenient", "Accuracy"], ["reward", "Reward, evaluation"]]) {
-    const before = firstOf(run, `eval/${name}`), after = latest(run, `eval/${name}`);
-    if (after !== null) return tile(text, `${short(before, 3)} → ${short(after, 3)}`, `held out, ${count(latest(run, "eval/num_prompts") ?? 0, "prompt")}`);
+  for (const [pattern, text] of [[/^eval\/(?!final\/)(?:[^/]+\/)?accuracy_lenient$/, "Accuracy"], [/^eval\/(?!final\/)(?:[^/]+\/)?reward$/, "Reward, evaluation"]]) {
+    const name = Object.keys(run.metrics).find((each) => pattern.test(each));
+    if (!name) continue;
+    const prompts = latest(run, name.replace(/[^/]+$/, "num_prompts"));
+    return tile(text, `${short(firstOf(run, name), 3)} → ${short(latest(run, name), 3)}`, prompts === null ? name : `${name}, ${count(prompts, "prompt")}`);
   }
   return null;
 }
@@ -57,23 +68,27 @@ function what(run) {
 }
 
 function overviewSection() {
-  const host = el("div", { id: "overview-content" });
-  const fill = () => host.replaceChildren(...state.runs.map((run) => el("div", { class: "run" },
-    state.runs.length > 1 ? el("h3", {}, run.name) : null, what(run), tiles(run), hintList(run),
-    run.notes.length ? el("ul", { class: "notes" }, run.notes.map((note) => el("li", {}, note))) : null)));
+  const places = state.runs.map(() => ({ numbers: el("div", {}), hints: el("div", {}) }));
+  const host = el("div", { id: "overview-content" }, places.map(({ numbers, hints }) => el("div", { class: "run" }, numbers, hints)));
+  const numbers = (run) => [state.runs.length > 1 ? el("h3", {}, run.name) : null, what(run), tiles(run)];
+  const notes = (run) => (run.notes.length ? el("ul", { class: "notes" }, run.notes.map((note) => el("li", {}, note))) : null);
+  const fill = () => state.runs.forEach((run, i) => {
+    places[i].numbers.replaceChildren(...numbers(run).filter(Boolean));
+    renew(places[i].hints, [run.hints, run.notes], () => [hintList(i), notes(run)]);
+  });
   return [host, fill];
 }
 
-function hintList(run) {
-  if (!run.hints.length) return null;
-  return el("ul", { class: "hints" }, run.hints.map((hint) => el("li", {},
-    hint.step === null ? null : el("button", { type: "button", class: "link number", title: "Read the completions of this step", onclick: () => { openRun(run); openStep(hint.step); } }, `step ${hint.step}`),
+function hintList(i) {
+  const { hints } = state.runs[i];
+  if (!hints.length) return null;
+  return el("ul", { class: "hints" }, hints.map((hint) => el("li", {},
+    hint.step === null ? null : el("button", { type: "button", class: "link number", title: "Read the completions of this step", onclick: () => { openRun(i); openStep(hint.step); } }, `step ${hint.step}`),
     el("span", { class: "badge" }, hint.hint), el("span", {}, hint.text))));
 }
 
-function openRun(run) {
-  const i = state.runs.indexOf(run);
-  if (i === view.run || i < 0) return;
+function openRun(i) {
+  if (i === view.run) return;
   view.run = i;
   $("run").value = i;
   view.step = null;
@@ -83,12 +98,12 @@ function openRun(run) {
 function planSection() {
   const host = el("div", {});
   const value = (v) => (v === null ? "–" : typeof v === "object" ? `${short(v.min)} to ${short(v.max)}` : short(v));
-  const fill = () => host.replaceChildren(...state.runs.flatMap((run) => [
+  const fill = () => renew(host, state.runs.map((run) => run.plan), () => state.runs.flatMap((run) => [
     state.runs.length > 1 ? el("h3", {}, run.name) : null,
     run.plan === null ? el("p", { class: "empty" }, "This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration.")
       : el("div", {}, run.plan.warnings.length ? el("ul", { class: "notes" }, run.plan.warnings.map((w) => el("li", {}, w))) : null,
         table(["Size", "Value", "Unit", "Why"], run.plan.rows.map((row) => el("tr", {}, el("td", {}, el("code", {}, row.key)), el("td", { class: "number" }, value(row.value)), el("td", {}, asText(row.unit)), el("td", { class: "wide" }, asText(row.why)))), { "aria-label": "Plan" })),
-  ]).filter(Boolean));
+  ]));
   return [host, fill];
 }
 
@@ -100,11 +115,11 @@ function configSection() {
   const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, el("code", {}, each.key)), el("td", { class: "wide value" }, asText(each.value)), el("td", { class: "wide value muted" }, asText(each.default)), el("td", { class: "muted" }, each.layer));
   const fill = () => {
     chips.replaceChildren(...Object.entries(kinds).map(([name, text]) => el("button", { type: "button", "aria-pressed": String(shown === name), onclick: () => { shown = name; fill(); } }, text)));
-    host.replaceChildren(...state.runs.flatMap((run) => {
+    renew(host, [shown, query, state.runs.map((run) => run.config)], () => state.runs.flatMap((run) => {
       const rows = run.config.filter(wanted);
       return [state.runs.length > 1 ? el("h3", {}, run.name) : null,
         rows.length ? table(["Key", "Value", "Default", "From"], rows.map(row), { "aria-label": "Configuration" }) : el("p", { class: "empty" }, run.config.length ? "No key matches." : "The configuration could not be read.")];
-    }).filter(Boolean));
+    }));
   };
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Keys" });
   const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search keys"), el("input", { type: "search", id: "config-search", placeholder: "Search keys and values", oninput: (event) => { query = event.target.value; fill(); } }));
@@ -115,9 +130,9 @@ function differingSection() {
   const host = el("div", { id: "differing" });
   const fill = () => {
     const rows = state.data.differing;
-    host.replaceChildren(rows.length
+    renew(host, rows, () => [rows.length
       ? table(["Key", ...state.runs.map((run) => run.name)], rows.map((row) => el("tr", {}, el("td", {}, el("code", {}, row.key)), row.values.map((v) => el("td", { class: "value wide" }, asText(v))))), { "aria-label": "Keys that differ" })
-      : el("p", { class: "empty" }, "The configurations of these runs are the same."));
+      : el("p", { class: "empty" }, "The configurations of these runs are the same.")]);
   };
   return [host, fill];
 }
@@ -135,24 +150,22 @@ function metricsSection() {
     row.after(extra);
     open.set(name, { chart, row: extra });
   };
+  const ends = (name) => [firstOf, latest].map((end) => state.runs.map((run) => short(end(run, name))).join(" | "));
   const line = (name) => {
-    const row = el("tr", {}, el("td", {}, el("button", { type: "button", class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, el("code", {}, name))),
-      el("td", { class: "number" }, state.runs.map((run) => short(firstOf(run, name))).join(" | ")),
-      el("td", { class: "number" }, state.runs.map((run) => short(latest(run, name))).join(" | ")),
-      el("td", {}, named(name)[0]), el("td", { class: "wide muted" }, named(name)[1]));
+    const row = el("tr", { "data-metric": name }, el("td", {}, el("button", { type: "button", class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, el("code", {}, name))),
+      ends(name).map((value) => el("td", { class: "number" }, value)), el("td", {}, named(name)[0]), el("td", { class: "wide muted" }, named(name)[1]));
     return row;
   };
   const fill = () => {
     const sought = needle(query);
     const names = metricNames().filter((name) => name.toLowerCase().includes(sought)).sort();
-    const opened = [...open.keys()];
-    for (const { chart } of open.values()) chart.destroy();
-    open.clear();
-    host.replaceChildren(names.length ? table(["Metric", "First", "Last", "Unit", "Meaning"], names.map(line), { "aria-label": "All metrics" }) : el("p", { class: "empty" }, "No metric matches."));
-    for (const name of opened) {
-      const row = [...host.querySelectorAll("tbody tr")].find((each) => each.querySelector("code") && each.querySelector("code").textContent === name);
-      if (row) toggle(name, row);
-    }
+    renew(host, names, () => {
+      for (const { chart } of open.values()) chart.destroy();
+      open.clear();
+      return [names.length ? table(["Metric", "First", "Last", "Unit", "Meaning"], names.map(line), { "aria-label": "All metrics" }) : el("p", { class: "empty" }, "No metric matches.")];
+    });
+    for (const row of host.querySelectorAll("[data-metric]")) ends(row.dataset.metric).forEach((value, i) => { row.cells[i + 1].textContent = value; });
+    for (const { chart } of open.values()) chart.draw();
   };
   const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Filter metrics by name"), el("input", { type: "search", id: "metric-filter", placeholder: "Filter by name", oninput: (event) => { query = event.target.value; fill(); } }));
   return [el("div", { class: "bar" }, search, el("span", { class: "aside" }, "A click on a name shows its curve.")), host, fill];

@@ -6,7 +6,6 @@ const COLOURS = {
   gap: "gap, trainer − sampler",
   advantage: "advantage",
 };
-const LOGPROB_FLOOR = 6;
 
 function needle(query) {
   return query.trim().toLowerCase();
@@ -43,10 +42,10 @@ function tokenValue(tokens, i, by) {
   return sampler && trainer && sampler[i] !== null && trainer[i] !== null ? trainer[i] - sampler[i] : null;
 }
 
-// Strength from -1 to 1 of each token's colour: by the largest size in the completion, log-probabilities by a fixed scale.
+// Strength from -1 to 1 of each token's colour: by the largest size in the completion; of log-probabilities 1 - p.
 function strengths(tokens, by) {
   const values = tokens.texts.map((_, i) => tokenValue(tokens, i, by));
-  if (by === "logprob") return values.map((v) => (v === null ? 0 : -Math.min(1, -v / LOGPROB_FLOOR)));
+  if (by === "logprob") return values.map((v) => (v === null ? 0 : Math.min(0, Math.exp(v) - 1)));
   const largest = Math.max(by === "gap" ? 0.05 : 1e-9, ...values.map((v) => Math.abs(v ?? 0)));
   return values.map((v) => (v ?? 0) / largest);
 }
@@ -69,6 +68,10 @@ function completionBody(sample, by, query) {
   return el("div", { class: "text" }, sample.completion === "" ? el("em", {}, "empty") : marked(sample.completion, query));
 }
 
+function fixed(value) {
+  return value.toFixed(3).replace("-", "−");
+}
+
 function tokenTip(span) {
   const { tokens } = span.sample;
   const i = Number(span.dataset.token);
@@ -78,9 +81,9 @@ function tokenTip(span) {
   return [
     el("code", {}, JSON.stringify(tokens.texts[i])),
     row("token", tokens.ids ? `${i}, id ${tokens.ids[i]}` : String(i)),
-    row("log-probability, sampler", sampler === null ? null : sampler.toFixed(3)),
+    row("log-probability, sampler", sampler === null ? null : fixed(sampler)),
     row("probability, sampler", sampler === null ? null : short(Math.exp(sampler), 3)),
-    row("log-probability, trainer", trainer === null ? null : trainer.toFixed(3)),
+    row("log-probability, trainer", trainer === null ? null : fixed(trainer)),
     row("gap, trainer − sampler", sampler === null || trainer === null ? null : signed(trainer - sampler)),
     row("advantage", advantage === null ? null : signed(advantage)),
   ];
@@ -114,7 +117,7 @@ function promptLine(group, limit = 90) {
 function columnList(columns, query) {
   const names = Object.keys(columns).sort((a, b) => (b === "answer") - (a === "answer"));
   return names.length ? el("dl", { class: "columns" }, names.map((name) => el("div", {},
-    el("dt", {}, name === "answer" ? "gold answer" : name), el("dd", { class: "text" }, marked(asText(columns[name]), query))))) : null;
+    el("dt", {}, name === "answer" ? "gold answer" : name), el("dd", { class: name === "answer" ? "text gold" : "text" }, marked(asText(columns[name]), query))))) : null;
 }
 
 function matches(sample, group, sought) {
@@ -132,6 +135,7 @@ function facts(sample) {
     sample.correct === 1 ? badge("right", "good") : sample.correct === 0 ? badge("wrong", "bad") : null,
     sample.finish_reason === "length" ? badge("truncated", "warn") : sample.finish_reason ? badge(asText(sample.finish_reason), "") : null,
     sample.completion_tokens === undefined ? null : badge(count(sample.completion_tokens, "token"), ""),
+    sample.turns ? badge(count(sample.turns.length, "turn"), "") : null,
     sample.sample === undefined ? null : badge(sample.greedy === false ? `sample ${sample.sample}` : "greedy", ""),
   ];
   const cell = (name, value, kind = "") => el("div", { class: kind }, el("dt", {}, name), el("dd", { class: "number" }, value));
