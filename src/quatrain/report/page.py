@@ -17,12 +17,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-import quatrain
 from quatrain.report.page_data import described, differing, run_data, run_stamp
 from quatrain.report.page_samples import CAP_BYTES, EVAL, STEP, SampleFiles, pack
 
@@ -101,7 +101,7 @@ class Page:
         names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
         return {
             "live": live,
-            "version": quatrain.__version__,
+            "version": _version(),
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "runs": runs,
             "described": described(names),
@@ -138,6 +138,14 @@ def shell(title: str, *, live: bool = False) -> str:
         )
     )
     return _template().render(title=title, policy=policy, live=live, chunks=_CHUNKS, **parts)
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("quatrain")
+    except PackageNotFoundError:  # the source was put on the path without being installed
+        return "of no known version"
 
 
 @cache
