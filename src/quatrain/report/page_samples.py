@@ -111,7 +111,7 @@ class SampleFiles:
 
     Of files that together exceed `cap_bytes` the first, the last and evenly spaced ones are kept: every
     second, or fourth, eighth and so on, so that what is kept now was kept before. With `keep_packed=False`
-    no compressed content is kept in memory, and `packed` compresses what it is asked for.
+    no compressed content is kept in memory, and `packed_step` compresses what it is asked for.
     """
 
     def __init__(self, folder: Path, kind: str, *, cap_bytes: float, keep_packed: bool = True):

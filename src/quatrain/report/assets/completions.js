@@ -32,7 +32,7 @@ function completionsSection() {
   const results = el("div", { id: "results", hidden: true });
   const body = el("div", { class: "split" },
     el("ol", { id: "prompts", class: "prompts", "aria-label": "Prompts of this step" }),
-    el("div", { id: "group", class: "group", "aria-live": "polite" }));
+    el("div", { id: "group", class: "group" }));
   const bar = el("div", { class: "bar", id: "completions-bar" }, runChoice(), stepChoice(), searchBox(), colourChoice());
   const filters = el("div", { class: "chips", id: "filters", role: "group", "aria-label": "Filter" });
   const content = el("div", { id: "completions-content" }, bar, filters, results, body);
@@ -53,7 +53,7 @@ function stepChoice() {
     el("input", { type: "number", id: "step", inputmode: "numeric", onchange: (event) => openNearest(Number(event.target.value)) }),
     move(1, "›", "step-after"),
     el("input", { type: "range", id: "step-range", min: 0, "aria-label": "Step", oninput: (event) => showStep(stepSummaries()[Number(event.target.value)].step) }),
-    el("span", { id: "step-count", class: "number" }));
+    el("span", { id: "step-count", class: "number", role: "status" }));
 }
 
 function searchBox() {
