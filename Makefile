@@ -5,7 +5,7 @@ ORACLES ?= .venv-oracles
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 
-.PHONY: help setup train test test-slow check bench docs smollm2 oracles
+.PHONY: help setup train test test-slow test-browser check bench docs smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -25,6 +25,10 @@ test: $(STAMP)  ## the test suite
 
 test-slow: $(STAMP) ## the long proofs
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+
+test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'selenium>=4.30'
+	$(BIN)/python -m pytest -m browser tests/browser -rs
 
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .

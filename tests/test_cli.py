@@ -8,12 +8,13 @@ import types
 from pathlib import Path
 
 import pytest
+from page_runs import make_run
 
 from quatrain import cli
 from quatrain.cluster import processes as hosts
 from quatrain.cluster.stop import Stopped
 
-COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "export", "bench")
+COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "report", "samples", "export", "bench")
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
 
 
@@ -395,6 +396,38 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0
     assert calls == [("eval", 3), ("sft", 5), ("export", Path("runs/x"), Path("out")), ("bench", 2)]
+
+
+def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrain, tmp_path):
+    folder = make_run(tmp_path / "runs", "first")
+    make_run(tmp_path / "runs", "second")
+    assert quatrain("report", "first") == (0, "the run page is runs/first/report.html\n", "")
+    assert quatrain("report", str(folder), "--output", "a.html")[:2] == (0, "the run page is a.html\n")
+    assert quatrain("report", "first", "second", "--output", "two.html")[0] == 0
+    assert (tmp_path / "two.html").stat().st_size > (tmp_path / "a.html").stat().st_size
+    status, _, err = quatrain("report", "first", "second")
+    assert (status, err[:44]) == (2, "error: the page of several runs needs --outp")
+    assert quatrain("report", "third")[0] == 2
+
+
+def test_a_page_is_served(quatrain, tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "runs", "first")
+    served = []
+    monkeypatch.setattr(
+        "quatrain.report.page_server.serve", lambda folders, *, port, ready: served.append((folders, port))
+    )
+    assert quatrain("report", "first", "--serve", "--port", "0")[0] == 0
+    assert served == [([folder.relative_to(tmp_path)], 0)]
+
+
+def test_samples_are_printed(quatrain, tmp_path):
+    make_run(tmp_path / "runs", "first")
+    status, out, _ = quatrain("samples", "first", "--step", "2")
+    assert status == 0
+    assert "needle2" in out
+    assert "3 completions of 3 prompts" in quatrain("samples", "first", "--eval", "--step", "0")[1]
+    status, _, err = quatrain("samples", "first", "--step", "9")
+    assert (status, err.count("\n")) == (2, 1)
 
 
 def test_help_lists_the_commands_with_examples(quatrain):

@@ -1,4 +1,4 @@
-"""The command line: `quatrain train | eval | sft | launch | plan | config | export | bench`.
+"""The command line: `quatrain train | eval | sft | launch | plan | config | report | samples | …`.
 
 Data flow: arguments and `.env` -> `config.load` -> the command's function. Modules that need JAX are imported
 inside the commands, so that `--help` and `config` are fast.
@@ -331,6 +331,71 @@ def export(
     typer.echo(f"step {found} of {run} is in {output}")
 
 
+@app.command(
+    epilog=_examples(
+        "report runs/my-run",
+        "report first second --output comparison.html",
+        "report my-run --serve",
+    )
+)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN …", help="Folders or names of runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File to write; default: report.html in the run's folder, needed for several runs.",
+        ),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page live on this machine, while a run is in progress.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Port for --serve; 0: any free one.", min=0, max=65535)
+    ] = 8765,
+) -> None:
+    """Write the run page: curves, completions, plan and configuration in one HTML file."""
+    folders = _run_folders(runs)
+    if serve:
+        from quatrain.report.page_server import serve as serve_page
+
+        serve_page(
+            folders, port=port, ready=lambda url: typer.echo(f"the run page is at {url}; Ctrl-C ends it")
+        )
+        return
+    if output is None and len(folders) > 1:
+        raise ValueError(
+            f"the page of several runs needs --output, the file to write: got {len(folders)} runs without "
+            "it; add --output comparison.html"
+        )
+    from quatrain.report.page import Page
+    from quatrain.report.run_dir import RunDir
+
+    path = output or RunDir(folders[0]).page
+    Page(folders).write(path)
+    typer.echo(f"the run page is {path}")
+
+
+@app.command(epilog=_examples("samples my-run", "samples runs/my-run --step 10", "samples my-run --eval"))
+def samples(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="Training step; default: the last.")
+    ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--eval", help="Print the completions of the evaluation after that step instead.")
+    ] = False,
+) -> None:
+    """Print the completions of a training step, each prompt with its group, sorted by reward."""
+    from rich.console import Console
+
+    from quatrain.report.print_samples import print_samples
+
+    (folder,) = _run_folders([run])
+    print_samples(folder, Console(), step=step, evaluation=evaluation)
+
+
 @app.command(epilog=_examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
 def bench(
     config: ConfigArgument = None,
@@ -489,6 +554,17 @@ def _rehearse(resolved: Resolved) -> None:
     typer.echo(plan)
     for warning in warnings:
         _complain("warning", warning)
+
+
+def _run_folders(runs: list[str]) -> list[Path]:
+    """The folders of `runs`, each a path or a name under `run.dir`."""
+    from quatrain.config.environment import load_dotenv
+    from quatrain.config.load import load_config
+    from quatrain.report.page_data import find_run
+
+    load_dotenv(os.environ)
+    root = Path(load_config(None, (), os.environ).config.run.dir)
+    return [find_run(run, root) for run in runs]
 
 
 def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:

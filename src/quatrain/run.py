@@ -486,6 +486,7 @@ class Run:
         self._evaluated = step
         self.report.log(step, {**found.metrics, **self.timer.metrics()})
         self.report.evaluation(step, found.samples)
+        self.report.page()
         numbers = finite_numbers(found.metrics)
         self._note_best(step, numbers)
         self.accuracy = numbers.get(f"{self.evaluator.sets[0].prefix}accuracy_lenient")
@@ -503,6 +504,7 @@ class Run:
         if last or (due and not bad_steps):
             self.save(state)
             self.report.log(state.train_step, self.timer.metrics())
+            self.report.page()
         elif due:
             logger.warning(
                 "no checkpoint of step %d: the last %d optimizer steps were not applied",

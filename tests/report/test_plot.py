@@ -2,7 +2,7 @@ import pytest
 
 from quatrain.report import plot as module
 from quatrain.report.metrics import MetricsFile
-from quatrain.report.plot import plot_run
+from quatrain.report.plot import plot_run, plotted
 
 
 def test_reward_and_accuracy_become_a_picture(tmp_path):
@@ -14,6 +14,36 @@ def test_reward_and_accuracy_become_a_picture(tmp_path):
     file.write(20, {"eval/accuracy_strict": 0.9, "eval/accuracy_lenient": 0.95})
     plot_run(tmp_path, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_panel_has_the_lines_that_were_logged():
+    rows = [
+        {"step": 0, "eval/gsm8k/accuracy_lenient": 0.5, "eval/final/accuracy_lenient": None},
+        {"step": 1, "reward/mean": 0.25, "reward/mine/mean": 0.75, "length/completion/mean": 9.0},
+        {"step": 2, "reward/mean": None, "reward/greedy/mean": 1.0, "reward/mine/std": 0.1},
+    ]
+    assert plotted(rows) == {
+        "Training reward, mean of a step": {"": ([1], [0.25])},
+        "Reward of each function, unweighted": {"mine": ([1], [0.75])},
+        "Held-out accuracy": {"gsm8k/lenient": ([0], [0.5])},
+        "Tokens": {"completion, mean": ([1], [9.0])},
+    }
+
+
+def test_steps_are_whole_and_the_run_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **options: figures.append(figure))
+    file = MetricsFile(tmp_path / "short" / "metrics.jsonl")
+    file.path.parent.mkdir()
+    for step in range(1, 4):
+        file.write(step, {"reward/mean": step / 3})
+    plot_run(tmp_path / "short", tmp_path / "plot.png")
+    (figure,) = figures
+    assert figure.get_suptitle() == "short"
+    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
 
 
 def test_a_run_without_either_is_an_error(tmp_path):

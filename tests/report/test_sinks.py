@@ -284,6 +284,29 @@ def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
     assert "WARNING: no plot.png was drawn: division by zero" in capsys.readouterr().err
 
 
+def test_the_run_page_is_written_on_request_and_at_the_end(run, capsys):
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.page()
+    assert not run.page.exists(), "there is nothing to show yet"
+    report.log(1, {"loss": 1.0})
+    report.page()
+    first = run.page.read_bytes()
+    report.log(2, {"reward/mean": 1.0})
+    report.close()
+    assert run.page.read_bytes() != first
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_run_page_that_fails_is_one_warning(run, monkeypatch, capsys):
+    monkeypatch.setattr(module.Page, "write", lambda *given, **options: 1 / 0)
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.log(1, {"loss": 1.0})
+    report.page()
+    report.page()
+    report.close()
+    assert capsys.readouterr().err.count("WARNING: report.html cannot be written (ZeroDivisionError") == 1
+
+
 def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, capsys):
     report = Report(run, LoggingConfig(), redact=plain)
     report.log(1, {"loss": 1.0})

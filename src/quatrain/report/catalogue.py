@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 
@@ -434,11 +435,14 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
     Metrics of an evaluation may have the name of their set after `eval/`, then `final/` where they are of all
     prompts of the evaluation after training: `eval/gsm8k/final/reward`.
     """
-    return sorted(name for name in set(names) if not any(map(_is_known, (name, _without_set(name)))))
+    return sorted(name for name in set(names) if pattern_of(name) is None)
 
 
-def _is_known(name: str) -> bool:
-    return any(_matches(pattern, name) for pattern in CATALOGUE)
+@cache
+def pattern_of(name: str) -> str | None:
+    """The key of the catalogue that lists the metric `name`; None if it is not listed."""
+    found = (known for each in (name, _without_set(name)) for known in CATALOGUE if _matches(known, each))
+    return name if name in CATALOGUE else next(found, None)
 
 
 def _without_set(name: str) -> str:

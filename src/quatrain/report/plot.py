@@ -1,4 +1,4 @@
-"""Plots the reward and accuracy of a run over its steps.
+"""Plots the rewards, accuracies and lengths of a run over its steps.
 
 Reads `metrics.jsonl`, which `sinks` writes; needs the extra `plot`.
 """
@@ -6,15 +6,27 @@ Reads `metrics.jsonl`, which `sinks` writes; needs the extra `plot`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quatrain.report.metrics import read_metrics
 
 REWARD = "reward/mean"
-ACCURACIES = {"eval/accuracy_strict": "strict", "eval/accuracy_lenient": "lenient"}
-_INK, _MUTED, _BLUE, _ORANGE = "#222222", "#8a8a8a", "#2667b5", "#d9742b"
+LENGTHS = {
+    "length/completion/mean": "completion, mean",
+    "length/completion/max": "completion, maximum",
+    "length/prompt/mean": "prompt, mean",
+}
+MOST_FUNCTIONS = 6
+"""Reward functions that the plot has room for; the run page shows all."""
+_FUNCTION = re.compile(r"reward/(?!greedy/)(.+)/mean")
+_ACCURACY = re.compile(r"eval/(.*)accuracy_(strict|lenient)")
+_INK, _MUTED = "#222222", "#8a8a8a"
+_COLORS = ("#2667b5", "#d9742b", "#2a8a57", "#8a4fb0", "#b8393f", "#0f8b99")
+
+_Series = tuple[list[int], list[float]]
 
 
 def can_plot() -> bool:
@@ -23,38 +35,62 @@ def can_plot() -> bool:
 
 
 def plot_run(run_dir: str | Path, output: str | Path) -> None:
-    """Draw the training reward (line) and the evaluation accuracies (points) of a run to a PNG file.
+    """Draw the rewards, evaluation accuracies and lengths of a run to a PNG file, with the run's name above.
 
-    Raises ValueError if matplotlib is not installed, and if the run has logged neither metric.
+    Raises ValueError if matplotlib is not installed, and if the run logged neither rewards nor accuracies.
     """
     if not can_plot():
         raise ValueError("a plot needs matplotlib, which is not installed: `pip install 'quatrain[plot]'`")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     path = Path(run_dir) / "metrics.jsonl"
-    rows = read_metrics(path)
-    rewards = _series(rows, REWARD)
-    accuracies = {label: _series(rows, name) for name, label in ACCURACIES.items()}
-    if not rewards[0] and not any(steps for steps, _ in accuracies.values()):
-        raise ValueError(f"a plot needs `{REWARD}` or `eval/accuracy_strict`: {path} has neither")
-    figure = Figure(figsize=(8, 3.2), dpi=150, layout="constrained")
+    panels = plotted(read_metrics(path))
+    if not panels["Training reward, mean of a step"] and not panels["Held-out accuracy"]:
+        raise ValueError(f"a plot needs `{REWARD}` or `eval/accuracy_lenient`: {path} has neither")
+    figure = Figure(figsize=(9, 5.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    style_axes(left, "Training reward, mean of a step")
-    style_axes(right, "Held-out accuracy")
-    if rewards[0]:
-        left.plot(*rewards, color=_BLUE, linewidth=1.6)
-    for (label, (steps, values)), color in zip(accuracies.items(), (_BLUE, _ORANGE)):
-        if steps:
-            right.plot(steps, values, color=color, linewidth=1.0, marker="o", markersize=4, label=label)
-    right.set_ylim(-0.03, 1.03)
-    if right.get_lines():
-        right.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=_INK)
+    figure.suptitle(Path(run_dir).resolve().name, fontsize=11, color=_INK, x=0.01, ha="left")
+    for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items()):
+        style_axes(axes, title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        _draw_lines(axes, lines)
+        if title == "Held-out accuracy":
+            axes.set_ylim(-0.03, 1.03)
     figure.savefig(output, facecolor="white")
 
 
-def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def plotted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, _Series]]:
+    """The lines with values of each panel, by the panel's title and the line's label."""
+    logged = dict.fromkeys(name for row in rows for name in row)
+    functions = {name: match[1] for name in logged if (match := _FUNCTION.fullmatch(name))}
+    accuracies = {name: f"{match[1]}{match[2]}" for name in logged if (match := _ACCURACY.fullmatch(name))}
+    panels = {
+        "Training reward, mean of a step": {REWARD: ""},
+        "Reward of each function, unweighted": dict(list(functions.items())[:MOST_FUNCTIONS]),
+        "Held-out accuracy": accuracies,
+        "Tokens": LENGTHS,
+    }
+    found = {
+        title: {label: _series(rows, name) for name, label in names.items()}
+        for title, names in panels.items()
+    }
+    return {title: {label: s for label, s in lines.items() if s[0]} for title, lines in found.items()}
+
+
+def _draw_lines(axes: Any, lines: Mapping[str, _Series]) -> None:
+    for (label, (steps, values)), color in zip(lines.items(), _COLORS):
+        # Few values, such as those of evaluations, are marked, because a single one would be invisible.
+        marker = {"marker": "o", "markersize": 3.5} if len(steps) < 30 else {}
+        axes.plot(steps, values, color=color, linewidth=1.4, label=label, **marker)
+    if any(lines):
+        axes.legend(
+            loc="best", facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8, labelcolor=_INK
+        )
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> _Series:
     """Steps and values of the rows that have a number under `name`."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]

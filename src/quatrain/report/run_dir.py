@@ -116,6 +116,11 @@ class RunDir:
         """Plot of reward and accuracy over the steps (PNG)."""
         return self.path / "plot.png"
 
+    @property
+    def page(self) -> Path:
+        """The run page: curves, completions and configuration (HTML)."""
+        return self.path / "report.html"
+
     def write_config(self, text: str) -> None:
         """Write the resolved configuration to `config.yaml`.
 

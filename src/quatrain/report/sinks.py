@@ -21,6 +21,7 @@ from quatrain.cluster.stop import Stopped
 from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
 from quatrain.report.metrics import MetricsFile, reduce_metrics
+from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.report.run_dir import RunDir
 from quatrain.report.samples import TokenText, training_sample
@@ -64,6 +65,7 @@ class Report:
         self._failing: set[str] = set()
         self._handlers: list[logging.Handler] = []
         self._services: list[_Service] = []
+        self._page = Page([run_dir.path])
         if not self._main:
             return
         self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)]
@@ -149,7 +151,7 @@ class Report:
             _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
 
     def close(self) -> None:
-        """Draw `plot.png` if matplotlib is installed, close the services and `run.log`."""
+        """Draw `plot.png` if matplotlib is installed, write `report.html`, close services and `run.log`."""
         if self._main:
             self._close()
         _root_log.setLevel(self._level_before)
@@ -159,6 +161,7 @@ class Report:
         if self._unwritten:
             _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
         self._draw()
+        self._write_page(ended=True)
         for service in self._services:
             service.close()
         for handler in self._handlers:
@@ -166,6 +169,23 @@ class Report:
             handler.close()
         _root_log.propagate = True
         self._services, self._handlers = [], []
+
+    def page(self) -> None:
+        """Write `report.html` anew, unless that was done so recently that it would slow the run down."""
+        if self._main and self._page.due():
+            self._write_page()
+
+    def _write_page(self, *, ended: bool = False) -> None:
+        if not self._run.metrics.exists():
+            return
+        try:
+            self._page.write(self._run.page, ended=ended)
+        except Exception as error:
+            if "page" not in self._failing:
+                _log.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
+            self._failing.add("page")
+        else:
+            self._failing.discard("page")
 
     def _draw(self) -> None:
         if not can_plot() or not self._run.metrics.exists():

@@ -1,0 +1,281 @@
+// The training completions: step → prompt → its group side by side; search over all steps, and filters.
+
+const FILTERS = {
+  all: ["all", null],
+  wrong_rewarded: ["wrong but rewarded", "The answer is wrong and the reward is above 0."],
+  wrong_pushed: ["wrong but pushed up", "The answer is wrong and the advantage is above 0: the update makes it more likely."],
+  truncated: ["truncated", "The completion was cut at rollout.max_new_tokens."],
+  no_signal: ["no signal", "Every advantage of the group is 0: nothing is learned from it."],
+};
+const MOST_RESULTS = 200;
+const view = { run: 0, step: null, group: 0, groups: null, filter: "all", query: "", by: "none", search: 0, tall: false };
+
+function stepSummaries() {
+  return state.runs[view.run].samples.step.steps;
+}
+
+function holds(name, group, sample) {
+  if (name === "all") return true;
+  return name === "no_signal" ? group.no_signal : sample.flags.includes(name);
+}
+
+function shownSamples(group) {
+  const sought = needle(view.query);
+  return group.samples.filter((sample) => holds(view.filter, group, sample) && matches(sample, group, sought));
+}
+
+function shownGroups() {
+  return (view.groups ?? []).map((group, place) => ({ group, place })).filter(({ group }) => shownSamples(group).length);
+}
+
+function completionsSection() {
+  const results = el("div", { id: "results", hidden: true });
+  const body = el("div", { class: "split" },
+    el("ol", { id: "prompts", class: "prompts", "aria-label": "Prompts of this step" }),
+    el("div", { id: "group", class: "group" }));
+  const bar = el("div", { class: "bar", id: "completions-bar" }, runChoice(), stepChoice(), searchBox(), colourChoice());
+  const filters = el("div", { class: "chips", id: "filters", role: "group", "aria-label": "Filter" });
+  const content = el("div", { id: "completions-content" }, bar, filters, results, body);
+  watchTokens(content);
+  return [el("p", { id: "completions-note", class: "aside" }), content, () => refreshCompletions()];
+}
+
+function runChoice() {
+  if (state.runs.length < 2) return null;
+  return el("label", { class: "field" }, "Run ", el("select", {
+    id: "run", onchange: (event) => { view.run = Number(event.target.value); view.step = null; refreshCompletions(); },
+  }, state.runs.map((run, i) => el("option", { value: i }, run.name))));
+}
+
+function stepChoice() {
+  const move = (by, text, name) => el("button", { type: "button", id: name, "aria-label": by < 0 ? "Step before" : "Step after", onclick: () => moveStep(by) }, text);
+  return el("div", { class: "field steps" }, el("label", { for: "step" }, "Step"), move(-1, "‹", "step-before"),
+    el("input", { type: "number", id: "step", inputmode: "numeric", onchange: (event) => openNearest(Number(event.target.value)) }),
+    move(1, "›", "step-after"),
+    el("input", { type: "range", id: "step-range", min: 0, "aria-label": "Step", oninput: (event) => showStep(stepSummaries()[Number(event.target.value)].step) }),
+    el("span", { id: "step-count", class: "number", role: "status" }));
+}
+
+function searchBox() {
+  let timer = null;
+  return el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search the completions of all steps"), el("input", {
+    type: "search", id: "search", placeholder: "Search all steps ( / )", autocomplete: "off", spellcheck: "false",
+    oninput: (event) => {
+      view.query = event.target.value;
+      clearTimeout(timer);
+      timer = setTimeout(() => { showStepBody(); searchAll(); }, 200);
+    },
+  }));
+}
+
+function colourChoice() {
+  return el("label", { class: "field", id: "colour-field", hidden: true }, "Colour tokens by ", el("select", {
+    id: "colour", onchange: (event) => { view.by = event.target.value; showGroup(); },
+  }, Object.entries(COLOURS).map(([name, text]) => el("option", { value: name }, text))));
+}
+
+function showFilters() {
+  const steps = stepSummaries();
+  const judged = steps.some((s) => s.judged);
+  const button = ([name, [text, meaning]]) => {
+    const number = name === "all" ? null : steps.reduce((sum, s) => sum + s[name], 0);
+    const unknown = name.startsWith("wrong") && !judged;
+    return el("button", {
+      type: "button", "data-filter": name, "aria-pressed": String(view.filter === name), disabled: unknown,
+      title: unknown ? "No reward function of this run says whether an answer is right: one whose name contains correct or accuracy does." : meaning,
+      onclick: () => setFilter(name),
+    }, text, number === null ? null : el("span", { class: "number tally" }, ` ${number.toLocaleString("en")}${name === "no_signal" ? " groups" : ""}`));
+  };
+  $("filters").replaceChildren(...Object.entries(FILTERS).map(button));
+}
+
+function setFilter(name) {
+  view.filter = name;
+  showFilters();
+  const summary = stepSummaries().find((s) => s.step === view.step);
+  if (name !== "all" && summary && !summary[name]) {
+    const next = matchingStep(1) ?? matchingStep(-1);
+    if (next !== null) { showStep(next); return; }
+  }
+  view.group = 0;
+  showStepBody();
+}
+
+// The next step in a direction that has something the filter leaves.
+function matchingStep(by) {
+  const steps = stepSummaries();
+  for (let i = steps.findIndex((s) => s.step === view.step) + by; i >= 0 && i < steps.length; i += by) {
+    if (view.filter === "all" || steps[i][view.filter]) return steps[i].step;
+  }
+  return null;
+}
+
+function moveStep(by) {
+  const step = matchingStep(by);
+  if (step !== null) showStep(step);
+}
+
+function moveGroup(by) {
+  const shown = shownGroups();
+  const at = shown.findIndex(({ place }) => place === view.group);
+  const next = shown[Math.max(0, Math.min(shown.length - 1, at + by))];
+  if (!next || next.place === view.group) return;
+  view.group = next.place;
+  showStepBody();
+}
+
+function openNearest(step) {
+  const steps = stepSummaries();
+  if (!steps.length || Number.isNaN(step)) return;
+  showStep(steps.reduce((best, s) => (Math.abs(s.step - step) < Math.abs(best.step - step) ? s : best)).step);
+}
+
+// From a curve or a hint: the completions of a step, or of the nearest step with completions.
+function openStep(step) {
+  openNearest(step);
+  $("completions").scrollIntoView({ behavior: "instant" });
+}
+
+let asked = 0;
+
+async function showStep(step, group = 0) {
+  const request = ++asked;
+  view.step = step;
+  showPlace();
+  const groups = await groupsOf(view.run, "step", step);
+  if (request !== asked) return; // the reader has gone on to another step
+  view.groups = groups ?? [];
+  view.group = group;
+  showStepBody();
+  if (!LIVE) history.replaceState(null, "", `#step=${step}`);
+}
+
+function showPlace() {
+  const steps = stepSummaries();
+  const at = steps.findIndex((s) => s.step === view.step);
+  $("step").value = view.step;
+  $("step-range").max = Math.max(0, steps.length - 1);
+  $("step-range").value = at;
+  $("step-count").textContent = `${at + 1} of ${steps.length}`;
+  $("step-before").disabled = matchingStep(-1) === null;
+  $("step-after").disabled = matchingStep(1) === null;
+}
+
+function showStepBody() {
+  showPlace();
+  const shown = shownGroups();
+  if (!shown.some(({ place }) => place === view.group)) view.group = shown.length ? shown[0].place : 0;
+  $("prompts").replaceChildren(...shown.map(({ group, place }) => promptEntry(group, place)));
+  const current = $("prompts").querySelector("[aria-current]");
+  if (current) current.parentElement.parentElement.scrollTop = Math.max(0, current.offsetTop - 80);
+  showGroup();
+}
+
+function mean(values) {
+  const known = values.filter((v) => v !== null);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}
+
+function promptEntry(group, place) {
+  const rewards = group.samples.map((s) => s.reward);
+  return el("li", {}, el("button", {
+    type: "button", "aria-current": place === view.group ? "true" : null, onclick: () => { view.group = place; showStepBody(); },
+  }, el("span", { class: "number", title: "mean reward of the group" }, short(mean(rewards), 3)),
+    el("span", { class: "line" }, promptLine(group)), group.no_signal ? el("span", { class: "badge" }, "no signal") : null));
+}
+
+function showGroup() {
+  const host = $("group");
+  const group = (view.groups ?? [])[view.group];
+  const shown = group ? shownSamples(group) : [];
+  if (!group || !shown.length) {
+    host.replaceChildren(el("p", { class: "empty" }, view.groups && view.groups.length ? "No completion of this step matches the search and the filter." : "This step has no completions."));
+    return;
+  }
+  const expected = Number((state.runs[view.run].config.find((row) => row.key === "rollout.n") ?? {}).value);
+  const partly = expected > group.samples.length ? `, of ${expected} that were sampled (logging.samples_per_step)` : "";
+  const hidden = group.samples.length - shown.length;
+  const head = el("div", { class: "group-head" },
+    el("h3", {}, `Prompt ${group.id}`, group.set ? `, ${group.set}` : ""),
+    el("span", { class: "aside" }, `${count(group.samples.length, "completion")}${partly}${hidden ? `; ${hidden} hidden by the search or filter` : ""}`),
+    el("button", { type: "button", class: "small", "aria-pressed": String(view.tall), onclick: () => { view.tall = !view.tall; showGroup(); } }, "full height"));
+  const prompt = group.prompt === undefined ? null : el("div", { class: "prompt" }, conversation(group.prompt, view.query));
+  const columns = group.columns ? columnList(group.columns, view.query) : null;
+  host.replaceChildren(...[head, prompt, columns, el("div", { class: `cards${view.tall ? " tall" : ""}` }, shown.map((s) => card(s, group)))].filter(Boolean));
+}
+
+function card(sample, group) {
+  return el("article", { class: "card" }, facts(sample),
+    group.prompt === undefined ? el("div", { class: "prompt" }, conversation(sample.prompt, view.query)) : null,
+    group.columns || !sample.columns ? null : columnList(sample.columns, view.query),
+    el("div", { class: "body", tabindex: 0, role: "group", "aria-label": "Completion" }, completionBody(sample, view.by, view.query)));
+}
+
+// Unpacks one step after another, so that results appear while the rest is still searched.
+async function searchAll() {
+  const search = ++view.search;
+  const sought = needle(view.query);
+  const host = $("results");
+  host.hidden = !sought;
+  if (!sought) return;
+  const list = el("ol", {});
+  const said = el("p", { role: "status" });
+  host.replaceChildren(said, list);
+  const steps = stepSummaries();
+  let found = 0, inSteps = 0, done = 0;
+  for (const { step } of steps) {
+    const name = `${view.run}-step-${step}`;
+    const groups = kept.get(name) ?? await fetchGroups(name);
+    if (search !== view.search) return; // the reader has typed on
+    const hits = (groups ?? []).flatMap((group, place) => group.samples.filter((s) => holds(view.filter, group, s) && matches(s, group, sought)).map((s) => [step, place, group, s]));
+    for (const hit of hits.slice(0, Math.max(0, MOST_RESULTS - found))) list.append(result(...hit, sought));
+    found += hits.length;
+    inSteps += hits.length ? 1 : 0;
+    done += 1;
+    if (done % 8 === 0 || done === steps.length) said.textContent = searchStatus(found, inSteps, done, steps.length);
+  }
+}
+
+function searchStatus(found, inSteps, done, all) {
+  const more = found > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
+  return `${count(found, "completion")} in ${count(inSteps, "step")}${more}${done < all ? `; ${done} of ${all} steps searched` : ""}`;
+}
+
+function result(step, place, group, sample, sought) {
+  const at = sample.completion.toLowerCase().indexOf(sought);
+  const text = at < 0 ? promptLine(group) : sample.completion.slice(Math.max(0, at - 40), at + sought.length + 60).replace(/\s+/g, " ");
+  return el("li", {}, el("button", { type: "button", onclick: () => showStep(step, place) },
+    el("span", { class: "number" }, `step ${step}`), el("span", { class: "number" }, short(sample.reward, 3)),
+    el("span", { class: "line" }, marked(text, sought))));
+}
+
+// What of the samples the page does not hold, and how to see it.
+function leftOut(run) {
+  const said = [];
+  for (const [kind, what, option] of [["step", "completions", ""], ["eval", "evaluation completions", " --eval"]]) {
+    const index = run.samples[kind];
+    if (index.left_out_samples) {
+      said.push(`${count(index.left_out_samples, what.replace(/s$/, ""), what)} in ${count(index.left_out_steps, "whole step")} and at the end of long files are left out of this page, `
+        + `because the files hold ${Math.round(index.num_bytes / 2 ** 20)} MiB and a page at most ${Math.round(index.cap_bytes / 2 ** 20)} MiB; `
+        + `\`quatrain samples ${run.name}${option} --step N\` prints every one, and \`quatrain report ${run.name} --serve\` shows every step.`);
+    }
+    if (index.damaged) said.push(`${count(index.damaged, "damaged line")} in the files of ${what} were skipped.`);
+  }
+  return said;
+}
+
+async function refreshCompletions() {
+  const run = state.runs[view.run];
+  const steps = stepSummaries();
+  $("completions-content").hidden = !steps.length;
+  const none = "This run has no samples: logging.samples_per_step was 0, or no step has finished.";
+  $("completions-note").replaceChildren(...(steps.length ? leftOut(run) : [none]).map((text) => el("span", {}, text)));
+  if (!steps.length) return;
+  $("colour-field").hidden = !steps.some((s) => s.tokens);
+  showFilters();
+  const stays = steps.find((s) => s.step === view.step);
+  if (stays && kept.has(`${view.run}-step-${view.step}`)) { showPlace(); return; }
+  const wanted = Number((location.hash.match(/step=(\d+)/) ?? [])[1]);
+  const start = stays ?? steps.find((s) => s.step === wanted) ?? steps.at(-1);
+  await showStep(start.step, stays ? view.group : 0);
+}

@@ -1,0 +1,114 @@
+// Unpacks the data of the page and builds elements. What a model or a data set wrote becomes text nodes only.
+
+const LIVE = document.documentElement.hasAttribute("data-live");
+const POLL_MS = 2000;
+const KEPT_CHUNKS = 24;
+const state = { data: null, runs: [] };
+const kept = new Map();
+let tag = null;
+
+function $(id) {
+  return document.getElementById(id);
+}
+
+// el("p", { class: "note", onclick: f }, "text", child): strings become text nodes, never HTML.
+function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "value" || key === "checked" || key === "selected") node[key] = value;
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+async function unpacked(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+// The groups of one file of samples; `kind` is "step" or "eval". null if the page does not hold them.
+async function groupsOf(run, kind, step) {
+  const name = `${run}-${kind}-${step}`;
+  let groups = kept.get(name);
+  if (groups === undefined) {
+    groups = await fetchGroups(name);
+    if (groups === null) return null;
+  }
+  kept.delete(name);
+  kept.set(name, groups);
+  if (kept.size > KEPT_CHUNKS) kept.delete(kept.keys().next().value);
+  return groups;
+}
+
+async function fetchGroups(name) {
+  if (LIVE) {
+    const answer = await fetch(`chunk/${name}`);
+    return answer.ok ? unpacked(await answer.arrayBuffer()) : null;
+  }
+  const element = $(`chunk-${name}`);
+  return element === null ? null : unpacked(bytesOf(element.textContent));
+}
+
+async function readData() {
+  if (!LIVE) return unpacked(bytesOf($("chunk-data").textContent));
+  const answer = await fetch("data", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+  if (answer.status === 304) return null;
+  tag = answer.headers.get("ETag");
+  return unpacked(await answer.arrayBuffer());
+}
+
+// Forgets the groups of files that have changed, and makes `data` what the page shows.
+function adopt(data) {
+  for (const [i, run] of data.runs.entries()) {
+    const before = state.runs[i];
+    for (const kind of ["step", "eval"]) {
+      const known = new Map((before ? before.samples[kind].steps : []).map((s) => [s.step, JSON.stringify(s)]));
+      for (const summary of run.samples[kind].steps) {
+        if (known.get(summary.step) !== JSON.stringify(summary)) kept.delete(`${i}-${kind}-${summary.step}`);
+      }
+    }
+  }
+  state.data = data;
+  state.runs = data.runs;
+}
+
+function count(n, one, many = `${one}s`) {
+  return `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
+}
+
+// A number in at most `digits` significant digits, without an exponent where it is readable.
+function short(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0 || Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replace("-", "−");
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits }).replace("-", "−");
+}
+
+function signed(value) {
+  return value > 0 ? `+${short(value, 3)}` : short(value, 3);
+}
+
+function asText(value) {
+  if (typeof value === "string") return value;
+  return value === null || value === undefined ? "null" : JSON.stringify(value);
+}
+
+function store(key, value) {
+  try {
+    if (value === undefined) return localStorage.getItem(key);
+    localStorage.setItem(key, value);
+  } catch { /* a page of a file may have no storage: the choice then lasts as long as the page */ }
+  return null;
+}

@@ -1,0 +1,126 @@
+// The evaluation completions of two steps side by side, paired by prompt and sample.
+
+const OUTCOMES = {
+  all: "all",
+  fixed: "became right",
+  broken: "became wrong",
+  right: "stayed right",
+  wrong: "stayed wrong",
+  truncated: "truncated after",
+};
+const PAIRS_AT_ONCE = 20;
+const evaluation = { run: 0, before: null, after: null, pairs: [], outcome: "all", query: "", shown: PAIRS_AT_ONCE, loaded: "" };
+
+function evalSteps() {
+  return state.runs[evaluation.run].samples.eval.steps;
+}
+
+function evaluationSection() {
+  const choose = (key, text) => el("label", { class: "field" }, text, el("select", {
+    id: `eval-${key}`, onchange: (event) => { evaluation[key] = Number(event.target.value); loadPairs(); },
+  }));
+  const runs = state.runs.length < 2 ? null : el("label", { class: "field" }, "Run ", el("select", {
+    id: "eval-run",
+    onchange: (event) => { Object.assign(evaluation, { run: Number(event.target.value), before: null, after: null }); refreshEvaluation(); },
+  }, state.runs.map((run, i) => el("option", { value: i }, run.name))));
+  const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search the evaluation completions"), el("input", {
+    type: "search", id: "eval-search", placeholder: "Search", autocomplete: "off", spellcheck: "false",
+    oninput: (event) => { Object.assign(evaluation, { query: event.target.value, shown: PAIRS_AT_ONCE }); showPairs(); },
+  }));
+  const content = el("div", { id: "eval-content" },
+    el("div", { class: "bar" }, runs, choose("before", "Before: step "), choose("after", "After: step "), search),
+    el("div", { class: "chips", id: "outcomes", role: "group", "aria-label": "Filter" }),
+    el("div", { id: "pairs" }), el("button", { type: "button", id: "more-pairs", onclick: () => { evaluation.shown += PAIRS_AT_ONCE; showPairs(); } }, "Show more"));
+  return [el("p", { id: "eval-note", class: "aside" }), content, () => refreshEvaluation()];
+}
+
+async function refreshEvaluation() {
+  const steps = evalSteps();
+  $("eval-content").hidden = !steps.length;
+  $("eval-note").textContent = steps.length ? "" : "This run has no evaluation completions: it was not evaluated, or comes from a version that did not write them.";
+  if (!steps.length) return;
+  const latest = steps.at(-1).step;
+  const follows = evaluation.after === null || evaluation.after === evaluation.latest;
+  evaluation.before ??= steps[0].step;
+  if (follows) evaluation.after = latest;
+  evaluation.latest = latest;
+  for (const key of ["before", "after"]) {
+    $(`eval-${key}`).replaceChildren(...steps.map((s) => el("option", { value: s.step, selected: s.step === evaluation[key] }, optionText(s))));
+  }
+  await loadPairs();
+}
+
+function optionText(summary) {
+  const right = summary.judged ? `, ${summary.correct} of ${summary.judged} right` : "";
+  return `${summary.step}${right}`;
+}
+
+function flatEval(groups) {
+  const found = new Map();
+  for (const group of groups ?? []) {
+    for (const sample of group.samples) {
+      found.set(JSON.stringify([sample.set ?? "", group.id, sample.sample ?? 0, sample.greedy ?? true]), { group, sample });
+    }
+  }
+  return found;
+}
+
+async function loadPairs() {
+  const { run, before, after } = evaluation;
+  const signature = JSON.stringify([run, before, after, evalSteps().filter((s) => s.step === before || s.step === after)]);
+  if (signature === evaluation.loaded) return;
+  const [first, last] = await Promise.all([groupsOf(run, "eval", before), groupsOf(run, "eval", after)]);
+  if (run !== evaluation.run || before !== evaluation.before || after !== evaluation.after) return;
+  const [one, two] = [flatEval(first), flatEval(last)];
+  evaluation.loaded = signature;
+  evaluation.pairs = [...new Set([...one.keys(), ...two.keys()])].map((key) => ({ before: one.get(key), after: two.get(key) }));
+  showPairs();
+}
+
+function outcome({ before, after }) {
+  if (!before || !after || before.sample.correct === null || after.sample.correct === null) return null;
+  if (before.sample.correct === after.sample.correct) return after.sample.correct ? "right" : "wrong";
+  return after.sample.correct ? "fixed" : "broken";
+}
+
+function inOutcome(pair, name) {
+  if (name === "all") return true;
+  return name === "truncated" ? Boolean(pair.after && pair.after.sample.finish_reason === "length") : outcome(pair) === name;
+}
+
+function showPairs() {
+  const { pairs } = evaluation;
+  const chip = ([name, text]) => el("button", {
+    type: "button", "data-outcome": name, "aria-pressed": String(evaluation.outcome === name),
+    onclick: () => { Object.assign(evaluation, { outcome: name, shown: PAIRS_AT_ONCE }); showPairs(); },
+  }, text, el("span", { class: "number tally" }, ` ${pairs.filter((pair) => inOutcome(pair, name)).length.toLocaleString("en")}`));
+  $("outcomes").replaceChildren(...Object.entries(OUTCOMES).map(chip));
+  const sought = needle(evaluation.query);
+  const found = pairs.filter((pair) => inOutcome(pair, evaluation.outcome)
+    && [pair.before, pair.after].some((side) => side && matches(side.sample, side.group, sought)));
+  $("pairs").replaceChildren(...found.slice(0, evaluation.shown).map(pairArticle));
+  if (!found.length) $("pairs").append(el("p", { class: "empty" }, "No completion matches the search and the filter."));
+  $("more-pairs").hidden = found.length <= evaluation.shown;
+  $("more-pairs").textContent = `Show more (${(found.length - evaluation.shown).toLocaleString("en")} left)`;
+}
+
+function pairArticle(pair) {
+  const { group, sample } = pair.after ?? pair.before;
+  const side = (name, step, one) => el("div", { class: "card" }, el("h4", {}, `${name}, step ${step}`),
+    one ? [facts(one.sample), el("div", { class: "body", tabindex: 0, role: "group", "aria-label": `Completion ${name}` }, completionBody(one.sample, "none", evaluation.query))]
+      : el("p", { class: "empty" }, "not among the prompts of this evaluation"));
+  return el("article", { class: "pair", tabindex: -1 },
+    el("h3", {}, sample.set ? `${sample.set}, prompt ${group.id}` : `Prompt ${group.id}`),
+    el("div", { class: "prompt" }, conversation(group.prompt ?? sample.prompt, evaluation.query)),
+    columnList(group.columns ?? sample.columns ?? {}, evaluation.query),
+    el("div", { class: "cards two" }, side("before", evaluation.before, pair.before), side("after", evaluation.after, pair.after)));
+}
+
+function movePair(by) {
+  const pairs = [...document.querySelectorAll("#pairs .pair")];
+  const at = pairs.indexOf(document.activeElement);
+  const next = pairs[Math.max(0, Math.min(pairs.length - 1, at + by))];
+  if (!next) return;
+  next.focus({ preventScroll: true });
+  next.scrollIntoView({ block: "start", behavior: "instant" });
+}

@@ -1,0 +1,148 @@
+// Shows texts that a model or a data set wrote: as text nodes, with what was searched for marked, tokens coloured.
+
+const COLOURS = {
+  none: "no colour",
+  logprob: "log-probability (sampler)",
+  gap: "gap, trainer − sampler",
+  advantage: "advantage",
+};
+
+function needle(query) {
+  return query.trim().toLowerCase();
+}
+
+// Text nodes of `text`, with each place of `query` in a <mark>.
+function marked(text, query) {
+  const sought = needle(query || "");
+  if (!sought) return [text];
+  const lower = text.toLowerCase();
+  if (lower.length !== text.length) return [text]; // a letter whose lower case is longer would move the marks
+  const parts = [];
+  let from = 0;
+  for (let at = lower.indexOf(sought); at >= 0 && parts.length < 2000; at = lower.indexOf(sought, from)) {
+    if (at > from) parts.push(text.slice(from, at));
+    parts.push(el("mark", {}, text.slice(at, at + sought.length)));
+    from = at + sought.length;
+  }
+  parts.push(text.slice(from));
+  return parts;
+}
+
+// A prompt or turns: text, or messages with their roles.
+function conversation(value, query) {
+  if (typeof value === "string") return el("div", { class: "text" }, marked(value, query));
+  return el("div", { class: "turns" }, value.map((turn) => el("div", { class: "turn" },
+    el("span", { class: "role" }, turn.role), el("div", { class: "text" }, marked(turn.text, query)))));
+}
+
+function tokenValue(tokens, i, by) {
+  if (by === "logprob") return tokens.sampler_logprobs ? tokens.sampler_logprobs[i] : null;
+  if (by === "advantage") return tokens.advantages ? tokens.advantages[i] : null;
+  const [sampler, trainer] = [tokens.sampler_logprobs, tokens.trainer_logprobs];
+  return sampler && trainer && sampler[i] !== null && trainer[i] !== null ? trainer[i] - sampler[i] : null;
+}
+
+// Strength from -1 to 1 of each token's colour: by the largest size in the completion; of log-probabilities 1 - p.
+function strengths(tokens, by) {
+  const values = tokens.texts.map((_, i) => tokenValue(tokens, i, by));
+  if (by === "logprob") return values.map((v) => (v === null ? 0 : Math.min(0, Math.exp(v) - 1)));
+  const largest = Math.max(by === "gap" ? 0.05 : 1e-9, ...values.map((v) => Math.abs(v ?? 0)));
+  return values.map((v) => (v ?? 0) / largest);
+}
+
+function colouredTokens(sample, by) {
+  const { tokens } = sample;
+  const strong = strengths(tokens, by);
+  return el("div", { class: "text tokens" }, tokens.texts.map((text, i) => {
+    const span = el("span", { "data-token": i }, text);
+    const percent = Math.round(Math.abs(strong[i]) * 62);
+    if (percent) span.style.backgroundColor = `color-mix(in srgb, var(${strong[i] < 0 ? "--low" : "--high"}) ${percent}%, transparent)`;
+    span.sample = sample;
+    return span;
+  }));
+}
+
+function completionBody(sample, by, query) {
+  if (by !== "none" && sample.tokens) return colouredTokens(sample, by);
+  if (sample.turns) return conversation(sample.turns, query);
+  return el("div", { class: "text" }, sample.completion === "" ? el("em", {}, "empty") : marked(sample.completion, query));
+}
+
+function fixed(value) {
+  return value.toFixed(3).replace("-", "−");
+}
+
+function tokenTip(span) {
+  const { tokens } = span.sample;
+  const i = Number(span.dataset.token);
+  const row = (name, value) => (value === null || value === undefined ? null : el("div", {}, el("span", {}, name), el("b", { class: "number" }, value)));
+  const at = (list) => (list && list[i] !== null ? list[i] : null);
+  const sampler = at(tokens.sampler_logprobs), trainer = at(tokens.trainer_logprobs), advantage = at(tokens.advantages);
+  return [
+    el("code", {}, JSON.stringify(tokens.texts[i])),
+    row("token", tokens.ids ? `${i}, id ${tokens.ids[i]}` : String(i)),
+    row("log-probability, sampler", sampler === null ? null : fixed(sampler)),
+    row("probability, sampler", sampler === null ? null : short(Math.exp(sampler), 3)),
+    row("log-probability, trainer", trainer === null ? null : fixed(trainer)),
+    row("gap, trainer − sampler", sampler === null || trainer === null ? null : signed(trainer - sampler)),
+    row("advantage", advantage === null ? null : signed(advantage)),
+  ];
+}
+
+function watchTokens(root) {
+  const tip = $("tip");
+  root.addEventListener("pointerover", (event) => {
+    const span = event.target.closest("[data-token]");
+    tip.hidden = !span;
+    if (!span) return;
+    tip.replaceChildren(...tokenTip(span).filter(Boolean));
+    const box = span.getBoundingClientRect();
+    const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));
+    const below = box.bottom + 6 + tip.offsetHeight < innerHeight;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${below ? box.bottom + 6 : box.top - tip.offsetHeight - 6}px`;
+  });
+  root.addEventListener("pointerleave", () => { tip.hidden = true; });
+  addEventListener("scroll", () => { tip.hidden = true; }, { passive: true, capture: true });
+}
+
+function promptLine(group, limit = 90) {
+  const prompt = group.prompt ?? group.samples[0].prompt ?? "";
+  const text = typeof prompt === "string" ? prompt : (prompt.findLast((turn) => turn.role === "user") ?? prompt.at(-1) ?? { text: "" }).text;
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length > limit ? `${line.slice(0, limit)} …` : line || "(empty prompt)";
+}
+
+// The gold answer first, then the other columns.
+function columnList(columns, query) {
+  const names = Object.keys(columns).sort((a, b) => (b === "answer") - (a === "answer"));
+  return names.length ? el("dl", { class: "columns" }, names.map((name) => el("div", {},
+    el("dt", {}, name === "answer" ? "gold answer" : name), el("dd", { class: name === "answer" ? "text gold" : "text" }, marked(asText(columns[name]), query))))) : null;
+}
+
+function matches(sample, group, sought) {
+  if (!sought) return true;
+  const prompt = group.prompt ?? sample.prompt;
+  return sample.completion.toLowerCase().includes(sought) || asText(prompt).toLowerCase().includes(sought)
+    || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought)
+    || Boolean(sample.turns && asText(sample.turns).toLowerCase().includes(sought));
+}
+
+// Reward, rewards of the functions, advantage and how it ended.
+function facts(sample) {
+  const badge = (text, kind) => el("span", { class: `badge ${kind}` }, text);
+  const badges = [
+    sample.correct === 1 ? badge("right", "good") : sample.correct === 0 ? badge("wrong", "bad") : null,
+    sample.finish_reason === "length" ? badge("truncated", "warn") : sample.finish_reason ? badge(asText(sample.finish_reason), "") : null,
+    sample.completion_tokens === undefined ? null : badge(count(sample.completion_tokens, "token"), ""),
+    sample.turns ? badge(count(sample.turns.length, "turn"), "") : null,
+    sample.sample === undefined ? null : badge(sample.greedy === false ? `sample ${sample.sample}` : "greedy", ""),
+  ];
+  const cell = (name, value, kind = "") => el("div", { class: kind }, el("dt", {}, name), el("dd", { class: "number" }, value));
+  const numbers = [
+    cell("reward", short(sample.reward, 3), "main"),
+    sample.advantage === null ? null : cell("advantage", signed(sample.advantage), sample.advantage > 0 ? "up" : sample.advantage < 0 ? "down" : ""),
+    ...Object.entries(sample.rewards).map(([name, value]) => cell(name, value === null ? "none" : short(value, 3))),
+  ];
+  return el("div", { class: "facts" }, el("dl", { class: "numbers" }, numbers), el("div", { class: "badges" }, badges));
+}

@@ -1,0 +1,279 @@
+"""Reads what the run page shows besides samples: metrics, configuration, plan, hints and state of a run.
+
+Data flow: `metrics.jsonl`, `config.yaml`, `plan.json` and `hints.jsonl` of a run -> `run_data` -> `page.py`.
+A file that is missing, damaged, or of an earlier version costs a note in the page, never the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quatrain.config.layers import parse_yaml
+from quatrain.config.schema import Config
+from quatrain.report.catalogue import CATALOGUE, pattern_of
+from quatrain.report.metrics import read_metrics
+from quatrain.report.page_samples import EVAL, STEP, number, sample_files
+from quatrain.report.run_lock import FILES as LOCK_FILES
+
+RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
+UNSET = "not set"
+_DERIVED = ("default", "derived")
+
+
+def find_run(run: str, runs: Path) -> Path:
+    """The folder of `run`, which is a path, or a name under `runs`.
+
+    Raises ValueError if there is none, or if it does not look like the folder of a run.
+    """
+    folders = [Path(run), runs / run]
+    folder = next((path for path in folders if _is_run(path)), None)
+    if folder is None:
+        names = sorted(path.name for path in runs.iterdir() if _is_run(path)) if runs.is_dir() else []
+        raise ValueError(
+            "RUN must be the folder of a run, with metrics.jsonl, config.yaml or samples/, or its name in "
+            f"{runs}: got {run!r}; runs in {runs}: {', '.join(names) or 'none'}"
+        )
+    return folder
+
+
+def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
+    """All that the page shows of the run at `folder`, except samples, as JSON values.
+
+    `ended`: the process that writes the run has done its work, although it is still alive.
+    """
+    notes: list[str] = []
+    rows = _metric_rows(folder, notes)
+    config = _config(folder, notes)
+    last_step = rows[-1]["step"] if rows else None
+    return {
+        "name": folder.resolve().name,
+        "state": _state(folder, ended),
+        "step": last_step,
+        "total_steps": next((row["value"] for row in config if row["key"] == "run.steps"), None),
+        "updated": _updated(folder),
+        **columns(rows),
+        "config": config,
+        "plan": _plan(folder, notes),
+        "hints": _hints(folder, notes),
+        "notes": notes,
+    }
+
+
+def run_stamp(folder: Path) -> list[Any]:
+    """Size and time of each file that the page reads, and the state of the run."""
+    named = [folder / name for name in ("metrics.jsonl", "config.yaml", "plan.json", "hints.jsonl")]
+    found: list[Any] = [_state(folder, False), *sample_files(folder, STEP), *sample_files(folder, EVAL)]
+    for path in named:
+        with suppress(OSError):
+            status = path.stat()
+            found.append((path.name, status.st_mtime_ns, status.st_size))
+    return found
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics as one list per name, with null where a step has no value, and where one is not finite."""
+    names: dict[str, list[Any]] = {}
+    non_finite: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        for name, value in row.items():
+            if name in ("step", "non_finite"):
+                continue
+            values = names.get(name)
+            if values is None:
+                values = names[name] = [None] * len(rows)
+            values[i] = number(value)
+            if value is None:
+                non_finite.setdefault(name, []).append(row["step"])
+    return {"steps": [row["step"] for row in rows], "metrics": names, "non_finite": non_finite}
+
+
+def differing(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The keys whose values differ between runs, each with a value per run; `UNSET` where a run has none."""
+    values = [{row["key"]: row["value"] for row in config} for config in configs]
+    keys = list(dict.fromkeys(key for config in values for key in config))
+    rows = [(key, [config.get(key, UNSET) for config in values]) for key in keys]
+    return [{"key": key, "values": found} for key, found in rows if any(v != found[0] for v in found)]
+
+
+def described(names: Sequence[str]) -> dict[str, list[str]]:
+    """[unit, meaning] of each metric that the catalogue lists."""
+    found = {name: pattern_of(name) for name in names}
+    return {
+        name: [CATALOGUE[pattern].unit, CATALOGUE[pattern].meaning]
+        for name, pattern in found.items()
+        if pattern is not None
+    }
+
+
+def config_rows(text: str) -> list[dict[str, Any]]:
+    """Key, value, layer and default of each value in a `config.yaml`; raises ConfigError if it is damaged."""
+    values = dict(_flat(parse_yaml(text, "config.yaml") or {}))
+    layers = dict(_layers(text))
+    defaults = _defaults()
+    rows = []
+    for key, value in values.items():
+        default = defaults.get(key, UNSET)
+        layer = layers.get(key, "")
+        rows.append(
+            {
+                "key": key,
+                "value": value,
+                "layer": layer,
+                "default": default,
+                "changed": value != default and layer not in _DERIVED,
+                "derived": value != default and layer in _DERIVED,
+            }
+        )
+    mappings = {key.rsplit(".", 1)[0] for key in values if key.count(".") == 2}
+    gone = [key for key in defaults if key not in values and key.rsplit(".", 1)[0] in mappings]
+    rows += [
+        {"key": key, "value": UNSET, "layer": "", "default": defaults[key], "changed": True, "derived": False}
+        for key in gone
+    ]
+    return rows
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return dict(_flat(Config().model_dump(mode="json")))
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _layers(text: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, layer) of the values of a `config.yaml`: the comment after each value."""
+    lines = text.splitlines()
+
+    def walk(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            if isinstance(value, yaml.MappingNode) and value.value:
+                yield from walk(value, f"{name}.")
+            else:
+                # The mark of an empty mapping or a list may end on its line; what follows is the comment.
+                end = value.end_mark
+                rest = lines[end.line][end.column :] if end.line < len(lines) else ""
+                yield name, rest.partition("#")[2].strip()
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if isinstance(root, yaml.MappingNode):
+        yield from walk(root, "")
+
+
+def _metric_rows(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    try:
+        rows = read_metrics(path)
+        num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
+    except OSError as error:
+        notes.append(f"metrics.jsonl could not be read: {error}")
+        return []
+    if num_lines > len(rows):
+        notes.append(f"lines of metrics.jsonl that hold no whole row, skipped: {num_lines - len(rows)}")
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _config(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        return config_rows(text)
+    except FileNotFoundError:
+        notes.append("the run has no config.yaml")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"config.yaml could not be read: {error}")
+    return []
+
+
+def _plan(folder: Path, notes: list[str]) -> dict[str, Any] | None:
+    """{"rows": [{key, value, unit, why}], "warnings": […]} of `plan.json`; None without one."""
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        unit, why = plan.get("unit", {}), plan.get("why", {})
+        rows = [
+            {"key": key, "value": value, "unit": unit.get(key, ""), "why": why.get(key, "")}
+            for key, value in plan.items()
+            if key not in ("unit", "why", "warnings")
+        ]
+        return {"rows": rows, "warnings": [str(warning) for warning in plan.get("warnings", [])]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        notes.append(f"plan.json could not be read: {error}")
+        return None
+
+
+def _hints(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "hints.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"hints.jsonl could not be read: {error}")
+        return []
+    hints = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step = row.get("step")
+            hints.append(
+                {
+                    "step": step if isinstance(step, int) else None,
+                    "hint": str(row.get("hint", "")),
+                    "text": str(row["text"]),
+                }
+            )
+        except (ValueError, KeyError, AttributeError, RecursionError):
+            notes.append("a damaged line of hints.jsonl was skipped")
+    return hints
+
+
+def _state(folder: Path, ended: bool) -> str:
+    if not ended and _writer_is_alive(folder):
+        return RUNNING
+    return FINISHED if (folder / "final").is_dir() else ENDED
+
+
+def _writer_is_alive(folder: Path) -> bool:
+    """Whether the process that locked the run last is alive on this host.
+
+    The lock itself is not tried, because that would make a run that starts at that moment fail.
+    """
+    try:
+        owner = json.loads((folder / LOCK_FILES[1]).read_text(encoding="utf-8"))
+        if owner["host"] != socket.gethostname():
+            return False
+        os.kill(int(owner["process"]), 0)
+    except PermissionError:  # the process belongs to another user
+        return True
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return False
+    return True
+
+
+def _updated(folder: Path) -> str | None:
+    """When a metric was last written, as UTC."""
+    try:
+        written = (folder / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", "samples"))

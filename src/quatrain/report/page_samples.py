@@ -1,0 +1,350 @@
+"""Reads the files in `samples/` of a run and compresses them, one chunk per step, for the run page.
+
+Data flow: `samples/step_000010.jsonl` and `samples/eval_000010.jsonl` -> `SampleFiles` -> `page.py`, which
+puts the chunks into the page or serves them. `print_samples.py` prints the same rows in a terminal.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STEP, EVAL = "step", "eval"
+CAP_BYTES = {STEP: 96 * 2**20, EVAL: 32 * 2**20}
+"""Bytes of the files, before compression, that a page holds."""
+FILE_CAP_BYTES = 16 * 2**20
+"""Bytes of one file, before compression, that a page holds."""
+GZIP_LEVEL = 5
+RIGHT = 0.5
+"""A function that judges answers gives 1 for right and 0 for wrong; a value between counts as the nearer."""
+_FLAT = 1e-9
+"""Advantages and rewards that differ by less are taken as equal."""
+_JUDGES = re.compile("correct|accura", re.IGNORECASE)
+_FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
+_TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages")
+_SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index")
+
+
+class SampleFile(NamedTuple):
+    """One file of samples; `stamp` changes when the file does."""
+
+    step: int
+    path: Path
+    stamp: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stamp[1]
+
+
+class Rows(NamedTuple):
+    """The sequences in a file, the number of lines that hold none, and of lines beyond a limit of bytes."""
+
+    samples: list[dict[str, Any]]
+    num_damaged: int = 0
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The content of one file: `summary` for the list of steps, and the compressed groups.
+
+    `packed` is None if the file is left out of the page, or is compressed when it is asked for.
+    """
+
+    summary: dict[str, Any]
+    packed: bytes | None
+
+
+def sample_files(folder: Path, kind: str) -> list[SampleFile]:
+    """The files of `kind` in the folder `samples/` of the run at `folder`, in the order of steps."""
+    files = []
+    for path in (folder / "samples").glob(f"{kind}_*.jsonl"):
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            status = path.stat()
+        except OSError:  # the file was removed since the folder was listed
+            continue
+        files.append(SampleFile(int(match[2]), path, (status.st_mtime_ns, status.st_size)))
+    return sorted(files)
+
+
+def read_samples(path: Path, max_bytes: float = math.inf) -> Rows:
+    """The rows of a file, each with the keys that this version knows; a damaged line is counted."""
+    samples: list[dict[str, Any]] = []
+    num_damaged = num_left_out = num_bytes = 0
+    with path.open("rb") as file:
+        for line in file:
+            num_bytes += len(line)
+            if num_bytes > max_bytes and samples:
+                num_left_out += 1
+            elif (sample := _parse(line)) is not None:
+                samples.append(sample)
+            elif line.strip():
+                num_damaged += 1
+    return Rows(samples, num_damaged, num_left_out)
+
+
+def by_group(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples of each prompt, those of the largest reward first; what a group shares is written once."""
+    ordered = sorted(samples, key=_place)  # stable: keeps the order in the file
+    return [_group(list(members)) for _, members in groupby(ordered, key=_place)]
+
+
+def _place(sample: Mapping[str, Any]) -> tuple[str, int]:
+    """The evaluation set and the prompt that a sample belongs to."""
+    return str(sample.get("set", "")), sample["group_id"]
+
+
+class SampleFiles:
+    """The files of one kind of a run, compressed; what was compressed is kept for the next `refresh`.
+
+    Of files that together exceed `cap_bytes` the first, the last and evenly spaced ones are kept: every
+    second, or fourth, eighth and so on, so that what is kept now was kept before. With `keep_packed=False`
+    no compressed content is kept in memory, and `packed_step` compresses what it is asked for.
+    """
+
+    def __init__(self, folder: Path, kind: str, *, cap_bytes: float, keep_packed: bool = True):
+        self._folder, self._kind, self._cap, self._keep = folder, kind, cap_bytes, keep_packed
+        self._chunks: dict[SampleFile, Chunk] = {}
+
+    def refresh(self) -> None:
+        """Read and compress the files that are new, have changed, or are no longer left out."""
+        files = sample_files(self._folder, self._kind)
+        kept = kept_files(files, self._cap)
+        fresh = {}
+        for file in files:
+            known = self._chunks.get(file)
+            whole = file in kept
+            if known is None or (whole and known.packed is None and self._keep):
+                known = self._read(file, whole)
+            elif not whole:
+                known = Chunk(_left_out(known.summary), None)
+            if known is not None:
+                fresh[file] = known
+        self._chunks = fresh
+
+    def index(self) -> dict[str, Any]:
+        """What the page says of these files: a summary of each kept step, and what was left out."""
+        kept = [chunk.summary for chunk in self._chunks.values() if "groups" in chunk.summary]
+        gone = [chunk.summary for chunk in self._chunks.values() if "groups" not in chunk.summary]
+        return {
+            "steps": kept,
+            "num_steps": len(self._chunks),
+            "left_out_steps": len(gone),
+            "left_out_samples": sum(each["num_samples"] for each in gone)
+            + sum(each["left_out"] for each in kept),
+            "num_bytes": sum(file.num_bytes for file in self._chunks),
+            "cap_bytes": None if math.isinf(self._cap) else self._cap,
+            "damaged": sum(each["damaged"] for each in kept),
+        }
+
+    def packed(self) -> Iterator[tuple[int, bytes]]:
+        """(step, compressed groups) of the kept files."""
+        for file, chunk in self._chunks.items():
+            if chunk.packed is not None:
+                yield file.step, chunk.packed
+
+    def packed_step(self, step: int) -> bytes | None:
+        """The compressed groups of `step`, read now if they are not kept; None if there is no such file."""
+        for file, chunk in self._chunks.items():
+            if file.step == step:
+                if chunk.packed is not None:
+                    return chunk.packed
+                try:
+                    return pack(by_group(read_samples(file.path, FILE_CAP_BYTES).samples))
+                except OSError:
+                    return None
+        return None
+
+    def _read(self, file: SampleFile, whole: bool) -> Chunk | None:
+        try:
+            if not whole:
+                return Chunk({"step": file.step, "num_samples": _count_lines(file.path)}, None)
+            rows = read_samples(file.path, FILE_CAP_BYTES)
+        except OSError:  # the file was removed, or is not readable, and is looked for again
+            return None
+        groups = by_group(rows.samples)
+        summary = {"step": file.step, **_summary(groups), "damaged": rows.num_damaged}
+        return Chunk({**summary, "left_out": rows.num_left_out}, pack(groups) if self._keep else None)
+
+
+def kept_files(files: Sequence[SampleFile], cap_bytes: float) -> set[SampleFile]:
+    """The files of a page: all, or the first, the last and every 2nd, 4th, 8th …, as few as the cap asks."""
+    stride = 1
+    while True:
+        kept = {file for i, file in enumerate(files) if i % stride == 0 or i == len(files) - 1}
+        size = sum(min(file.num_bytes, FILE_CAP_BYTES) for file in kept)
+        if size <= cap_bytes or stride >= len(files):
+            return kept
+        stride *= 2
+
+
+def pack(value: Any) -> bytes:
+    """JSON, compressed, in base64: characters that need no escape in HTML."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
+    raw = text.encode("utf-8", errors="backslashreplace")
+    return base64.b64encode(gzip.compress(raw, GZIP_LEVEL, mtime=0))
+
+
+def number(value: Any) -> float | int | None:
+    """The value if it is a finite number, with at most 6 digits; else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return int(value) if isinstance(value, bool) else None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+        return _sample(row) if isinstance(row, dict) and "completion" in row else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the types that the page relies on."""
+    rewards, columns = row.get("rewards"), row.get("columns")
+    group_id = row.get("group_id", row.get("prompt_index"))
+    sample: dict[str, Any] = {
+        "group_id": group_id if isinstance(group_id, int) else -1,
+        "prompt": _prompt(row.get("prompt")),
+        "completion": _text(row["completion"]),
+        "reward": number(row.get("reward")),
+        "advantage": number(row.get("advantage")),
+        "rewards": {k: number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
+        "columns": _finite(columns) if isinstance(columns, dict) else {},
+        "correct": _correct(row),
+    }
+    sample |= {key: _finite(row[key]) for key in _SAMPLE_KEYS if row.get(key) is not None}
+    if isinstance(row.get("turns"), list):
+        sample["turns"] = [_turn(turn) for turn in row["turns"]]
+    if (tokens := _tokens(row.get("tokens"))) is not None:
+        sample["tokens"] = tokens
+    return sample
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _prompt(value: Any) -> str | list[dict[str, str]]:
+    """The prompt as text, or as messages with `role` and `text`."""
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return [_turn(message) for message in value]
+    return "" if value is None else _text(value)
+
+
+def _turn(turn: Any) -> dict[str, str]:
+    if not isinstance(turn, dict):
+        return {"role": "", "text": _text(turn)}
+    return {"role": _text(turn.get("role", "")), "text": _text(turn.get("text", turn.get("content", "")))}
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for each number that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tokens(tokens: Any) -> dict[str, list[Any]] | None:
+    """The lists of equal length of a sample's tokens; None without texts."""
+    if not isinstance(tokens, dict) or not isinstance(tokens.get("texts"), list) or not tokens["texts"]:
+        return None
+    num_tokens = len(tokens["texts"])
+    lists = {key: tokens[key] for key in _TOKEN_KEYS if isinstance(tokens.get(key), list)}
+    kept = {key: [number(v) for v in values] for key, values in lists.items() if len(values) == num_tokens}
+    return {**kept, "texts": [_text(text) for text in tokens["texts"]]}
+
+
+def _correct(row: Mapping[str, Any]) -> int | None:
+    """1 or 0 if the row says whether the answer is right, itself or by a reward function named so."""
+    values = [row.get("correct")]
+    rewards = row.get("rewards")
+    if isinstance(rewards, dict):
+        values += [value for name, value in rewards.items() if _JUDGES.search(name)]
+    said = next((value for value in map(number, values) if value is not None), None)
+    return None if said is None else int(said >= RIGHT)
+
+
+def _group(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    first = samples[0]
+    shared = [key for key in ("prompt", "columns") if all(each[key] == first[key] for each in samples)]
+    ranked = sorted(samples, key=lambda sample: -math.inf if sample["reward"] is None else -sample["reward"])
+    judged = [each for each in ranked if each["reward"] is not None]
+    ranked = judged + [each for each in ranked if each["reward"] is None]
+    members = [{k: v for k, v in each.items() if k not in (*shared, "group_id")} for each in ranked]
+    for member in members:
+        member["flags"] = _flags(member)
+    return {
+        "id": first["group_id"],
+        **{key: first[key] for key in shared},
+        "no_signal": _no_signal(samples),
+        "samples": members,
+    }
+
+
+def _flags(sample: Mapping[str, Any]) -> list[str]:
+    wrong = sample["correct"] == 0
+    return [
+        name
+        for name, holds in (
+            ("wrong_rewarded", wrong and (sample["reward"] or 0) > 0),
+            ("wrong_pushed", wrong and (sample["advantage"] or 0) > 0),
+            ("truncated", sample.get("finish_reason") == "length"),
+        )
+        if holds
+    ]
+
+
+def _no_signal(samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every advantage of the group is 0; without advantages, whether all rewards are equal."""
+    advantages = [each["advantage"] for each in samples if each["advantage"] is not None]
+    if advantages:
+        return all(abs(value) < _FLAT for value in advantages)
+    rewards = [each["reward"] for each in samples if each["reward"] is not None]
+    return len(rewards) > 1 and max(rewards) - min(rewards) < _FLAT
+
+
+def _summary(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts by which the page finds the steps that a filter leaves, without unpacking them."""
+    samples = [sample for group in groups for sample in group["samples"]]
+
+    def flagged(name: str) -> int:
+        return sum(name in sample["flags"] for sample in samples)
+
+    return {
+        "groups": len(groups),
+        "num_samples": len(samples),
+        "no_signal": sum(group["no_signal"] for group in groups),
+        **{name: flagged(name) for name in ("wrong_rewarded", "wrong_pushed", "truncated")},
+        "judged": sum(sample["correct"] is not None for sample in samples),
+        "correct": sum(sample["correct"] == 1 for sample in samples),
+        "tokens": any("tokens" in sample for sample in samples),
+    }
+
+
+def _left_out(summary: dict[str, Any]) -> dict[str, Any]:
+    count = summary["num_samples"] + summary.get("left_out", 0)
+    return {"step": summary["step"], "num_samples": count}
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))

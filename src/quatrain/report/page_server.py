@@ -1,0 +1,129 @@
+"""Serves the run page on this machine, live: the page asks for what changed while a run is in progress.
+
+`quatrain report RUN --serve` calls it. The server listens on 127.0.0.1 only, answers GET only, and answers no
+request for another host's name, so that no website can read a run through a reader's browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import cast
+
+from quatrain.report.page import Page, shell
+from quatrain.report.page_samples import pack
+
+HOST = "127.0.0.1"
+_CHUNK = re.compile(r"/chunk/(\d{1,4})-(step|eval)-(\d{1,18})")
+
+
+def serve(folders: Sequence[Path], *, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page of the runs until the process is interrupted; `ready` gets its address.
+
+    `port` 0 takes any free port. Raises ValueError if the port cannot be used.
+    """
+    with server(folders, port=port) as http:
+        ready(address(http))
+        with suppress(KeyboardInterrupt):  # the way to end it
+            http.serve_forever()
+
+
+def server(folders: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
+    """A server of the page, which listens and does not answer yet."""
+    pages = _Pages(folders)
+    lock = threading.Lock()
+
+    class Handler(_Handler):
+        def content(self, path: str) -> tuple[str, bytes] | None:
+            with lock:  # a page is refreshed by one request at a time
+                return pages.content(path)
+
+    try:
+        return ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--port must be a free port of this machine: {port} cannot be used ({error}); choose another, "
+            "or 0 for any free one"
+        ) from error
+
+
+def address(http: ThreadingHTTPServer) -> str:
+    """The page's address."""
+    return f"http://{HOST}:{http.server_port}/"
+
+
+class _Pages:
+    """What is answered for each path; data is read again only if a file of the runs has changed."""
+
+    def __init__(self, folders: Sequence[Path]):
+        self._page = Page(folders, capped=False, keep_packed=False)
+        self._title = ", ".join(folder.resolve().name for folder in folders)
+        self._data, self._stamp = b"", ""
+
+    def content(self, path: str) -> tuple[str, bytes] | None:
+        """(media type, bytes) of a path; None if there is nothing."""
+        if path == "/":
+            return "text/html; charset=utf-8", shell(self._title, live=True).encode(errors="replace")
+        if path == "/data":
+            return "application/gzip", self._read()
+        if match := _CHUNK.fullmatch(path):
+            packed = self._page.chunk(int(match[1]), match[2], int(match[3]))
+            return None if packed is None else ("application/gzip", base64.b64decode(packed))
+        return None
+
+    def _read(self) -> bytes:
+        stamp = self._page.stamp()
+        if stamp != self._stamp:
+            self._data, self._stamp = base64.b64decode(pack(self._page.data(live=True))), stamp
+        return self._data
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET; subclasses say with what."""
+
+    protocol_version = "HTTP/1.1"
+
+    def content(self, path: str) -> tuple[str, bytes] | None:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        if not self._for_this_host():
+            self._answer(
+                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this server is for its own machine\n"
+            )
+            return
+        found = self.content(self.path.partition("?")[0])
+        if found is None:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing here\n")
+            return
+        media, body = found
+        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, media, b"", tag)
+        else:
+            self._answer(HTTPStatus.OK, media, body, tag)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged: the page asks every few seconds."""
+
+    def _for_this_host(self) -> bool:
+        port = cast(ThreadingHTTPServer, self.server).server_port
+        return self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
+
+    def _answer(self, status: HTTPStatus, media: str, body: bytes, tag: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", media)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-cache")
+        if tag is not None:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)

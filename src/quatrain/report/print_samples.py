@@ -1,0 +1,116 @@
+"""Prints the completions of a run in a terminal: each prompt, then its group, the largest reward first.
+
+`quatrain samples` calls it; it reads the same files as the run page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from quatrain.report.page_samples import EVAL, STEP, by_group, read_samples, sample_files
+
+# Control characters of a completion could move the cursor, or rename the terminal: they are shown as symbols.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+_C1, _SURROGATES = range(0x80, 0xA0), range(0xD800, 0xE000)
+_BIDIRECTIONAL = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they reverse the text around them
+_VISIBLE |= dict.fromkeys((*_C1, *_SURROGATES, *_BIDIRECTIONAL), 0xFFFD)
+
+
+def print_samples(
+    folder: Path, console: Console, *, step: int | None = None, evaluation: bool = False
+) -> None:
+    """Print the samples of training step `step` (None: the last), or of the evaluation after it.
+
+    Raises ValueError if there are none of that step.
+    """
+    kind, what = (EVAL, "evaluation completions") if evaluation else (STEP, "samples")
+    files = {file.step: file for file in sample_files(folder, kind)}
+    if not files:
+        raise ValueError(
+            f"there are no {what} in {folder / 'samples'}; a run writes samples of training steps if "
+            "logging.samples_per_step is above 0, and evaluation completions when it evaluates"
+        )
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        near = sorted(sorted(files, key=lambda known: abs(known - chosen))[:4])
+        raise ValueError(
+            f"--step must be a step with {what}: got {chosen}; {len(files)} steps from {min(files)} to "
+            f"{max(files)} have them, the nearest are {', '.join(map(str, near))}"
+        )
+    rows = read_samples(files[chosen].path)
+    groups = by_group(rows.samples)
+    for group in groups:
+        _print_group(console, chosen, group)
+    damaged = f", {rows.num_damaged} damaged lines skipped" if rows.num_damaged else ""
+    _line(
+        console,
+        f"step {chosen} of {folder.resolve().name}: {len(rows.samples)} completions of {len(groups)} "
+        f"prompts{damaged}",
+        "dim",
+    )
+
+
+def _print_group(console: Console, step: int, group: dict[str, Any]) -> None:
+    signal = "  no signal" if group["no_signal"] else ""
+    name = f"{_shown(group['samples'][0].get('set', ''))} " if group["samples"][0].get("set") else ""
+    console.print(Rule(Text(f"step {step}  {name}prompt {group['id']}{signal}"), align="left", style="dim"))
+    if "prompt" in group:
+        _print_text(console, group["prompt"])
+    for name, value in group.get("columns", {}).items():
+        _line(console, f"{name}: {_value(value)}", "cyan")
+    for sample in group["samples"]:
+        console.print()
+        _line(console, _facts(sample), _style(sample))
+        if "prompt" not in group:
+            _print_text(console, sample["prompt"])
+        _print_text(console, sample.get("turns") or sample["completion"])
+    console.print()
+
+
+def _facts(sample: dict[str, Any]) -> str:
+    rewards = [f"{name} {_number(value)}" for name, value in sample["rewards"].items()]
+    advantage = sample["advantage"]
+    facts = [
+        f"reward {_number(sample['reward'])}",
+        *rewards,
+        *([] if advantage is None else [f"advantage {advantage:+.3g}"]),
+        *([] if sample["correct"] is None else ["right" if sample["correct"] else "wrong"]),
+        *([str(sample["finish_reason"])] if "finish_reason" in sample else []),
+        *([f"{sample['completion_tokens']} tokens"] if "completion_tokens" in sample else []),
+    ]
+    return "  ".join(facts)
+
+
+def _style(sample: dict[str, Any]) -> str:
+    return {1: "bold green", 0: "bold red"}.get(sample["correct"], "bold")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _print_text(console: Console, text: str | list[dict[str, str]]) -> None:
+    if isinstance(text, str):
+        _line(console, text)
+        return
+    for turn in text:
+        _line(console, turn["role"], "magenta")
+        _line(console, turn["text"])
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(_shown(text), style=style), soft_wrap=not console.is_terminal)
+
+
+def _shown(text: str) -> str:
+    return text.translate(_VISIBLE)
