@@ -20,7 +20,7 @@ SMALL = (
     "eval.every_steps=2",
     "checkpoint.every_steps=2",
 )
-CHANGING = re.compile(r"^time/|_per_s$|compilations$|^rollout/(prefill|decode)_s$")
+CHANGING = re.compile(r"^time/|_per_s$|^reward/.*/seconds$|compilations$|^rollout/(prefill|decode)_s$")
 """Timings differ between runs; whether something compiles depends on what ran before in the process."""
 
 

@@ -20,7 +20,7 @@ from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.metrics import Metric, Metrics, combine
 from quatrain.policy import LoadedPolicy, build_engine, build_scorer, load_policy
 from quatrain.report.metrics import reduce_metrics
-from quatrain.report.progress import Progress
+from quatrain.report.progress import Progress, waiting
 from quatrain.report.samples import evaluation_sample
 from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer, short_names
@@ -205,6 +205,18 @@ def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: value for name, value in reduce_metrics(metrics).items() if math.isfinite(value)}
 
 
+def result(sets: Sequence[EvaluationSet], numbers: Mapping[str, float]) -> str:
+    """The accuracies, or else the mean reward, of one evaluation, on one line."""
+    parts = []
+    for each in sets:
+        names = [name for name in ACCURACIES if each.prefix + name in numbers] or ["reward"]
+        keys = {ACCURACIES.get(name, name): each.prefix + name for name in names}
+        values = [f"{label} {numbers[key]:.3f}" for label, key in keys.items() if key in numbers]
+        of = " ".join(filter(None, (each.name, f"on {numbers[f'{each.prefix}num_prompts']:.0f} prompts")))
+        parts.append(f"{', '.join(values)} ({of})")
+    return "; ".join(parts)
+
+
 def results(
     sets: Sequence[EvaluationSet], before: Mapping[str, float], after: Mapping[str, float]
 ) -> Iterator[str]:
@@ -240,7 +252,7 @@ def _greedy_metrics(
         **{
             name: metric
             for name, metric in rewarded.metrics.items()
-            if name.startswith("reward/") and metric.reduction == "sum"
+            if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
         },
     }
     if right is not None:
@@ -274,7 +286,8 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     config = resolved.config
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
-    loaded = load_policy(config, critic=False)
+    with waiting("loading the model"):
+        loaded = load_policy(config, critic=False)
     count = config.eval.final_num_prompts
     with (
         closing(build_scorer(config, loaded)) as scorer,

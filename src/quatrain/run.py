@@ -30,18 +30,19 @@ from quatrain.config.secrets import redact, redact_values
 from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
-from quatrain.evaluate import Evaluation, Evaluator, finite_numbers, results
+from quatrain.evaluate import Evaluation, Evaluator, finite_numbers, result, results
 from quatrain.export import export_policy
 from quatrain.metrics import Metric, Metrics
 from quatrain.models.params import abstract_params
 from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.mesh import to_memory
+from quatrain.plan.batches import overview
 from quatrain.plan.batches import plan as batch_plan
-from quatrain.plan.batches import render
 from quatrain.policy import build_engine, build_scorer, load_policy
 from quatrain.report.best import Best
+from quatrain.report.hints import Hints, hints_in
 from quatrain.report.metrics import StageTimer
-from quatrain.report.progress import Progress
+from quatrain.report.progress import Progress, waiting
 from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
 from quatrain.reward.calls import DATA_SOURCE
@@ -100,7 +101,7 @@ def _opened(
         try:
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
-            with stop.interruptible():
+            with stop.interruptible(), waiting("loading model and data"):
                 run = Run(resolved, folder, stop, reward_functions)
         except BaseException as error:
             if isinstance(error, Stopped):
@@ -113,6 +114,7 @@ def _opened(
             redact=lambda text: redact(text, os.environ),
             run_config=plain(resolved),
             token_text=lambda token: run.loaded.tokenizer.decode([token]),
+            hints=Hints(config, run.steps, hints_in(folder.hints) if folder.resumed else ()),
         )
         for warning in run.warnings:
             logger.warning("%s", warning)
@@ -264,8 +266,9 @@ class Run:
         """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
         self.report.event(f"run {self.folder.name}: {plan}")
         batches = batch_plan(self.config, devices=jax.device_count(), processes=num_processes())
-        for line in render(batches).splitlines():
+        for line in overview(batches):
             self.report.event(line)
+        self.folder.write_plan(batches.to_dict())
         data, sft = self.config.data, self.config.sft
         train = shown_data_sets(data.train)
         for spec, source in (
@@ -433,6 +436,7 @@ class Run:
         }
         self.report.log(step, metrics)
         self.report.samples(step, advantaged)
+        self.report.hint(step, metrics)
         gap = logprob_diff_warning(self.config, update)
         if gap is not None:
             logger.warning("step %d: %s", step, gap)
@@ -488,6 +492,8 @@ class Run:
         self.report.evaluation(step, found.samples)
         self.report.page()
         numbers = finite_numbers(found.metrics)
+        if not last:
+            self.report.event(f"evaluation at step {step}: {result(self.evaluator.sets, numbers)}")
         self._note_best(step, numbers)
         self.accuracy = numbers.get(f"{self.evaluator.sets[0].prefix}accuracy_lenient")
         return numbers

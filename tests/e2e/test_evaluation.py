@@ -134,3 +134,19 @@ def test_completions_longer_than_the_model_has_positions(tmp_path):
 def test_an_accuracy_function_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="no_such"):
         evaluate_run(small_run(tmp_path, "x", "eval.accuracy=no_such"))
+
+
+def test_what_is_probably_wrong_is_told_once_and_kept(tmp_path):
+    options = ("run.steps=2", "sft.steps=0", "rollout.max_new_tokens=3", "eval.every_steps=0")
+    run = train(small_run(tmp_path, "run", *options)).run
+    (hint, *_) = [json.loads(line) for line in (run / "hints.jsonl").read_text().splitlines()]
+    assert (hint["step"], hint["hint"]) == (1, "truncated")
+    log = (run / "run.log").read_text()
+    assert log.count("of the completions were cut at rollout.max_new_tokens (3)") == 1
+    assert f"step 1: {hint['text']}" in log
+    assert json.loads((run / "plan.json").read_text())["sequences_per_step"] == 16
+    assert "batch: 4 prompts x 4 samples = 16 sequences" in log
+    assert (
+        "evaluation at step 0: accuracy 0.000, accuracy with the required format 0.000 (on 8 prompts)" in log
+    )
+    assert read_metrics(run / "metrics.jsonl")[-1]["reward/correct/seconds"] >= 0

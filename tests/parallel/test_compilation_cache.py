@@ -264,7 +264,10 @@ def _run(folder, name, cache):
     counts = json.loads(done.stdout.split("PROGRAMS")[1])
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     compile_s = sum(row.get("time/compile_s", 0.0) for row in rows)
-    same = [{k: v for k, v in row.items() if not k.startswith(TIMED) and k not in OTHERS} for row in rows]
+    same = [
+        {k: v for k, v in row.items() if not k.startswith(TIMED) and k not in OTHERS and "/seconds" not in k}
+        for row in rows
+    ]
     return *counts, same, compile_s
 
 

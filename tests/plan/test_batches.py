@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quatrain.config.load import load_config
 from quatrain.ops.packing import plan_packing
-from quatrain.plan.batches import plan, render
+from quatrain.plan.batches import overview, plan, render
 
 PROMPTS_60_SAMPLES_12 = {"data.batch_size": 60, "rollout.n": 12, "data.max_prompt_length": 512}
 FIXED_8 = {"update.micro_batch_size": 8, "logprob.micro_batch_size": 8}
@@ -408,3 +408,18 @@ def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
     rounds = {"rollout": {"dynamic_sampling_rounds": 10}, "data": {"batch_size": 64}}
     assert planned(rounds)["drawn_prompts_per_step"] == {"min": 64, "max": 640}
     assert "drawn_prompts_per_step" not in planned()
+
+
+def test_the_overview_has_five_sentences_with_the_numbers_of_the_plan():
+    lines = overview(plan(load_config(None, (), environ={}).config))
+    assert lines == [
+        "batch: 32 prompts x 8 samples = 256 sequences of at most 48 tokens",
+        "devices: 1 device in 1 process; 1 data shard of 1 device; 1 rollout replica of 256 sequences",
+        "update: 1 optimizer step of 256 sequences, in 1 micro-batch of at most 16384 tokens on each "
+        "data shard",
+        "log-probabilities before it: 1 sweep of the batch, in 1 micro-batch of at most 32768 tokens on each "
+        "data shard",
+        "every number with its formula: plan.json, or quatrain plan",
+    ]
+    rows = overview(plan(load_config(None, ["update.micro_batch_size=8"], environ={}).config))
+    assert "in 32 micro-batches of at most 8 sequences on each data shard" in rows[2]

@@ -1,6 +1,8 @@
 import io
 import re
+import threading
 import time
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -212,3 +214,57 @@ def test_a_compilation_is_told_to_the_display_that_is_open(monkeypatch):
         jax.jit(lambda x: x * 3.25)(x)
     jax.jit(lambda x: x * 4.25)(x)
     assert told == [1]
+
+
+def test_a_silent_stage_says_that_it_goes_on(clock, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_every_second", _by_hand(calls))
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out)) as progress:
+        progress.stage("update")
+        for _ in range(75):
+            clock[0] += 1
+            calls[0]()
+    assert out.getvalue().splitlines() == [
+        "train 0/3 | 0:30 elapsed | update",
+        "train 0/3 | 1:00 elapsed | update",
+    ]
+
+
+def test_loading_says_that_it_goes_on(clock, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_every_second", _by_hand(calls))
+    out = io.StringIO()
+    with module.waiting("loading the model", console=Console(file=out)):
+        for _ in range(65):
+            clock[0] += 1
+            calls[0]()
+    assert out.getvalue().splitlines() == [f"loading the model | {at} elapsed" for at in ("0:30", "1:00")]
+
+
+def _by_hand(calls):
+    @contextmanager
+    def every_second(call):
+        calls.append(call)
+        yield
+
+    return every_second
+
+
+def test_calls_come_about_once_a_second():
+    told = threading.Event()
+    with module._every_second(told.set):
+        assert told.wait(30)
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_in_a_terminal_every_step_keeps_its_line():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    with Progress(3, console=console) as progress:
+        progress.phase("train")
+        for step in (1, 2, 3):
+            progress.step(step, reward=step / 4)
+    text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue())
+    for step in (1, 2, 3):
+        assert f"train {step}/3  reward {step / 4:.3f}" in text

@@ -442,6 +442,34 @@ def _shares(total: _Span, parts: int, written: str | None = None) -> str:
     return f"floor({total.low} / {text}) to ceil({total.high} / {text})"
 
 
+def overview(result: BatchPlan) -> list[str]:
+    """The plan in five sentences; `render` has every number with its formula."""
+
+    def some(key: str, noun: str, plural: str = "s") -> str:
+        value = result[key]
+        if isinstance(value, dict):
+            return f"{value['min']} to {value['max']} {noun}{plural}"
+        return f"{value} {noun}" if value == 1 else f"{value} {noun}{plural}"
+
+    def micro_batches(passes: str, prefix: str = "") -> str:
+        budget, size = f"{prefix}max_tokens_per_device", f"{prefix}micro_batch_sequences"
+        of = some(size, "sequence") if result[budget] is None else some(budget, "token")
+        return f"{some(passes, 'micro-batch', 'es')} of at most {of} on each data shard"
+
+    return [
+        f"batch: {some('prompts_per_step', 'prompt')} x {some('samples_per_prompt', 'sample')} = "
+        f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
+        f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
+        f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}; "
+        f"{some('rollout_replicas', 'rollout replica')} of {some('sequences_per_replica', 'sequence')}",
+        f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
+        f"{some('mini_batch_sequences', 'sequence')}, in {micro_batches('micro_batches_per_optimizer_step')}",
+        f"log-probabilities before it: {some('logprob_sweeps', 'sweep')} of the batch, in "
+        f"{micro_batches('logprob_forward_passes', 'logprob_')}",
+        "every number with its formula: plan.json, or quatrain plan",
+    ]
+
+
 def render(batch_plan: BatchPlan) -> str:
     """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
     cells = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]

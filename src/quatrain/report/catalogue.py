@@ -247,6 +247,9 @@ CATALOGUE: dict[str, MetricDoc] = {
             ),
         )
     },
+    "reward/<name>/seconds": MetricDoc(
+        "s", "sum", "Seconds that this reward function or reward model took for the completions of the step."
+    ),
     "reward/<name>/abstained": MetricDoc(
         "sequences",
         "sum",

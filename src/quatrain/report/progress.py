@@ -1,8 +1,9 @@
 """Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
 
-The training loop updates it. In a terminal two lines are redrawn, the second with the stage that runs within
-the step; if stderr is a file, a pipe or a CI log, plain lines are printed, without control characters. While
-JAX compiles a program, the display says so, and how many programs the stage has compiled.
+The training loop updates it. In a terminal each step leaves a line, and below them two lines are redrawn, the
+second with the stage that runs within the step. If stderr is a file, a pipe or a CI log, plain lines are
+printed, without control characters, and in every stage at least one in half a minute. While JAX compiles a
+program, the display says so, and how many programs the stage has compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -87,6 +89,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._open.enter_context(watching_compilations(self._begins_to_compile))
+        if self._plain:
+            self._open.enter_context(_every_second(self._break_silence))
         if self._live_display:
             self._live = Live(
                 get_renderable=self._render,
@@ -107,12 +111,10 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, total: int | None = None, *, first: int | None = None) -> None:
-        """Begin a phase of `total` steps (default: those of the run); the last phase's line stays visible.
+        """Begin a phase of `total` steps (default: those of the run).
 
         `first`: number of steps already done; default: one less than the first step passed to `step`.
         """
-        if self._live is not None and self._state.step:
-            self._console.print(self._line())
         self._state = _State(
             name,
             total or self._total_steps,
@@ -131,18 +133,12 @@ class Progress:
         state.programs_before, state.told_compiling = num_compilations(), False
 
     def detail(self, text: str) -> None:
-        """Show the progress within the stage, until the next stage or step; may be called often.
-
-        Without a terminal, it is printed only if no line was printed for QUIET_INTERVAL_S seconds.
-        """
+        """Show the progress within the stage, until the next stage or step; may be called often."""
         self._state.detail = text
         self._break_silence()
 
     def beside(self, text: str) -> None:
-        """Show what runs beside the stages of the step, in another thread; called often, from there.
-
-        Without a terminal, it is printed only if no line was printed for QUIET_INTERVAL_S seconds.
-        """
+        """Show what runs beside the stages of the step, in another thread; called often, from there."""
         self._state.beside = text
         self._break_silence()
 
@@ -162,12 +158,15 @@ class Progress:
         state.reward = state.reward if reward is None else reward
         state.accuracy = state.accuracy if accuracy is None else accuracy
         state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
+        if self._live is not None:
+            self._console.print(_cropped(*map(Text, (f"{state.phase} {step}/{state.total}", *self._facts()))))
         now = time.monotonic()
         if self._plain and (now - self._printed_at >= PLAIN_INTERVAL_S or step == state.total):
             self._printed_at = now
             self._print_plain()
 
     def _break_silence(self) -> None:
+        """Without a terminal, print a line if none was printed for QUIET_INTERVAL_S seconds."""
         if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
             self._print_plain(self._doing())
 
@@ -237,6 +236,42 @@ class Progress:
             return None
         computed = elapsed - (compile_seconds() - state.compiled_before_s)
         return f"{_clock(max(computed, 0.0) / done * (state.total - state.step))} left"
+
+
+@contextmanager
+def waiting(what: str, *, console: Console | None = None) -> Iterator[None]:
+    """Say every QUIET_INTERVAL_S seconds that the block, `what`, goes on; prints in the main process only."""
+    began = time.monotonic()
+    told = [0]
+
+    def tell() -> None:
+        seconds = time.monotonic() - began
+        if is_main_process() and seconds >= QUIET_INTERVAL_S * (told[0] + 1):
+            told[0] += 1
+            print(
+                f"{what} | {_clock(seconds)} elapsed", file=(console or Console(stderr=True)).file, flush=True
+            )
+
+    with _every_second(tell):
+        yield
+
+
+@contextmanager
+def _every_second(call: Callable[[], None]) -> Iterator[None]:
+    """Calls `call` about once a second, in another thread, until the block ends."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(1.0):
+            call()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _cropped(*cells: Text) -> Text:

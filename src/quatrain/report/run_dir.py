@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +94,16 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def hints(self) -> Path:
+        """What the run was told to be probably wrong: one JSON object per hint."""
+        return self.path / "hints.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """The batch plan (JSON)."""
+        return self.path / "plan.json"
+
+    @property
     def samples(self) -> Path:
         """Folder with the completions of each step."""
         return self.path / "samples"
@@ -142,6 +154,11 @@ class RunDir:
         draft.write_text(text, encoding="utf-8")
         draft.replace(self.config)
 
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write the batch plan to `plan.json`."""
+        if is_main_process():
+            self.plan.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+
     def rewind(self, step: int) -> int:
         """Move the metrics after `step` to `metrics.discarded.jsonl`; returns the number of moved lines."""
         if not is_main_process():
@@ -166,6 +183,7 @@ class RunDir:
             if (self.path / "reference").exists():
                 shutil.rmtree(self.path / "reference")
                 _log.warning("reference/ of an earlier attempt without a checkpoint is overwritten")
+            self.hints.unlink(missing_ok=True)
             self.rewind(-1)
 
         decided_by_main(put_aside)

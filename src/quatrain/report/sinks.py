@@ -20,6 +20,7 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.stop import Stopped
 from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
+from quatrain.report.hints import Hints
 from quatrain.report.metrics import MetricsFile, reduce_metrics
 from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
@@ -39,7 +40,7 @@ class Report:
     that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
     every message, sample and metric name before it is written. `run_config`: the resolved configuration,
     shown in W&B; it must not contain secrets. `token_text` returns the text of a token id, for
-    `logging.sample_tokens`.
+    `logging.sample_tokens`. `hints` finds what is probably wrong in a step.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Report:
         redact: Redact,
         run_config: Mapping[str, Any] | None = None,
         token_text: TokenText | None = None,
+        hints: Hints | None = None,
     ):
         self._run = run_dir
         self._config = config
         self._redact = redact
         self._token_text = token_text
+        self._hints = hints
         self._main = is_main_process()
         self._level_before = _root_log.level
         if not self._main:
@@ -97,6 +100,19 @@ class Report:
         for service in self._services:
             service.log(step, finite)
 
+    def hint(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
+        """Log the hints that the metrics of training step `step` give, and write them to `hints.jsonl`."""
+        if not self._main or self._hints is None:
+            return
+        for hint in self._hints.found(step, reduce_metrics(metrics)):
+            _log.warning("step %d: %s", step, hint.text)
+            row = {"step": step, "hint": self._redact(hint.hint), "text": self._redact(hint.text)}
+            self._guard("hints", partial(self._append_hint, json.dumps(row)))
+
+    def _append_hint(self, line: str) -> None:
+        with self._run.hints.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
     def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
         """Write the first `logging.samples_per_step` sequences of `step` to `samples/step_000010.jsonl`."""
         count = min(self._config.samples_per_step, len(advantaged.rollouts))
@@ -117,7 +133,7 @@ class Report:
         ]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         text, path = "\n".join(lines) + "\n", self._run.samples / name
-        self._guard("samples", lambda: path.write_text(text, encoding="utf-8", errors="backslashreplace"))
+        self._guard("samples", lambda: _write_whole(path, text))
 
     def _write_metrics(self) -> None:
         while self._unwritten:
@@ -194,6 +210,12 @@ class Report:
             plot_run(self._run.path, self._run.plot)
         except Exception as error:
             _log.warning("no plot.png was drawn: %s", error)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+    draft.replace(path)
 
 
 def _redacted(value: Any, redact: Redact) -> Any:

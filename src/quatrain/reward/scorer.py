@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ class Scores(NamedTuple):
     counts: Mapping[str, int]
     """Numbers of sequences or tokens, by the last part of the metric `reward/<name>/…`."""
     seconds: float = 0.0
-    """Seconds of computation on the devices."""
+    """Seconds that it took."""
 
 
 class RewardScorer:
@@ -200,7 +201,8 @@ class RewardScorer:
         metrics: dict[str, Metric] = {}
         for row, name in zip(raw, self._weights, strict=True):
             metrics |= describe(f"reward/{name}", row, _STATS)
-            counts = {**scores[name].counts, "abstained": int(np.isnan(row).sum())}
+            counts: dict[str, float] = {**scores[name].counts, "abstained": int(np.isnan(row).sum())}
+            counts["seconds"] = scores[name].seconds
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
         metrics |= describe("reward", rewards, _STATS)
@@ -229,14 +231,16 @@ class RewardScorer:
         own[Samples.of(rollouts).of_sources(self._sources[name])] = True
         return scores._replace(values=np.where(own, np.asarray(scores.values, np.float32), np.nan))
 
-    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int]]]:
+    def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int], float]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
         samples = Samples.of(rollouts)
-        called: dict[str, tuple[list[float], dict[str, int]]] = {}
+        called: dict[str, tuple[list[float], dict[str, int], float]] = {}
         for function in self._functions:
+            began = time.perf_counter()
             values, errors = score_function(function, samples, self._per_call)
             kinds = {f"errors/{kind}": count for kind, count in errors.items()}
-            called[function.name] = values.tolist(), {"errors": errors.total(), **kinds}
+            seconds = time.perf_counter() - began
+            called[function.name] = values.tolist(), {"errors": errors.total(), **kinds}, seconds
         return called
 
 
