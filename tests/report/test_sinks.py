@@ -185,6 +185,7 @@ class FakeWandB(types.ModuleType):
     def __init__(self, fails=""):
         super().__init__("wandb")
         self.fails, self.told, self.started = fails, [], []
+        self.Table = lambda columns, data: (columns, data)
 
     def _call(self, name):
         if self.fails == name:
@@ -240,7 +241,7 @@ def test_a_missing_package_is_reported_once(run, monkeypatch, capsys):
     console = capsys.readouterr().err
     assert console.count("W&B failed to start") == 1
     assert console.count("TensorBoard failed to start") == 1
-    assert "pip install 'quatrain[wandb,tensorboard]'" in console
+    assert "pip install 'quatrain[wandb,trackio,tensorboard]'" in console
 
 
 def test_disabled_services_are_not_imported(run, monkeypatch):
@@ -379,3 +380,42 @@ def test_completions_of_evaluations_are_redacted_and_other_values_of_columns_bec
     expected = {"step": 5, "set": "", "completion": "***", "columns": {"when": "2026-01-02", "x": "nan"}}
     assert json.loads(line) == expected
     assert not (run.samples / "eval_000006.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"), [("wandb", {"wandb": "offline"}), ("trackio", {"trackio": "p"})]
+)
+def test_a_service_gets_tables_of_samples_and_evaluations_without_secrets(run, monkeypatch, package, setting):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, package, fake)
+    report = Report(
+        run,
+        LoggingConfig(sample_tokens=True, samples_per_step=1, **setting),
+        redact=lambda text: text.replace("four", "***"),
+        token_text=str,
+    )
+    report.samples(3, batch())
+    report.evaluation(3, [{"set": "", "columns": {"answer": [1]}, "correct": 1.0}])
+    report.close()
+    (step, samples), (_, evaluations), finished = fake.told
+    assert (step, finished) == (3, "finished")
+    columns, rows = samples["samples"]
+    row = dict(zip(columns, rows[0], strict=True))
+    assert (row["completion"], row["reward/correct"], row["advantage"]) == ("***", 0.1, 0.25)
+    assert "tokens" not in columns
+    assert evaluations["evaluation"] == (
+        ["step", "set", "columns", "correct"],
+        [[3, "", '{"answer": [1]}', 1.0]],
+    )
+
+
+def test_trackio_gets_the_run_and_continues_it(run, monkeypatch, capsys):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    for folder, resume in ((run, "never"), (replace(run, resumed=True), "allow")):
+        report = Report(folder, LoggingConfig(trackio="mine"), redact=plain, run_config={"seed": 1})
+        report.log(1, {"loss": 1.0, "update/kl": math.inf})
+        report.close()
+        told = fake.started[-1]
+        assert told == {"project": "mine", "name": "first", "config": {"seed": 1}, "resume": resume}
+    assert fake.told == [(1, {"loss": 1.0}), "finished"] * 2

@@ -919,6 +919,9 @@ class LoggingConfig(Section):
         "`online` if WANDB_API_KEY is set, else `disabled`.",
     )
     wandb_project: Text = Field("quatrain", description="Project in Weights & Biases.")
+    trackio: Text | None = Field(
+        None, description="Project in Trackio (extra `trackio`) that the run is logged to; null: none."
+    )
     tensorboard: bool = Field(False, description="Write TensorBoard files (extra `tensorboard`).")
     samples_per_step: NonNegative = Field(
         16, description="Completions written to `samples/` at each training step."

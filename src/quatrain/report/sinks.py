@@ -1,4 +1,4 @@
-"""Writes metrics, samples and log messages of a run to its files, the console, W&B and TensorBoard.
+"""Writes metrics, samples and log messages of a run to its files, the console and logging services.
 
 At the end of a step, `Run.record` passes the metrics of all stages and the finished batch to `Report`. Only
 the main process writes anything.
@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.report.run_dir import RunDir
 from quatrain.report.samples import TokenText, training_sample
+from quatrain.report.services import Service, start_services
 from quatrain.types import AdvantagedBatch
 
 Redact = Callable[[str], str]
@@ -67,7 +67,7 @@ class Report:
         """Rows of metrics that are not on disk: the disk was full."""
         self._failing: set[str] = set()
         self._handlers: list[logging.Handler] = []
-        self._services: list[_Service] = []
+        self._services: list[Service] = []
         self._page = Page([run_dir.path])
         if not self._main:
             return
@@ -79,10 +79,7 @@ class Report:
         _root_log.propagate = False
         if run_dir.note:
             self.event(run_dir.note)
-        if config.wandb in ("online", "offline"):
-            self._services.append(_Service("W&B", lambda: _WandB(run_dir, config, run_config or {})))
-        if config.tensorboard:
-            self._services.append(_Service("TensorBoard", lambda: _TensorBoard(run_dir)))
+        self._services = start_services(run_dir, config, run_config or {})
 
     def log(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
         """Write the metrics of `step`, each reduced to one number.
@@ -127,13 +124,14 @@ class Report:
             self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
 
     def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        lines = [
-            json.dumps(_redacted(record, self._redact), ensure_ascii=False, allow_nan=False)
-            for record in records
-        ]
+        records = [_redacted(record, self._redact) for record in records]
+        lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         text, path = "\n".join(lines) + "\n", self._run.samples / name
         self._guard("samples", lambda: _write_whole(path, text))
+        table = "evaluation" if name.startswith("eval") else "samples"
+        for service in self._services:
+            service.samples(records[0]["step"], table, records)
 
     def _write_metrics(self) -> None:
         while self._unwritten:
@@ -265,88 +263,3 @@ class _ConsoleHandler(logging.Handler):
             print(style.format(record), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
-
-
-class _WandB:
-    """A Weights & Biases run; a resumed run keeps its id."""
-
-    def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
-        import wandb
-
-        kept_id = run_dir.path / "wandb_id"
-        if run_dir.restarted:  # W&B rejects steps that were logged before, so a restarted run gets a new id
-            kept_id.unlink(missing_ok=True)
-        if not kept_id.exists():
-            kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-        self._run = wandb.init(
-            project=config.wandb_project,
-            name=run_dir.name,
-            id=kept_id.read_text(encoding="utf-8"),
-            resume="allow",
-            mode=config.wandb,
-            dir=str(run_dir.path),
-            config=dict(run_config),
-            # W&B would upload what is printed, and the command line with all its --set, before redaction.
-            settings={"console": "off", "x_disable_meta": True},
-        )
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _TensorBoard:
-    """TensorBoard event files in `tensorboard/`."""
-
-    def __init__(self, run_dir: RunDir):
-        from tensorboardX import SummaryWriter
-
-        self._new_writer = partial(SummaryWriter, str(run_dir.path / "tensorboard"))
-        self._again = run_dir.resumed or run_dir.restarted
-        self._writer: Any = None
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._writer is None:
-            # A run that goes on logs the steps after its checkpoint again: earlier values are removed.
-            self._writer = self._new_writer(purge_step=step if self._again else None)
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class _Service:
-    """A service created by `make`; after its first failure, it causes one warning and is not used again."""
-
-    def __init__(self, name: str, make: Callable[[], _WandB | _TensorBoard]):
-        self._name = name
-        self._sink: _WandB | _TensorBoard | None = None
-        self._guard("start", lambda: setattr(self, "_sink", make()))
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        sink = self._sink
-        if sink is not None:
-            self._guard("log", lambda: sink.log(step, numbers))
-
-    def close(self) -> None:
-        sink = self._sink
-        if sink is not None:
-            self._guard("finish", sink.close)
-
-    def _guard(self, what: str, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except ImportError as error:
-            self._fail(what, f"{error}; install it with `pip install 'quatrain[wandb,tensorboard]'`")
-        except Exception as error:
-            self._fail(what, f"{type(error).__name__}: {error}")
-
-    def _fail(self, what: str, reason: str) -> None:
-        self._sink = None
-        _log.warning(
-            "%s failed to %s and is not used any more; the run continues (%s)", self._name, what, reason
-        )
