@@ -531,3 +531,25 @@ def test_the_other_processes_hear_of_an_error(quatrain, monkeypatch, error, stat
 
 def test_version(quatrain):
     assert quatrain("--version")[1].startswith("quatrain 0.")
+
+
+def test_a_run_is_evaluated_with_its_configuration_and_model(quatrain, monkeypatch, tmp_path):
+    told = []
+    stand_in(monkeypatch, "evaluate", "evaluate_run", lambda resolved: told.append(resolved.config) or {})
+    run = tmp_path / "a run"
+    status, _, message = _refused_eval(quatrain, run)
+    assert (status, "has no config.yaml" in message) == (2, True)
+    (run / "config.yaml").write_text("seed: 7\nmodel:\n  path: elsewhere\n  tokenizer: elsewhere\n")
+    status, _, message = quatrain("eval", str(run))
+    assert (status, "has no final/: the run did not come to its end" in message) == (2, True)
+    assert quatrain("eval", str(run), "--set", "model.path=other")[0] == 0
+    (run / "final").mkdir()
+    assert quatrain("eval", str(run), "--set", "eval.n=2")[0] == 0
+    assert [config.model.path for config in told] == ["other", str(run / "final")]
+    assert told[1].model.tokenizer == str(run / "final")
+    assert (told[1].seed, told[1].eval.n) == (7, 2)
+
+
+def _refused_eval(quatrain, run):
+    run.mkdir()
+    return quatrain("eval", str(run))

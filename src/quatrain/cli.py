@@ -150,7 +150,7 @@ def train(
     epilog=_examples(
         "eval",
         "eval configs/gsm8k_smollm2_cpu.yaml --set eval.final_num_prompts=100",
-        "eval configs/gsm8k_smollm2_cpu.yaml --set model.path=runs/my-run/final",
+        "eval runs/my-run --set eval.n=8",
     ),
 )
 def evaluate(
@@ -160,7 +160,9 @@ def evaluate(
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Measure a model's accuracy on the evaluation prompts."""
+    """Measure a model's accuracy on the evaluation prompts; of a run (its folder): as the run does."""
+    if config is not None and config.is_dir():
+        config, set_ = _run_to_evaluate(config, set_)
     resolved = _resolve(config, set_)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.cluster.processes import is_main_process
@@ -524,6 +526,24 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
             f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
         )
     return found, run
+
+
+def _run_to_evaluate(run: Path, overrides: list[str] | None) -> tuple[Path, list[str]]:
+    """(configuration file, overrides) that evaluate the trained model of the run in the folder `run`."""
+    config, final = run / "config.yaml", run / "final"
+    if not config.is_file():
+        raise ValueError(
+            f"a folder that is evaluated must be that of a run: {run} has no config.yaml; for a model's "
+            f"folder, give a CONFIG.yaml and --set model.path={run}"
+        )
+    given = [override.partition("=")[0].strip() for override in overrides or ()]
+    if not final.is_dir() and "model.path" not in given:
+        raise ValueError(
+            f"{run} has no final/: the run did not come to its end; export a checkpoint with "
+            f"`quatrain export {run} OUTPUT`, and give --set model.path=OUTPUT"
+        )
+    model = [f"{key}={json.dumps(str(final))}" for key in ("model.path", "model.tokenizer")]
+    return config, [*(() if "model.path" in given else model), *(overrides or ())]
 
 
 def _print_fits(

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
 """Python functions for entries of `reward.functions`, by their names there."""
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
-NEXT_COMMAND = "make smollm2 && .venv/bin/quatrain train configs/gsm8k_smollm2_cpu.yaml"
+NEXT_CONFIG = Path("configs", "gsm8k_smollm2_cpu.yaml")
 
 
 @dataclass(frozen=True)
@@ -690,7 +690,7 @@ class Run:
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.config.model.path.startswith("builtin:"):
-            event(f"next, a real model: {NEXT_COMMAND}")
+            event(f"next, a real model: {_next_command()}")
         return Summary(self.folder.path, steps, self.before, after)
 
 
@@ -708,6 +708,16 @@ def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
         f"{limit:g}): the trained policy differs from the one that was sampled from. Sample without "
         f"rollout.top_p, top_k and min_p, or set model.dtype to float32 (it is {config.model.dtype}); null "
         "disables this warning"
+    )
+
+
+def _next_command() -> str:
+    """How to train a real model, in a copy of the repository or elsewhere."""
+    if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
+        return f"make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
+    return (
+        "set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
+        "data.question_column to the column of their questions"
     )
 
 
