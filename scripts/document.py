@@ -55,7 +55,7 @@ Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, and only `tru
 `--set 'data.system_prompt="Answer: a number."'`. An empty value is `null`. Relative paths are relative to
 the working directory.
 
-`reward.functions` is a mapping from names to weights. A layer that sets the mapping replaces the whole
+`reward.functions` is a mapping from names to weights, or to mappings with a weight and more. A layer that sets the mapping replaces the whole
 mapping. To change one entry, use `--set reward.functions.correct=2` (everything after `reward.functions.` is
 the name, dots included) or `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
 
