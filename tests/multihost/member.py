@@ -44,8 +44,8 @@ def save_twice():
     checkpoints.wait()
     if last:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    checkpoints.save(2, arrays, {})
     try:
+        checkpoints.save(2, arrays, {})
         checkpoints.wait()
     except SaveFailed as error:
         hosts.abandon(str(error), 5)

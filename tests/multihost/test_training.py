@@ -84,7 +84,8 @@ def test_two_processes_train_as_one_device_does(tmp_path, settings, alone, mesh,
     launched = _launch(tmp_path, settings, f"mesh={mesh}")
     lines = (launched.stdout + launched.stderr).splitlines()
     assert launched.returncode == 0, launched.stderr
-    assert any(f"D: dp x fsdp = {shape}" in line for line in lines)
+    (plan,) = tmp_path.rglob("plan.json")
+    assert f"dp x fsdp = {shape}" in json.loads(plan.read_text())["why"]["data_shards"]
     assert [line for line in lines if not line.startswith("[0] ")] == []
     _assert_same_run(tmp_path / "run", alone)
     _assert_resumed_alone(tmp_path, settings, alone)
