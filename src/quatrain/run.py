@@ -443,7 +443,7 @@ class Run:
         self.progress.step(
             step,
             reward=metrics["reward/mean"].result() if "reward/mean" in metrics else None,
-            accuracy=self.accuracy,
+            accuracy=None if self.accuracy is None else f"{self.accuracy:.3f} of {self._num_evaluated()}",
             tokens_per_s=tokens_per_s,
         )
 
@@ -460,6 +460,10 @@ class Run:
         """Evaluate every `eval.every_steps` training steps, except after the last."""
         if self._evaluation_is_due(state.train_step):
             self._evaluate(state.params, state.train_step, "evaluation")
+
+    def _num_evaluated(self) -> int:
+        """Number of prompts of the accuracy that progress lines show."""
+        return len(self.evaluator.sets[0].prompts(self.config.eval.usual_num_prompts))
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.config.eval.every_steps
@@ -638,8 +642,7 @@ class Run:
             raise ValueError(
                 "data.train of a resumed run must not change: "
                 f"{shown_data_sets(self.config.data.train)} had {saved} prompts that were not skipped, and "
-                f"has "
-                f"{now}; restore the data and data.max_prompt_length, or start another run"
+                f"has {now}; restore the data and data.max_prompt_length, or start another run"
             )
 
     def _restore(self, state: TrainState) -> TrainState:

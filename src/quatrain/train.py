@@ -18,7 +18,10 @@ import jax
 from quatrain.ahead import Taken
 from quatrain.cluster.processes import agreement, num_processes
 from quatrain.cluster.stop import Stop, Stopped
+from quatrain.config.derive import value_at
+from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
 from quatrain.draw import NoSignal
 from quatrain.plan import device_memory
 from quatrain.plan.batches import plan as batch_plan
@@ -132,6 +135,17 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
                     path.rmdir()
 
 
+def _refuse_keys_of_training(config: Config) -> None:
+    """Raises ValueError for keys that ask `quatrain sft` for what only training steps have."""
+    for key, empty in {"run.profile_steps": (), "checkpoint.best_metric": None}.items():
+        value = value_at(config, key)
+        if value != empty:
+            raise ValueError(
+                f"{key} must not be set for quatrain sft, which has no training steps and saves no "
+                f"checkpoints; got {shown(value)}; leave it out, or use quatrain train with sft.steps"
+            )
+
+
 def _device_memory() -> int | None:
     """Bytes of a device, where it tells; a CPU does not."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -140,11 +154,12 @@ def _device_memory() -> int | None:
 def supervise(resolved: Resolved) -> Summary:
     """`quatrain sft`: only the supervised warm start, with evaluation before and after, and export.
 
-    Raises ValueError for invalid input, including `sft.steps` 0.
+    Raises ValueError for invalid input, including `sft.steps` 0 and keys that need training steps.
     """
     steps = resolved.config.sft.steps
     if not steps:
         raise ValueError("supervised training needs a number of steps: sft.steps is 0; set it to 1 or more")
+    _refuse_keys_of_training(resolved.config)
     with open_run(resolved, None) as run:
         run.resumable = False
         run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")

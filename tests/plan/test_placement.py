@@ -137,6 +137,10 @@ def test_cache_is_that_of_the_session(final):
     assert parts(config)["kv_cache"] == sum(x.nbytes for x in jax.tree.leaves(cache))
     fewer = final(SMALL, *sizes, "rollout.max_concurrency=10", "model.dtype=bfloat16")
     assert parts(fewer)["kv_cache"] == (10 * own + 2 * prompt) * 2 * 2 * 2 * 16 * 2
+    longer = (*sizes, "model.dtype=bfloat16", "eval.max_new_tokens=100")
+    with_evaluation = (slots * 112 + rows * prompt) * 2 * 2 * 2 * 16 * 2
+    assert parts(final(SMALL, *longer, "data.eval=builtin:arithmetic-heldout"))["kv_cache"] == with_evaluation
+    assert parts(final(SMALL, *longer, "data.train=own.jsonl"))["kv_cache"] == parts(config)["kv_cache"]
     halves = parts(final(SMALL, *sizes, "mesh=1,2,2", "model.dtype=bfloat16"), devices=4)
     assert halves["kv_cache"] == (16 * own + 4 * prompt) * 2 * 2 * 1 * 16 * 2
 

@@ -107,6 +107,15 @@ def test_a_run_that_is_being_written_is_running(tmp_path):
     assert run_data(folder)["state"] == "finished"
 
 
+def test_a_run_that_was_resumed_for_more_steps_and_killed_is_not_finished(tmp_path):
+    folder = make_run(tmp_path)
+    config = (folder / "config.yaml").read_text()
+    assert "steps: 3" in config
+    (folder / "config.yaml").write_text(config.replace("steps: 3", "steps: 5"))
+    assert (folder / "final").is_dir()
+    assert run_data(folder)["state"] == "not finished"
+
+
 def test_missing_and_damaged_files_cost_a_note(tmp_path):
     write_rows(tmp_path / "bare" / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
     data = run_data(tmp_path / "bare")

@@ -65,8 +65,9 @@ def test_a_request_for_another_host_is_refused(served):
     assert ask("/data", Host=f"localhost:{port}")[0] == 200
 
 
-def test_only_this_machine_is_served(served):
-    assert HOST == "127.0.0.1"
+def test_only_this_machine_is_served(tmp_path):
+    with server([Path(tmp_path)], port=0) as first:
+        assert first.server_address[0] == "127.0.0.1"
 
 
 def test_a_port_in_use_is_the_users_mistake(tmp_path):

@@ -2,7 +2,7 @@ import io
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ def _wait_for(text, out):
 def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    # Its thread runs by the real clock, and would look at this one in the middle of a test's step.
+    monkeypatch.setattr(module, "_every_second", lambda call: nullcontext())
     return now
 
 
@@ -39,14 +41,14 @@ def test_a_pipe_gets_plain_lines(clock):
         progress.phase("train")
         for step in range(1, 5):
             clock[0] += 1800
-            progress.step(step, reward=step / 4, accuracy=0.5 if step == 2 else None)
+            progress.step(step, reward=step / 4, accuracy="0.500 of 200" if step == 2 else None)
     assert out.getvalue().splitlines() == [
         "warm start 1/2 | 1,234 tokens/s | 0:30 elapsed | 0:30 left",
         "warm start 2/2 | 1,234 tokens/s | 1:00 elapsed",
         "train 1/4 | reward 0.250 | 30:00 elapsed | 1:30:00 left",
-        "train 2/4 | reward 0.500 | accuracy 0.500 | 1:00:00 elapsed | 1:00:00 left",
-        "train 3/4 | reward 0.750 | accuracy 0.500 | 1:30:00 elapsed | 30:00 left",
-        "train 4/4 | reward 1.000 | accuracy 0.500 | 2:00:00 elapsed",
+        "train 2/4 | reward 0.500 | accuracy 0.500 of 200 | 1:00:00 elapsed | 1:00:00 left",
+        "train 3/4 | reward 0.750 | accuracy 0.500 of 200 | 1:30:00 elapsed | 30:00 left",
+        "train 4/4 | reward 1.000 | accuracy 0.500 of 200 | 2:00:00 elapsed",
     ]
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", out.getvalue())
 
@@ -113,10 +115,10 @@ def test_a_terminal_gets_live_lines():
         progress.phase("train")
         progress.stage("evaluate")
         _wait_for("evaluate", out)
-        progress.step(5, reward=1.5, accuracy=0.25, tokens_per_s=900)
+        progress.step(5, reward=1.5, accuracy="0.250 of 8", tokens_per_s=900)
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue())
     assert "train  5/10" in text
-    assert "reward 1.500  accuracy 0.250  900 tokens/s" in text
+    assert "reward 1.500  accuracy 0.250 of 8  900 tokens/s" in text
     assert "evaluate" not in text.split("train  5/10")[-1]
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
 

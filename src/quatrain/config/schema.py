@@ -230,8 +230,7 @@ class DataConfig(Section):
         "builtin:arithmetic",
         description="Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), "
         "or a .jsonl, .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from). A "
-        "list "
-        "of data sets is read as one, in its order.",
+        "list of data sets is read as one, in its order.",
     )
     eval: EvaluationSets | None = Field(
         None,
@@ -900,9 +899,8 @@ class CheckpointConfig(Section):
     best_metric: Text | None = Field(
         None,
         description="Metric of the evaluation, such as `eval/accuracy_lenient` or `eval/reward`. An "
-        "evaluation "
-        "with a new best value saves a checkpoint, which is kept beside the newest `checkpoint.keep`; "
-        "`quatrain export RUN OUTPUT --step best` exports it. null: none is.",
+        "evaluation with a new best value saves a checkpoint, which is kept beside the newest "
+        "`checkpoint.keep`; `quatrain export RUN OUTPUT --step best` exports it. null: no evaluation does.",
     )
     best_mode: Literal["max", "min"] = Field(
         "max",
@@ -1016,8 +1014,7 @@ class Config(Section):
             raise PydanticCustomError(
                 "across_sections",
                 "must be null, or {size} as update.num_mini_batches {number} and data.batch_size {whole} "
-                "make "
-                "it; set one of the two to null",
+                "make it; set one of the two to null",
                 {
                     "key": "update.mini_batch_size",
                     "value": mini,
@@ -1035,8 +1032,7 @@ class Config(Section):
             raise PydanticCustomError(
                 "across_sections",
                 "has no effect without a reference; set update.kl_coef or reward.kl_coef above 0, or this "
-                "key "
-                "to null",
+                "key to null",
                 {"key": "update.reference_sync_steps", "value": update.reference_sync_steps},
             )
         if update.reference_sync_steps is None and update.reference_mixup != default:

@@ -54,8 +54,7 @@ def _from_messages(where: str, row: Row, demonstration: bool) -> Row:
     if answered and len(messages) == 1:
         raise ValueError(
             f"{where}: the column `{MESSAGES}` must have a message before the assistant's; it has none; "
-            f"correct "
-            "the row or remove it"
+            "correct the row or remove it"
         )
     if demonstration and not answered:
         raise ValueError(

@@ -82,8 +82,8 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
     if not HUB_ID.fullmatch(model_id):
         raise ValueError(
-            f"a tokenizer is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
-            f"{model_id!r} is no folder and no hub id; check the path"
+            f"a model is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
+            f"{model_id!r} is none of these (looked in {Path.cwd()}); check the path"
         )
     try:
         file = _hub_file(model_id, _JSON)

@@ -100,8 +100,7 @@ def fit(resolve: Resolve, *, devices: int, processes: int, device_memory: int) -
     if not smallest:
         raise ValueError(
             f"no mesh of {devices} devices can shard the model; the meshes tried are {', '.join(meshes)}; "
-            f"use "
-            "another number of devices"
+            "use another number of devices"
         )
     found: list[tuple[_Cost, Combination]] = []
     fitting = [mesh for mesh, each in smallest.items() if each.peak <= search.usable]
@@ -209,8 +208,7 @@ def render(result: Fits) -> str:
         text = (
             f"nothing fits {memory}: the smallest combination needs {in_units(result.smallest.peak)} on each "
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "
-            f"or "
-            "lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
+            "or lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
         )
         return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
     head = ("mesh", "remat", "budget", "offloaded", "param_dtype", "peak", "of a device")

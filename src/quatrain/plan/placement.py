@@ -231,8 +231,10 @@ class _Plan:
 
     def _columns(self) -> tuple[int, int]:
         """Columns of the KV cache for a prompt and for a completion."""
-        longest = self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
-        return prompt_columns(longest[0]), round_up(longest[1])
+        longest = self.config.rollout.max_new_tokens
+        if self.config.data.eval is not None:
+            longest = max(longest, self.config.eval.max_new_tokens or 0)
+        return prompt_columns(self.config.data.max_prompt_length), round_up(longest)
 
     def _column_bytes(self) -> int:
         return bytes_per_column(self.arch, self.config.model.dtype, self.rollout_mesh.tp)

@@ -107,8 +107,7 @@ def best_step(run: Path) -> int:
     found = _read(run / FILE)
     if found is None:
         raise ValueError(
-            f"{run} has no best checkpoint (no {FILE} in it): it is kept in runs with "
-            f"checkpoint.best_metric; "
+            f"{run} has no best checkpoint (no {FILE} in it), which runs with checkpoint.best_metric keep; "
             "give the step itself, or leave --step out for the latest"
         )
     return int(found["step"])

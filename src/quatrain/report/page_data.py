@@ -56,11 +56,12 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     rows = _metric_rows(folder, notes)
     config = _config(folder, notes)
     last_step = rows[-1]["step"] if rows else None
+    total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
     return {
         "name": folder.resolve().name,
-        "state": _state(folder, ended),
+        "state": _state(folder, ended, last_step, total_steps),
         "step": last_step,
-        "total_steps": next((row["value"] for row in config if row["key"] == "run.steps"), None),
+        "total_steps": total_steps,
         "updated": _updated(folder),
         **columns(rows),
         "config": config,
@@ -71,9 +72,9 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
 
 
 def run_stamp(folder: Path) -> list[Any]:
-    """Size and time of each file that the page reads, and the state of the run."""
+    """Size and time of each file that the page reads, and whether the run is being written."""
     named = [folder / name for name in ("metrics.jsonl", "config.yaml", "plan.json", "hints.jsonl")]
-    found: list[Any] = [_state(folder, False), *sample_files(folder, STEP), *sample_files(folder, EVAL)]
+    found: list[Any] = [_writer_is_alive(folder), *sample_files(folder, STEP), *sample_files(folder, EVAL)]
     for path in named:
         with suppress(OSError):
             status = path.stat()
@@ -249,10 +250,12 @@ def _hints(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     return hints
 
 
-def _state(folder: Path, ended: bool) -> str:
+def _state(folder: Path, ended: bool, last_step: int | None, total_steps: Any) -> str:
     if not ended and _writer_is_alive(folder):
         return RUNNING
-    return FINISHED if (folder / "final").is_dir() else ENDED
+    # A run that finished and was resumed for more steps has the model of its first end.
+    to_do = isinstance(total_steps, int) and last_step is not None and last_step < total_steps
+    return FINISHED if (folder / "final").is_dir() and not to_do else ENDED
 
 
 def _writer_is_alive(folder: Path) -> bool:

@@ -46,7 +46,7 @@ class _State:
     detail: str = ""
     beside: str = ""
     reward: float | None = None
-    accuracy: float | None = None
+    accuracy: str | None = None
     tokens_per_s: float | None = None
     started: float = 0.0
     first: int | None = None
@@ -147,10 +147,13 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
-        accuracy: float | None = None,
+        accuracy: str | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
-        """Show that step `step` of the phase (counted from 1) is done. Omitted numbers keep their values."""
+        """Show that step `step` of the phase (counted from 1) is done. What is omitted keeps its value.
+
+        `accuracy`: the latest held-out accuracy and the number of its prompts, such as `0.250 of 200`.
+        """
         state = self._state
         if state.first is None:
             state.first = step - 1
@@ -219,7 +222,7 @@ class Progress:
         elapsed = time.monotonic() - state.started
         facts = [
             None if state.reward is None else f"reward {state.reward:.3f}",
-            None if state.accuracy is None else f"accuracy {state.accuracy:.3f}",
+            None if state.accuracy is None else f"accuracy {state.accuracy}",
             None if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f} tokens/s",
             f"{_clock(elapsed)} elapsed",
             self._left(elapsed),

@@ -83,7 +83,21 @@ def start_services(run_dir: RunDir, config: LoggingConfig, run_config: Mapping[s
     return services
 
 
-class _WandB:
+class _WithTables:
+    """A run of a package with W&B's interface: `_run` has `log`, and `_table` is its class of tables."""
+
+    _run: Any
+    _table: Any
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def samples(self, step: int, name: str, records: Records) -> None:
+        columns, data = table(records)
+        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
+
+
+class _WandB(_WithTables):
     """A Weights & Biases run; a resumed run keeps its id."""
 
     def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
@@ -107,18 +121,11 @@ class _WandB:
             settings={"console": "off", "x_disable_meta": True},
         )
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def samples(self, step: int, name: str, records: Records) -> None:
-        columns, data = table(records)
-        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
-
     def close(self) -> None:
         self._run.finish()
 
 
-class _Trackio:
+class _Trackio(_WithTables):
     """A Trackio run, in the project `logging.trackio`; a resumed run is continued."""
 
     def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
@@ -132,13 +139,6 @@ class _Trackio:
                 config=dict(run_config),
                 resume="allow" if run_dir.resumed else "never",
             )
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def samples(self, step: int, name: str, records: Records) -> None:
-        columns, data = table(records)
-        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):

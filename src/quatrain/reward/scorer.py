@@ -129,9 +129,8 @@ class RewardScorer:
             if missing:
                 raise ValueError(
                     f"data_source of the reward `{name}` must name values of the column `{DATA_SOURCE}`, "
-                    f"which "
-                    f"are {listed(dict.fromkeys(known))}; got {missing[0]}; correct the name in "
-                    f"reward.functions"
+                    f"which are {listed(dict.fromkeys(known))}; got {missing[0]}; correct the name in "
+                    "reward.functions"
                 )
 
     def try_on(self, prompts: Mapping[Any, Prompt], completion_ids: Sequence[int]) -> list[str]:
