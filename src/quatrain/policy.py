@@ -20,8 +20,8 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
-from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.architecture import LoRA
+from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
 from quatrain.models.lora import check_lora, with_adapters
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory

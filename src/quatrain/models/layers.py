@@ -122,10 +122,8 @@ def _beside_each_other(b: jax.Array, name: str, blocks: int) -> jax.Array:
     An output has the r columns of its own block and zeros in the others: one product in place of one for each
     block, which are small.
     """
-    if name == "qkv":  # [K, G + 2, H, r]
-        block_of = jnp.array([0] * (b.shape[1] - 2) + [1, 2])
-    else:  # [2, F, r]
-        block_of = jnp.arange(blocks)
+    # qkv [K, G + 2, H, r] has G query heads, a key head and a value head; gate_up is [2, F, r].
+    block_of = jnp.array([0] * (b.shape[1] - 2) + [1, 2]) if name == "qkv" else jnp.arange(blocks)
     own = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
     return (b[..., None, :] * own).reshape(*b.shape[:-1], -1)
 

@@ -75,7 +75,8 @@ class RolloutEngine:
     thread that called these. The prompt cache always has room for prompts of `usual_prompt` tokens: programs
     are compiled for that size, which changes only for longer prompts.
 
-    Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora` says.
+    Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora`
+    says.
 
     On `mesh`, by default one device, each data shard is a replica of the sampler. With several processes,
     each process must call the same methods with the same arguments in the same order, and gets the same

@@ -222,7 +222,8 @@ def sum_gradients(
     """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
 
     The gradient is float32 and like what is trained of `params` (`ModelSpec.trained`) but for a first axis,
-    over the `dp` copies of the model, which is yet to be summed. `residuals` is memory that the backward pass of each micro-batch uses again.
+    over the `dp` copies of the model, which is yet to be summed. `residuals` is memory that the backward pass
+    of each micro-batch uses again.
     """
     program = gradient_program(model.backend)
     static: dict[str, Any] = {"model": model, "objective": objective}

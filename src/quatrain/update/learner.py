@@ -81,8 +81,9 @@ class Learner:
     `max_new_tokens` is the rollout's; `total_steps` are the optimizer steps that the schedule spans.
     Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread. `reference`
     are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
-    not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices that they lie on, and may be kept in host memory
-    (`parallel.mesh.to_memory`). The optimizer's state is kept in `optimizer_memory` between its steps.
+    not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
+    that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
+    kept in `optimizer_memory` between its steps.
     """
 
     def __init__(

@@ -56,7 +56,10 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
 
 
 def check_base(saved: object, found: str, model: str, where: Path) -> None:
-    """Raises ValueError unless adapters in `where`, of the base `saved`, belong to `model`, of the base `found`."""
+    """Raises ValueError unless the adapters in `where` belong to `model`.
+
+    `saved` and `found` are the fingerprints of the base they were trained on and of `model`.
+    """
     if saved != found:
         raise ValueError(
             "adapters must be used with the base that they were trained on, to the bit: those in "
