@@ -20,10 +20,9 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
-from quatrain.models.architecture import LoRA
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
-from quatrain.models.lora import check_lora, with_adapters
+from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
@@ -121,10 +120,7 @@ def load_policy(
 
 def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
     """The model with new adapters, which are drawn from the run's seed."""
-    assert config.lora.alpha is not None, "alpha is derived before it comes here"
-    lora = LoRA(config.lora.rank, config.lora.alpha, config.lora.targets)
-    check_lora(base.arch, lora)
-    arch = replace(base.arch, lora=lora)
+    arch = with_lora(base.arch, config.lora)
     if base.params is None:
         return replace(base, arch=arch)
     return replace(

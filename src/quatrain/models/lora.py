@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.params import (
     ADAPTED,
@@ -31,6 +32,15 @@ from quatrain.parallel.mesh import mesh_shape, one_device, unshared
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
+
+
+def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
+    """`arch` with the adapters of `config`; raises ValueError if it cannot have them."""
+    if not config.rank:
+        return arch
+    lora = LoRA(config.rank, config.alpha or float(config.rank), config.targets)
+    check_lora(arch, lora)
+    return replace(arch, lora=lora)
 
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
