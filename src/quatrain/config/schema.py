@@ -239,7 +239,6 @@ class LoraConfig(Section):
     targets: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = Field(
         ("qkv", "o", "gate_up", "down"),
         strict=False,
-        min_length=1,
         description="Matrices of each layer that have adapters: `qkv` (queries, keys and values, each with "
         "adapters of its own), `o` (the output of attention), `gate_up` and `down` (the MLP).",
     )
@@ -249,6 +248,8 @@ class LoraConfig(Section):
     def _each_once(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(targets)) != len(targets):
             raise PydanticCustomError("targets", "must name each matrix once")
+        if not targets:
+            raise PydanticCustomError("targets", "must have at least one entry")
         return targets
 
 
