@@ -23,7 +23,7 @@ from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
 from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
-from quatrain.models.lora import merged
+from quatrain.models.lora import adapters_of, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings
@@ -241,7 +241,9 @@ class RolloutEngine:
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
-            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(self._params))
+            # Versions of a model with adapters beside its base differ in the adapters alone.
+            version = adapters_of(self._params) if self._more_copies and self.arch.lora else self._params
+            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(version))
         sampler = Sampler(
             self.arch,
             self.tokenizer,
