@@ -114,7 +114,7 @@ def without_adapters(tree: Any) -> Any:
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(_adapters_in(layer) for layer in tree["layers"])
+    return any(_adapters_in(layer) for layer in tree.get("layers", ()))
 
 
 def _adapters_in(layer: Iterable[str]) -> list[str]:
