@@ -55,9 +55,10 @@ Values are YAML, with the scalars of YAML 1.2: `1e-6` is a number, and only `tru
 `--set 'data.system_prompt="Answer: a number."'`. An empty value is `null`. Relative paths are relative to
 the working directory.
 
-`reward.functions` is a mapping from names to weights, or to mappings with a weight and more. A layer that sets the mapping replaces the whole
-mapping. To change one entry, use `--set reward.functions.correct=2` (everything after `reward.functions.` is
-the name, dots included) or `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
+`reward.functions` is a mapping from names to weights, or to mappings with a weight and more. A layer that
+sets the mapping replaces the whole mapping. To change one entry, use `--set reward.functions.correct=2`
+(everything after `reward.functions.` is the name, dots included) or
+`QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
 
 A run writes its resolved configuration to `config.yaml` in its folder. This file can be used as a CONFIG
 again. The file contains the derived values: if you change a key that others are derived from, set those to

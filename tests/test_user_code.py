@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 
 import pytest
@@ -39,3 +41,25 @@ def test_a_neighbour_that_fails_is_named_and_leaves_nothing(tmp_path):
         find_function(f"{tmp_path}/a.py:f", {}, "function")
     assert sys.path == path
     assert "broken_helper" not in sys.modules
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2", "3", "4", "6", "7"])
+def test_modules_of_a_neighbouring_package_are_forgotten_in_any_order(tmp_path, hash_seed):
+    for name in ("one", "two"):
+        package = tmp_path / name / "helpers"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "core.py").write_text(f"WHERE = {name!r}\n")
+        (tmp_path / name / "reward.py").write_text(
+            "from helpers.core import WHERE\n\ndef where():\n    return WHERE\n"
+        )
+    script = (
+        "from quatrain.user_code import find_function\n"
+        f"specs = [{str(tmp_path)!r} + f'/{{name}}/reward.py:where' for name in ('one', 'two')]\n"
+        "print([find_function(spec, {}, 'reward function')() for spec in specs])"
+    )
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['one', 'two']"

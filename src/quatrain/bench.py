@@ -80,7 +80,7 @@ def _bare(config: Config, folder: str, steps: int) -> Config:
         "data": {"eval": None},
         "checkpoint": {"every_steps": 0, "best_metric": None},
         "rollout": {"dynamic_sampling_rounds": 1},
-        "logging": {"wandb": "disabled", "tensorboard": False},
+        "logging": {"wandb": "disabled", "trackio": None, "tensorboard": False},
     }
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}

@@ -22,6 +22,7 @@ from quatrain.policy import LoadedPolicy, build_engine, build_scorer, load_polic
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.samples import evaluation_sample
+from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer, short_names
 from quatrain.rollout.interface import Rollouts, Sampling
@@ -181,23 +182,32 @@ class Evaluator:
                 yield self._judge(rewarded, greedy=sampling.temperature == 0), len(rewarded.rollouts)
 
     def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:
-        right, strict = self._right(rewarded), None
+        right, errors = self._right(rewarded)
+        strict = None
         if right is not None and self._asks_for_format:
             strict = right * np.array([has_format(text) for text in rewarded.rollouts.completions])
         metrics = _greedy_metrics(rewarded, right, strict) if greedy else _sampled_metrics(rewarded, right)
+        if right is not None:
+            metrics["accuracy_errors"] = errors
         samples = [
             evaluation_sample(rewarded, i, greedy=greedy, right=right, strict=strict)
             for i in range(len(rewarded.rollouts))
         ]
         return Evaluation(metrics, samples)
 
-    def _right(self, rewarded: RewardedBatch) -> np.ndarray | None:
-        """[B] 0 (wrong) to 1 (right), NaN where the function abstained; None if nothing decides accuracy."""
+    def _right(self, rewarded: RewardedBatch) -> tuple[np.ndarray | None, Metric]:
+        """([B] 0 (wrong) to 1 (right), NaN where the function abstained or failed; number of failures).
+
+        None if nothing decides accuracy.
+        """
         if self._config.accuracy is None and ANSWER_COLUMN not in rewarded.rollouts.columns:
-            return None
+            return None, Metric(0.0, reduction="sum")
         judged = rewarded if self._own is None else self._own.score(rewarded.rollouts)
         values = judged.rewards_per_function[judged.function_names.index(self._accuracy)]
-        return np.clip(values.astype(np.float64), 0.0, 1.0)
+        errors = judged.metrics[f"reward/{self._accuracy}/errors"]
+        if errors.value:
+            values = np.where(values == ERROR_REWARD, np.nan, values)
+        return np.clip(values.astype(np.float64), 0.0, 1.0), errors
 
 
 def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:

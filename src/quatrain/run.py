@@ -553,6 +553,17 @@ class Run:
                 state.train_step,
                 bad_steps,
             )
+        if self.best is not None and self.best.found and self.best.found["step"] == state.train_step:
+            self._confirm_best(self.best)
+
+    def _confirm_best(self, best: Best) -> None:
+        """Forget the best evaluation, the last one, if its checkpoint could not be written."""
+        assert best.found is not None
+        with self._reported_if_failed():
+            self.checkpoints.wait()
+        if best.found["step"] not in decided_by_main(self.checkpoints.steps):
+            self.checkpoints.pinned.remove(best.found["step"])
+            best.withdraw()
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint of `state`, unless one of the same or a later step exists.
@@ -616,11 +627,26 @@ class Run:
             "config": _kept_on_resume(self.config),
             "num_prompts": len(self.prompts),
             "before": self.before,
+            "evaluated_as": self._evaluated_as(),
             "accuracy": self.accuracy,
             "evaluation_due": self._evaluation_is_due(state.train_step),
             "best": None if self.best is None else self.best.found,
             **({} if self.base is None else {"base": self.base}),
         }
+
+    def _evaluated_as(self) -> dict[str, Any]:
+        """What decides whether two evaluations of a run can be compared; redacted, for checkpoints."""
+        config = self.config
+        redacted: dict[str, Any] = redact_values(
+            {
+                "data.eval": {name: shown_data_sets(spec) for name, spec in config.data.eval_sets.items()},
+                "num_prompts": config.eval.usual_num_prompts,
+                "accuracy": config.eval.accuracy,
+                "max_new_tokens": config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            },
+            os.environ,
+        )
+        return redacted
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
@@ -668,6 +694,9 @@ class Run:
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
+        if self.before and host.get("evaluated_as", self._evaluated_as()) != self._evaluated_as():
+            self.report.event("evaluations have changed: they are not compared with that before training")
+            self.before = {}
         self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
         if self._saves_reference:

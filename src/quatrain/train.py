@@ -113,7 +113,8 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
             f"--dry-run needs a single process; got {num_processes()}; start it without the others"
         )
     assert config.run.name is not None, "run.name is derived before it comes here"
-    new = not Path(config.run.dir).exists()
+    root = Path(config.run.dir).absolute()
+    new = [path for path in (root, *root.parents) if not path.exists()]
     with Stop(agreement()) as stop, closing(RunDir.create(config.run.dir, config.run.name)) as folder:
         try:
             with stop.interruptible(), closing(Run(resolved, folder, stop, weights=False)) as run:
@@ -126,9 +127,9 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
                 return "\n".join(lines), [*run.warnings, *placed.warnings]
         finally:
             folder.discard()
-            if new:
-                with suppress(OSError):  # another run has begun in it
-                    Path(config.run.dir).rmdir()
+            with suppress(OSError):  # another run has begun in it
+                for path in new:
+                    path.rmdir()
 
 
 def _device_memory() -> int | None:

@@ -87,9 +87,10 @@ def _neighbours(folder: Path) -> Iterator[None]:
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            if _lies_in(folder, sys.modules.get(name.partition(".")[0])):
-                sys.modules.pop(name, None)
+        new = set(sys.modules) - before
+        own = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
+        for name in own:  # all are found before a package goes, without which its modules cannot be placed
+            sys.modules.pop(name, None)
 
 
 def _lies_in(folder: Path, module: ModuleType | None) -> bool:

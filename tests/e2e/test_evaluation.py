@@ -93,7 +93,10 @@ def test_quatrain_eval_reports_all_its_prompts(run, tmp_path):
 def test_strict_accuracy_needs_the_format_and_evaluation_before_can_be_left_out(tmp_path):
     summary = train(small_run(tmp_path, "run", "run.steps=1", "sft.steps=0", "eval.before=false"))
     assert summary.before == {}
-    assert 0 <= summary.after["eval/accuracy_strict"] <= summary.after["eval/accuracy_lenient"] <= 1
+    verdicts = [(s["correct"], s["strict"]) for s in samples(summary.run, 1)]
+    assert len(verdicts) == 8
+    assert summary.after["eval/accuracy_lenient"] == sum(lenient for lenient, _ in verdicts) / 8
+    assert summary.after["eval/accuracy_strict"] == sum(strict for _, strict in verdicts) / 8
     assert not (summary.run / "samples" / "eval_000000.jsonl").exists()
     assert [row["step"] for row in read_metrics(summary.run / "metrics.jsonl")] == [1]
 
@@ -129,6 +132,18 @@ def test_bad_settings(tmp_path, options, message):
 def test_completions_longer_than_the_model_has_positions(tmp_path):
     with pytest.raises(ValueError, match=r"max_prompt_length \+ eval\.max_new_tokens is 100032 tokens"):
         evaluate_run(small_run(tmp_path, "x", "eval.max_new_tokens=100000"))
+
+
+def test_an_accuracy_function_that_fails_judges_nothing(run, tmp_path):
+    folder, options = run[0].run.parent, run[1]
+    found = evaluate_run(small_run(tmp_path, "x", *options, f"eval.accuracy={folder / 'judge.py'}:fails"))
+    assert found["eval/sums/accuracy_errors"] == 4 * 3
+    assert not [name for name in found if "accuracy_lenient" in name or "at_n" in name]
+
+
+def test_named_sets_have_the_layer_that_set_them(tmp_path):
+    resolved = small_run(tmp_path, "x", "data.eval={g.1: a.jsonl, m: b.jsonl}")
+    assert resolved.provenance["data.eval.g.1"] == resolved.provenance["data.eval.m"] == "--set"
 
 
 def test_an_accuracy_function_that_is_not_there(tmp_path):

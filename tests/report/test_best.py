@@ -25,7 +25,8 @@ def test_the_smallest_value_may_be_the_best(tmp_path):
 def test_a_metric_that_is_missing(tmp_path, caplog):
     best = Best(tmp_path, "eval/acc", "max")
     with pytest.raises(ValueError, match=r"which has eval/a, eval/b; got eval/acc; name one"):
-        best.note(0, {"eval/b": 1.0, "eval/a": 1.0})
+        best.note(2, {"eval/b": 1.0, "eval/a": 1.0})
+    assert best.note(2, {"eval/acc": 0.0})
     assert not best.note(3, {"eval/a": 1.0})
     assert "the evaluation of step 3 has no finite eval/acc" in caplog.text
 
@@ -59,3 +60,15 @@ def test_a_damaged_file_is_an_error(tmp_path):
     (tmp_path / "best.json").write_text('{"metric": "a", "mode": "max", "step": -1, "value": 1.0}')
     with pytest.raises(ValueError, match=r"best\.json: step .*it is damaged; remove it"):
         best_step(tmp_path)
+
+
+def test_a_best_step_without_a_checkpoint_is_withdrawn(tmp_path):
+    best = Best(tmp_path, "eval/reward", "max")
+    assert best.note(1, {"eval/reward": 0.5})
+    best.withdraw()
+    assert best.found is None
+    assert not (tmp_path / "best.json").exists()
+    assert best.note(2, {"eval/reward": 0.4})
+    assert best.note(3, {"eval/reward": 0.6})
+    best.withdraw()
+    assert (best.found["step"], best_step(tmp_path)) == (2, 2)

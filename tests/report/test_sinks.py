@@ -419,3 +419,18 @@ def test_trackio_gets_the_run_and_continues_it(run, monkeypatch, capsys):
         told = fake.started[-1]
         assert told == {"project": "mine", "name": "first", "config": {"seed": 1}, "resume": resume}
     assert fake.told == [(1, {"loss": 1.0}), "finished"] * 2
+
+
+def test_tokens_that_spell_a_secret_together_are_not_written(run, capsys):
+    report = Report(
+        run,
+        LoggingConfig(sample_tokens=True),
+        redact=lambda text: text.replace("34", "***"),
+        token_text=str,
+    )
+    report.samples(1, batch())
+    report.close()
+    first, second = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
+    assert "tokens" not in first  # its tokens are 3 and 4
+    assert second["tokens"]["texts"] == ["3"]
+    assert "the tokens of 1 samples are not written: they spell a secret" in capsys.readouterr().err

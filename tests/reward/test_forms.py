@@ -99,9 +99,9 @@ def test_built_in_functions_have_no_arguments(name, message):
 
 VERL = {
     "data_source": ["gsm8k", "math"],
-    "reward_model": [{"ground_truth": "7"}, {"ground_truth": "8"}],
+    "reward_model": [{"ground_truth": "0"}, {"ground_truth": "0"}],
     "extra_info": [{"index": 1}, None],
-    "answer": ["0", "0"],
+    "answer": ["7", "8"],
 }
 
 

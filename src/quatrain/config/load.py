@@ -154,7 +154,8 @@ class _Merge:
         for key in valid_keys():
             value = value_at(config, key)
             names = [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]
-            layers |= {name: self._layers.get(name, DEFAULT) for name in names}
+            whole = DEFAULT if is_mapping(tuple(key.split("."))) else self._layers.get(key, DEFAULT)
+            layers |= {name: self._layers.get(name, whole) for name in names}
         return layers
 
 

@@ -68,9 +68,12 @@ def _template(value: str) -> str:
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            return file.read(MAX_CHARS)
+            text = file.read(MAX_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.chat_template {path} must be a text file in UTF-8: {error}") from error
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"data.chat_template {path} must have at most {MAX_CHARS} characters; shorten it")
+    return text
 
 
 def _check_variables(variables: dict[str, Any], template: Any) -> None:

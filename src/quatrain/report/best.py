@@ -36,26 +36,38 @@ class Best:
         self._path, self._metric, self._mode = run / FILE, metric, mode
         self.found: dict[str, Any] | None = None
         """Metric, mode, step and value; None before the first evaluation with a checkpoint."""
+        self._before: dict[str, Any] | None = None
+        self._named = False
+        """Whether an evaluation had the metric."""
 
     def note(self, step: int, numbers: Mapping[str, float]) -> bool:
         """Whether the evaluation of a step is better than all before it; if so, it is written to the file.
 
-        Raises ValueError if the evaluation before training lacks the metric; a later one is passed over.
+        Raises ValueError if the first evaluation lacks the metric; a later one is passed over.
         """
         if self._metric not in numbers:
-            if step == 0:
+            if not self._named:
                 raise ValueError(
                     "checkpoint.best_metric must be a metric of the evaluation, which has "
                     f"{listed(sorted(numbers))}; got {self._metric}; name one of these"
                 )
             logger.warning("the evaluation of step %d has no finite %s", step, self._metric)
             return False
+        self._named = True
         value = numbers[self._metric]
         sign = 1 if self._mode == "max" else -1
         if step == 0 or (self.found is not None and sign * value <= sign * self.found["value"]):
             return False
+        self._before = self.found
         self._set({"metric": self._metric, "mode": self._mode, "step": step, "value": value})
         return True
+
+    def withdraw(self) -> None:
+        """Go back to what was found before the last `note`, because that step has no checkpoint."""
+        if self._before is None:
+            self._forget()
+        else:
+            self._set(self._before)
 
     def restore(self, saved: dict[str, Any] | None, step: int, checkpoints: Collection[int]) -> None:
         """What was found up to `step`, to which a run goes back: as in the file, or `saved` in its
@@ -69,15 +81,18 @@ class Best:
                 continue
             if found["step"] <= step and found["step"] in checkpoints:
                 return self._set(found)
-        self.found = None
-        if is_main_process():
-            self._path.unlink(missing_ok=True)
+        self._forget()
 
     def __str__(self) -> str:
         if self.found is None:
             return f"no checkpoint has a value of {self._metric}"
         value, step = self.found["value"], self.found["step"]
         return f"best {self._metric}: {value:.4g}, in the checkpoint of step {step}"
+
+    def _forget(self) -> None:
+        self.found = None
+        if is_main_process():
+            self._path.unlink(missing_ok=True)
 
     def _set(self, found: dict[str, Any]) -> None:
         self.found = found

@@ -395,7 +395,19 @@ CATALOGUE: dict[str, MetricDoc] = {
         "Fraction of greedy completions that are right and in the `<think>/<answer>` format; logged if the "
         "reward function `format` or `tag_count` asks for it.",
     ),
+    "eval/accuracy_errors": MetricDoc(
+        "completions", "sum", "Completions on which the function that decides accuracy failed; not judged."
+    ),
     "eval/reward": MetricDoc("reward", "mean", "Mean total reward of greedy completions."),
+    "eval/reward/<name>/errors": MetricDoc(
+        "completions", "sum", "Greedy completions on which this reward function failed."
+    ),
+    "eval/reward/<name>/errors/<kind>": MetricDoc(
+        "completions", "sum", "Greedy completions on which this reward function failed in this way."
+    ),
+    "eval/reward/<name>/abstained": MetricDoc(
+        "completions", "sum", "Greedy completions on which this reward function abstained."
+    ),
     "eval/reward/<name>": MetricDoc(
         "reward", "mean", "Mean unweighted value of this reward function, without abstentions."
     ),

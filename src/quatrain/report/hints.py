@@ -70,9 +70,9 @@ class Hints:
             yield Hint(
                 "no_signal",
                 "no group had a signal: all samples of each prompt got the same reward (mean "
-                f"{numbers.get('reward/mean', 0.0):.3g}), so nothing was learned from this step; look at the "
-                "completions in samples/. If all are wrong, take easier prompts or a reward with steps in "
-                "between; if all are right, harder prompts; more samples (rollout.n) help with both",
+                f"{numbers.get('reward/mean', 0.0):.3g}), so the rewards gave no gradient in this step; look "
+                "at the completions in samples/. If all are wrong, take easier prompts or a reward with more "
+                "values; if all are right, harder prompts; more samples (rollout.n) help with both",
             )
 
     def _slow_reward(self, numbers: Mapping[str, float]) -> Iterator[Hint]:

@@ -131,10 +131,18 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and _is_row(row) else None
 
 
+def is_finite(value: float) -> bool:
+    """Whether a number is finite as a float, which a whole number of hundreds of digits is not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _is_row(row: Mapping[str, Any]) -> bool:
     """Whether a row has a step, and numbers, as `metrics_row` makes them."""
     numbers = all(
-        value is None or (isinstance(value, int | float) and math.isfinite(value))
+        value is None or (isinstance(value, int | float) and is_finite(value))
         for name, value in row.items()
         if name != "non_finite"
     )

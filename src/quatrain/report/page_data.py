@@ -24,6 +24,7 @@ from quatrain.report.catalogue import CATALOGUE, pattern_of
 from quatrain.report.metrics import read_metrics
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
 from quatrain.report.run_lock import FILES as LOCK_FILES
+from quatrain.report.samples import plain_json
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"
@@ -127,7 +128,7 @@ def config_rows(text: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "key": key,
-                "value": value,
+                "value": plain_json(value),
                 "layer": layer,
                 "default": default,
                 "changed": value != default and layer not in _DERIVED,
@@ -169,7 +170,7 @@ def _layers(text: str) -> Iterator[tuple[str, str]]:
                 # The mark of an empty mapping or a list may end on its line; what follows is the comment.
                 end = value.end_mark
                 rest = lines[end.line][end.column :] if end.line < len(lines) else ""
-                yield name, rest.partition("#")[2].strip()
+                yield name, rest.rpartition(" # ")[2].strip()
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if isinstance(root, yaml.MappingNode):
@@ -206,7 +207,12 @@ def _plan(folder: Path, notes: list[str]) -> dict[str, Any] | None:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         unit, why = plan.get("unit", {}), plan.get("why", {})
         rows = [
-            {"key": key, "value": value, "unit": unit.get(key, ""), "why": why.get(key, "")}
+            {
+                "key": key,
+                "value": plain_json(value),
+                "unit": str(unit.get(key, "")),
+                "why": str(why.get(key, "")),
+            }
             for key, value in plan.items()
             if key not in ("unit", "why", "warnings")
         ]

@@ -17,6 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quatrain.report.metrics import is_finite
+
 STEP, EVAL = "step", "eval"
 CAP_BYTES = {STEP: 96 * 2**20, EVAL: 32 * 2**20}
 """Bytes of the files, before compression, that a page holds."""
@@ -200,7 +202,7 @@ def pack(value: Any) -> bytes:
 
 def number(value: Any) -> float | int | None:
     """The value if it is a finite number, with at most 6 digits; else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         return int(value) if isinstance(value, bool) else None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
@@ -322,6 +324,11 @@ def _no_signal(samples: Sequence[Mapping[str, Any]]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) < _FLAT
 
 
+def _is_greedy(sample: Mapping[str, Any]) -> bool:
+    """Whether accuracy counts the sample; those of training have no such mark."""
+    return bool(sample.get("greedy", True))
+
+
 def _summary(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts by which the page finds the steps that a filter leaves, without unpacking them."""
     samples = [sample for group in groups for sample in group["samples"]]
@@ -334,8 +341,8 @@ def _summary(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "num_samples": len(samples),
         "no_signal": sum(group["no_signal"] for group in groups),
         **{name: flagged(name) for name in ("wrong_rewarded", "wrong_pushed", "truncated")},
-        "judged": sum(sample["correct"] is not None for sample in samples),
-        "correct": sum(sample["correct"] == 1 for sample in samples),
+        "judged": sum(sample["correct"] is not None for sample in samples if _is_greedy(sample)),
+        "correct": sum(sample["correct"] == 1 for sample in samples if _is_greedy(sample)),
         "tokens": any("tokens" in sample for sample in samples),
     }
 

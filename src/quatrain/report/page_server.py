@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from quatrain.report.page import Page, shell
 from quatrain.report.page_samples import pack
@@ -46,7 +47,7 @@ def server(folders: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
                 return pages.content(path)
 
     try:
-        return ThreadingHTTPServer((HOST, port), Handler)
+        return _Server((HOST, port), Handler)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--port must be a free port of this machine: {port} cannot be used ({error}); choose another, "
@@ -83,6 +84,13 @@ class _Pages:
         if stamp != self._stamp:
             self._data, self._stamp = base64.b64decode(pack(self._page.data(live=True))), stamp
         return self._data
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

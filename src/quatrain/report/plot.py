@@ -6,6 +6,7 @@ Reads `metrics.jsonl`, which `sinks` writes; needs the extra `plot`.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def plotted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, _Series]]:
 
 
 def _draw_lines(axes: Any, lines: Mapping[str, _Series]) -> None:
-    for (label, (steps, values)), color in zip(lines.items(), _COLORS):
+    for (label, (steps, values)), color in zip(lines.items(), itertools.cycle(_COLORS)):
         # Few values, such as those of evaluations, are marked, because a single one would be invisible.
         marker = {"marker": "o", "markersize": 3.5} if len(steps) < 30 else {}
         axes.plot(steps, values, color=color, linewidth=1.4, label=label, **marker)

@@ -85,7 +85,7 @@ class Progress:
         self._state = _State(total=total_steps, started=time.monotonic(), compiled_before_s=compile_seconds())
         self._quiet_since = self._state.started
         self._open = ExitStack()
-        self._printing = threading.Lock()
+        self._printing = threading.RLock()
 
     def __enter__(self) -> Progress:
         self._open.enter_context(watching_compilations(self._begins_to_compile))
@@ -167,8 +167,9 @@ class Progress:
 
     def _break_silence(self) -> None:
         """Without a terminal, print a line if none was printed for QUIET_INTERVAL_S seconds."""
-        if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
-            self._print_plain(self._doing())
+        with self._printing:
+            if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
+                self._print_plain(self._doing())
 
     def _begins_to_compile(self) -> None:
         """Say in a plain line, once in a stage, that the stage compiles: that may take long."""

@@ -116,7 +116,19 @@ class Report:
         if self._main and count:
             text = self._token_text if self._config.sample_tokens else None
             records = [training_sample(advantaged, i, step=step, token_text=text) for i in range(count)]
+            self._leave_out_secret_tokens(step, records)
             self._write_samples(f"step_{step:06d}.jsonl", records)
+
+    def _leave_out_secret_tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Removes the tokens of samples whose text has a secret, which no single token's text shows."""
+        texts = [("".join(record.get("tokens", {}).get("texts", ())), record) for record in records]
+        secret = [record for text, record in texts if self._redact(text) != text]
+        for record in secret:
+            del record["tokens"]
+        if secret:
+            _log.warning(
+                "step %d: the tokens of %d samples are not written: they spell a secret", step, len(secret)
+            )
 
     def evaluation(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the completions of an evaluation at `step` to `samples/eval_000010.jsonl`."""

@@ -97,7 +97,7 @@ def _sample(row: Mapping[str, Any], needed: Mapping[str, bool]) -> dict[str, Any
         verl = row.get("reward_model")
         truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
         if truth is not None or "answer" in row:
-            given["ground_truth"] = row.get("answer") if truth is None else truth
+            given["ground_truth"] = truth if row.get("answer") is None else row["answer"]
     return given
 
 
