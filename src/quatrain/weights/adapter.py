@@ -20,13 +20,16 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base.json"
+"""A file of quatrain's own, which peft does not read: the base's fingerprint."""
 
 
 def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: str) -> None:
     """Writes the adapters of `params` as a folder that peft loads onto the model `base`.
 
-    The weights are float32, with peft's names. The metadata of their file has the fingerprint of the base. In
-    a run of several processes, all must call this, and the main process writes.
+    The weights are float32, with peft's names. The fingerprint of the base is in a file beside them: of
+    several entries in its metadata, safetensors writes now one and now another first. In a run of several
+    processes, all must call this, and the main process writes.
     """
     assert arch.lora is not None, "a model without adapters has none to write"
     fingerprint = tree_fingerprint(without_adapters(params))
@@ -51,7 +54,8 @@ def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: s
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     tensors: dict[str, np.ndarray] = {name.name: name.of(whole[name.path]) for name in names}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt", "base_fingerprint": fingerprint})
+    (directory / BASE).write_text(json.dumps({"model": base, "fingerprint": fingerprint}, indent=2) + "\n")
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / WEIGHTS).chmod((directory / CONFIG).stat().st_mode & 0o777)
 
 
