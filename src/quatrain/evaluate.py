@@ -297,7 +297,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
     if config.data.eval is None:
         raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
     with waiting("loading the model"):
-        loaded = load_policy(config, critic=False)
+        loaded = load_policy(config, critic=False, adapters=False)
     count = config.eval.final_num_prompts
     with (
         closing(build_scorer(config, loaded)) as scorer,

@@ -6,6 +6,7 @@ Used at the end of a run (for the folder `final/`) and by `quatrain export`, for
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +17,16 @@ from quatrain.config.load import load_config
 from quatrain.config.schema import OffloadConfig, PlacementConfig
 from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
+from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
+from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.policy import load_policy
 from quatrain.report.best import best_step
+from quatrain.weights.adapter import check_base, save_adapter
 from quatrain.weights.hf import save_hf
 
 BEST = "best"
+ADAPTER = "adapter"
+"""The folder of an exported adapter, in the folder of the merged model."""
 ANY_DEVICES = (
     "mesh=auto",
     "rollout.mesh=null",
@@ -37,12 +43,18 @@ def export_policy(
     params: Any,
     tokenizer: Any,
     sampling: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    base: str = "",
 ) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `directory`.
 
-    `sampling` are settings of sampling for generation_config.json, such as those of the model's source.
+    `sampling` are settings of sampling for generation_config.json, such as those of the model's source. A
+    policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
+    in `directory`, as those of the model `base`.
     """
-    save_hf(directory, arch, params, sampling=sampling)
+    save_hf(directory, replace(arch, lora=None), merged(params, arch), sampling=sampling)
+    if arch.lora:
+        save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
         save_tokenizer(tokenizer, directory)
 
@@ -64,9 +76,16 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
     number = best_step(run) if step == BEST else None if step is None else int(step)
-    loaded = load_policy(load_config(config_file, ANY_DEVICES, environ={}).config, critic=False)
+    config = load_config(config_file, ANY_DEVICES, environ={}).config
+    loaded = load_policy(config, critic=False)
     checkpointer = Checkpointer(run / "checkpoints")
-    found, arrays, _ = checkpointer.restore({"params": loaded.params}, number, partial=True)
+    arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
+    found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
     checkpointer.close()
-    export_policy(output, loaded.arch, arrays["params"], loaded.tokenizer, loaded.sampling)
+    if arch.lora:
+        check_base(
+            host.get("base"), tree_fingerprint(without_adapters(loaded.params)), config.model.path, run
+        )
+    params = with_trained(loaded.params, arrays["params"], arch)
+    export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
     return found

@@ -22,12 +22,13 @@ from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.families import Architecture
+from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress, RolloutEngine
 from quatrain.update.specs import CriticSpec, PolicySpec
-from quatrain.weights.load import BUILTIN, load_model
+from quatrain.weights.load import BUILTIN, Model, load_model
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,20 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
 
 
-def load_policy(config: Config, *, critic: bool = True, weights: bool = True) -> LoadedPolicy:
+def load_policy(
+    config: Config, *, critic: bool = True, weights: bool = True, adapters: bool = True
+) -> LoadedPolicy:
     """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
 
     With `critic`, it also loads the critic, if the configuration has one. Without `weights`, the parameters
-    are None, and everything else is read and checked.
+    are None, and everything else is read and checked. With `adapters`, the policy has those of `lora`, if
+    the configuration has any, as they are before training.
 
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
     offloading, the tokenizer has more tokens than the model's vocabulary, the longest sequence has more
-    tokens than the model has positions, or the kernel `model.attention` cannot run the model.
+    tokens than the model has positions, the kernel `model.attention` cannot run the model, or it cannot have
+    the adapters of `lora`.
     """
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
@@ -98,6 +103,8 @@ def load_policy(config: Config, *, critic: bool = True, weights: bool = True) ->
     critic_arch, critic_params = (
         _load_critic(config, tokenizer, model.arch, meshes, weights=weights) if critic else (None, None)
     )
+    if config.lora.rank and adapters:
+        model = _with_lora(config, model, meshes.train)
     stop_ids = stop_token_ids(tokenizer, model.arch.eos_token_ids)
     return LoadedPolicy(
         tokenizer,
@@ -108,6 +115,16 @@ def load_policy(config: Config, *, critic: bool = True, weights: bool = True) ->
         model.sampling,
         critic_arch,
         critic_params,
+    )
+
+
+def _with_lora(config: Config, base: Model, mesh: Mesh) -> Model:
+    """The model with new adapters, which are drawn from the run's seed."""
+    arch = with_lora(base.arch, config.lora)
+    if base.params is None:
+        return replace(base, arch=arch)
+    return replace(
+        base, arch=arch, params=with_adapters(base.params, arch, jax.random.key(config.seed), mesh)
     )
 
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
@@ -31,9 +32,11 @@ from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
 from quatrain.evaluate import Evaluation, Evaluator, finite_numbers, result, results
-from quatrain.export import export_policy
+from quatrain.export import ADAPTER, export_policy
 from quatrain.metrics import Metric, Metrics
+from quatrain.models.lora import trained_part, with_trained, without_adapters
 from quatrain.models.params import abstract_params
+from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.mesh import to_memory
 from quatrain.plan.batches import overview
@@ -56,6 +59,7 @@ from quatrain.update.critic import critic_params
 from quatrain.update.learner import TrainState
 from quatrain.update.reference import followed
 from quatrain.update.trainer import ModelState
+from quatrain.weights.adapter import check_base
 
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
@@ -166,6 +170,9 @@ class Run:
         self.timer = StageTimer()
         self.loaded = load_policy(config, weights=weights)
         scored = config if weights else _without_reward_models(config)
+        self.base = self._fingerprint_of_base()
+        if folder.resumed:
+            self._check_base(saved)
         self.scorer = build_scorer(scored, self.loaded, reward_functions)
         self.prompts = self._load_prompts()
         if folder.resumed:
@@ -344,11 +351,37 @@ class Run:
         with self.timer.stage("sft"):
             return warm_start(self.config, self.loaded, self.demonstrations, on_step=on_step)
 
+    def _fingerprint_of_base(self) -> str | None:
+        """The fingerprint of the frozen base; None without adapters, or if no weights are read."""
+        if self.loaded.arch.lora is None or self.loaded.params is None:
+            return None
+        return tree_fingerprint(without_adapters(self.loaded.params))
+
+    def _check_base(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError if a checkpoint's adapters are those of another base."""
+        if self.base is not None:
+            check_base(saved.get("base"), self.base, self.config.model.path, self.folder.path)
+
+    @property
+    def _saves_reference(self) -> bool:
+        """Whether checkpoints hold the reference: it follows the policy, or is the base and a warm start."""
+        config = self.config
+        warm = config.needs_reference and config.lora.rank and config.sft.steps
+        return bool(config.update.reference_sync_steps or warm)
+
     def _reference(self, params: Any) -> Any:
         """The reference policy: a frozen copy of the policy at the start of training, on its role's devices.
 
         It is saved in the run's folder for resuming, and offloaded to host memory if `offload.reference`.
+
+        With adapters it is the base without them, which is in memory and needs no copy. Where they are
+        trained by a warm start, or the reference follows the policy, it has copies of the adapters.
         """
+        arch = self.loaded.arch
+        if arch.lora:
+            if not self._saves_reference:
+                return without_adapters(params)
+            return with_trained(params, jax.tree.map(jnp.copy, trained_part(params, arch)), arch)
         mesh = self.loaded.meshes.reference
         like = abstract_params(self.loaded.arch, self.config.model.param_dtype, mesh)
         with closing(self.reference) as store:
@@ -361,7 +394,10 @@ class Run:
         """Move the reference to the policy every `update.reference_sync_steps` training steps."""
         update = self.config.update
         if update.reference_sync_steps and state.train_step % update.reference_sync_steps == 0:
-            self.learner.reference = followed(self.learner.reference, state.params, update.reference_mixup)
+            arch = self.loaded.arch
+            old, new = (trained_part(params, arch) for params in (self.learner.reference, state.params))
+            moved = followed(old, new, update.reference_mixup)
+            self.learner.reference = with_trained(self.learner.reference, moved, arch)
 
     def _check_profile_steps(self) -> None:
         beyond = [step for step in self.config.run.profile_steps if step > self.steps]
@@ -575,12 +611,13 @@ class Run:
             )
 
     def _arrays(self, state: TrainState) -> dict[str, Any]:
-        """The arrays of a checkpoint; a reference that follows the policy is one of them."""
-        arrays = {"params": state.params, "opt_state": state.opt_state}
+        """The arrays of a checkpoint: what is trained, not a frozen base. See `_saves_reference`."""
+        arch = self.loaded.arch
+        arrays = {"params": trained_part(state.params, arch), "opt_state": state.opt_state}
         if state.critic is not None:
             arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
-        if self.config.update.reference_sync_steps:
-            arrays["reference"] = self.learner.reference
+        if self._saves_reference:
+            arrays["reference"] = trained_part(self.learner.reference, arch)
         return arrays
 
     def _host(self, state: TrainState) -> dict[str, Any]:
@@ -598,6 +635,7 @@ class Run:
             "accuracy": self.accuracy,
             "evaluation_due": self._evaluation_is_due(state.train_step),
             "best": None if self.best is None else self.best.found,
+            **({} if self.base is None else {"base": self.base}),
         }
 
     def _evaluated_as(self) -> dict[str, Any]:
@@ -618,12 +656,12 @@ class Run:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
         for key, value in _kept_on_resume(self.config).items():
             before = saved.get(key, value_at(Config(), key))  # keys that are newer than the checkpoint
-            if value != before:
+            if value != (list(before) if isinstance(before, tuple) else before):
                 raise ValueError(
                     f"{key} of a resumed run must not change: {self.folder.path} has {before}, got {value}; "
                     f"set {key} back, or start another run"
                 )
-        if self.config.needs_reference and not self.reference.steps():
+        if self.config.copies_reference and not self.reference.steps():
             key, value = (
                 ("update.kl_coef", self.config.update.kl_coef)
                 if self.config.update.kl_coef
@@ -653,6 +691,8 @@ class Run:
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
         self._check_prompts(host["num_prompts"])
+        self._check_base(host)
+        arrays["params"] = with_trained(state.params, arrays["params"], self.loaded.arch)
         self.checkpoints.set_aside()
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
@@ -662,8 +702,9 @@ class Run:
             self.before = {}
         self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
-        if self.config.update.reference_sync_steps:
-            self.learner.reference = arrays.pop("reference")
+        if self._saves_reference:
+            reference = arrays.pop("reference")
+            self.learner.reference = with_trained(self.learner.reference, reference, self.loaded.arch)
         if self.best is not None:
             self.best.restore(host.get("best"), step, self.checkpoints.steps())
             self.checkpoints.pinned = [] if self.best.found is None else [self.best.found["step"]]
@@ -703,7 +744,8 @@ class Run:
         """Write the model for transformers, and wait for the last checkpoint."""
         self.progress.stage("export")
         loaded = self.loaded
-        export_policy(self.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling)
+        base = self.config.model.path
+        export_policy(self.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
         self.checkpoints.wait()
         newest = decided_by_main(self.checkpoints.latest_step)
         if self.resumable and newest != self.steps:
@@ -721,6 +763,8 @@ class Run:
             event(str(self.best))
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
+        if self.loaded.arch.lora:
+            event(f"its adapters, for peft: {self.folder.final / ADAPTER}")
         if self.config.model.path.startswith("builtin:"):
             event(f"next, a real model: {_next_command()}")
         return Summary(self.folder.path, steps, self.before, after)
@@ -787,6 +831,14 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "rollout.max_staleness": config.rollout.max_staleness,
         "rollout.in_flight": config.rollout.in_flight,
         "update.reference_sync_steps": config.update.reference_sync_steps,
+        "lora.rank": config.lora.rank,
+        **(
+            {"lora.alpha": config.lora.alpha, "lora.targets": list(config.lora.targets)}
+            if config.lora.rank
+            else {}
+        ),
+        # With adapters, a reference after a warm start is part of a checkpoint.
+        **({"sft.steps": config.sft.steps} if config.lora.rank and config.needs_reference else {}),
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }

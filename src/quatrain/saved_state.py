@@ -43,6 +43,7 @@ class _SavedState(Description):
     accuracy: float | None
     evaluation_due: bool
     best: dict[str, Any] | None = None
+    base: str | None = None
 
 
 def check_saved_state(host: Mapping[str, Any], folder: Path) -> None:

@@ -49,7 +49,7 @@ def warm_start(
     for step in range(config.sft.steps):
         state, metrics = learner.step(state, demonstrations.batch(step, config.sft.batch_size))
         on_step(step + 1, metrics)
-    if not all(fingerprint(leaf)[1] for leaf in jax.tree.leaves(state.params)):
+    if not all(fingerprint(leaf)[1] for leaf in jax.tree.leaves(policy.trained(state.params))):
         raise ValueError(
             f"supervised training must leave weights that are finite; after {config.sft.steps} steps with "
             f"sft.learning_rate {config.sft.learning_rate:g} they are not; lower it"

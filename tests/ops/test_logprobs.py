@@ -87,6 +87,35 @@ def test_values_and_gradients_are_those_of_the_naive_formula(tokens, words, kept
     assert np.abs(theirs[1][1]).max() > 0.1  # the head does get a gradient
 
 
+@pytest.mark.parametrize("tile", [Tile(3, 4), Tile(7, 16, 4 * 7 * 11)])
+def test_a_frozen_head_has_no_gradient_and_hidden_states_have_the_same(tile):
+    gradient_of, _ = eleven_words()
+
+    def ours(**frozen):
+        return gradient_of(lambda h, w, targets: token_logprobs(dot, w, h, targets, 0.7, tile=tile, **frozen))
+
+    (value, (by_hidden, by_head)), (same, (expected, _)) = ours(head_gradient=False), ours()
+    np.testing.assert_allclose(value, same, rtol=1e-6)
+    np.testing.assert_allclose(by_hidden, expected, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(by_head).any()
+
+
+def test_the_gradient_of_a_frozen_head_costs_nothing():
+    hidden, head = jnp.zeros((64, 16)), jnp.zeros((512, 16))
+
+    def num_operations(**frozen):
+        def loss(hidden):
+            targets = jnp.zeros(64, jnp.int32)
+            logprobs, _ = token_logprobs(dot, head, hidden, targets, 1.0, tile=Tile(64, 512), **frozen)
+            return logprobs.sum()
+
+        return jax.make_jaxpr(jax.grad(loss))(hidden).pretty_print().count("dot_general")
+
+    # Logits in the forward and in the backward pass, and the gradient of the hidden states.
+    assert num_operations(head_gradient=False) == 3
+    assert num_operations() == 4
+
+
 @pytest.mark.parametrize("tile", [Tile(64, 4096), Tile(2048, 128), Tile(512, 500)])
 def test_backward_holds_one_tile_of_logits(tile):
     num_tokens, vocab, width = 2048, 4096, 8

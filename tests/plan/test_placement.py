@@ -189,7 +189,7 @@ def on_a_cpu(estimate, arch, tokens, remat):
     norms = arch.qk_norm * (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
     norms += arch.post_norms * 2 * arch.hidden_size
     more = 3 * arch.intermediate_size - arch.hidden_size - norms if remat == "none" else 0
-    head = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
+    head = 0 if arch.tie_embeddings or arch.lora else arch.vocab_size * arch.hidden_size
     return replace(
         estimate, kept=estimate.kept + 4 * tokens * more, head=estimate.head + 4 * head, gradients=0
     )

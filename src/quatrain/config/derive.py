@@ -42,6 +42,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
+        "lora.alpha": float(config.lora.rank) or None,
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
@@ -214,7 +215,7 @@ def _about_rounding(config: Config) -> list[str]:
     rates = {"optimizer.learning_rate": config.optimizer.learning_rate}
     if config.sft.steps:
         rates["sft.learning_rate"] = config.sft.learning_rate
-    if config.model.param_dtype != "bfloat16":
+    if config.model.param_dtype != "bfloat16" or config.lora.rank:
         return []
     return [
         f"model.param_dtype is bfloat16 and {key} {rate:g}: an update smaller than bfloat16's resolution "

@@ -223,6 +223,36 @@ class ModelConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA), which are trained in place of the model's weights: [lora.md](lora.md)."""
+
+    rank: NonNegative = Field(
+        0,
+        description="Rank of the adapters; 0: none, all weights are trained. With 1 or more, the model at "
+        "`model.path` is frozen in `model.param_dtype`, and adapters are float32.",
+    )
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="What adapters add to a product is multiplied by `alpha` / `rank`; derived: `lora.rank`.",
+    )
+    targets: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = Field(
+        ("qkv", "o", "gate_up", "down"),
+        strict=False,
+        description="Matrices of each layer that have adapters: `qkv` (queries, keys and values, each with "
+        "adapters of its own), `o` (the output of attention), `gate_up` and `down` (the MLP).",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(targets)) != len(targets):
+            raise PydanticCustomError("targets", "must name each matrix once")
+        if not targets:
+            raise PydanticCustomError("targets", "must have at least one entry")
+        return targets
+
+
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
@@ -387,6 +417,13 @@ class RolloutConfig(Section):
         None,
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
         "`mesh`, so that each replica of the sampler has a complete copy of the weights on `tp` devices.",
+    )
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices "
+        "into "
+        "which the adapters are merged, as fast as without adapters and a copy of these matrices; `adapter`: "
+        "with base and adapters as training does, without a copy of the base, some products more a layer.",
     )
     logprob_diff_warning: float | None = Field(
         0.05,
@@ -977,6 +1014,7 @@ class Config(Section):
     )
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     sft: SFTConfig = SFTConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -1215,6 +1253,60 @@ class Config(Section):
     def needs_reference(self) -> bool:
         """Whether the frozen reference policy is needed: for KL in the loss or in the reward."""
         return self.update.kl_coef > 0 or self.reward.kl_coef > 0
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference has weights of its own; with adapters, it has those of the frozen base."""
+        return self.needs_reference and not self.lora.rank
+
+    @model_validator(mode="after")
+    def _lora_is_used(self) -> Self:
+        lora = self.lora
+        unused = {
+            "lora.alpha": lora.alpha,
+            "lora.targets": None if lora.targets == LoraConfig().targets else list(lora.targets),
+            "rollout.lora": None if self.rollout.lora == "merged" else self.rollout.lora,
+        }
+        for key, value in unused.items():
+            if not lora.rank and value is not None:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect with lora.rank 0; set lora.rank to 1 or more, or leave this key at its "
+                    "default",
+                    {"key": key, "value": value},
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lora_is_possible(self) -> Self:
+        rank, update = self.lora.rank, self.update
+        if rank and (self.advantage.estimator == "gae" or self.critic.enabled):
+            raise PydanticCustomError(
+                "across_sections",
+                "must be 0 with a critic, all of whose weights are trained; set 0, or take an "
+                "advantage.estimator without a critic",
+                {"key": "lora.rank", "value": rank},
+            )
+        of_reference = {
+            "placement.reference": self.placement.reference,
+            "offload.reference": self.offload.reference or None,
+        }
+        for key, value in of_reference.items():
+            if rank and value is not None:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect with lora.rank {rank}, where the reference is the frozen base, which is "
+                    "in memory on the devices of training; leave this key at its default",
+                    {"key": key, "value": value, "rank": rank},
+                )
+        if rank and update.reference_mixup != 1:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be 1 with lora.rank {rank}: adapters of that rank cannot hold a mixture of two; set 1, "
+                "or lora.rank to 0",
+                {"key": "update.reference_mixup", "value": update.reference_mixup, "rank": rank},
+            )
+        return self
 
     @model_validator(mode="after")
     def _prompts_can_be_shared(self) -> Self:

@@ -33,6 +33,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Adapters of low rank on matrices of every layer: W x becomes W x + (alpha / rank) B (A x).
+
+    A is [rank, in], B [out, rank] (Hu et al. 2021, arXiv 2106.09685). `targets` are names of a layer's
+    matrices (`models.params`).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B (A x)."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The architecture of one model; hashable, so that it can be a static argument of jitted functions.
 
@@ -78,6 +96,8 @@ class Architecture:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    lora: LoRA | None = None
+    """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -106,6 +126,11 @@ class Architecture:
             _require(
                 (self.sliding_window or 0) > 0, "sliding_window", "a positive number", self.sliding_window
             )
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of what adapters add; without adapters it has no effect."""
+        return self.lora.scale if self.lora else 1.0
 
     @property
     def query_scale(self) -> float:

@@ -237,11 +237,12 @@ def _layer(
     heads_BTKXH = part(partial(_heads, arch=arch, few_rows=few_rows), x_BTD)
     q_BTNH, k_BTKH, v_BTKH = part(partial(_queries_keys_values, angles=angles, arch=arch), heads_BTKXH)
     y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
-    y_BTD = part(partial(_output, few_rows=few_rows), y_BTNH)
+    y_BTD = part(partial(_output, arch=arch, few_rows=few_rows), y_BTNH)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_attention_norm"), y_BTD)
     x_BTD = x_BTD + y_BTD
-    gate_up = part(lambda x, layer: mlp_up(norm(x, layer, "mlp_norm"), layer, few_rows=few_rows), x_BTD)
+    up = partial(mlp_up, few_rows=few_rows, lora_scale=arch.lora_scale)
+    gate_up = part(lambda x, layer: up(norm(x, layer, "mlp_norm"), layer), x_BTD)
     y_BTD = part(partial(mlp_down, arch=arch, few_rows=few_rows), gate_up)
     if arch.post_norms:
         y_BTD = part(partial(norm, name="post_mlp_norm"), y_BTD)
@@ -255,7 +256,7 @@ def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Arra
 def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """[B, T, K, G + 2, H]: for each key/value head its G = N / K query heads, its key and its value."""
     x_BTD = psum_backward(_norm(x_BTD, layer, "attention_norm", arch), "tp")
-    return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows)
+    return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows, lora_scale=arch.lora_scale)
 
 
 def _queries_keys_values(
@@ -272,13 +273,14 @@ def _queries_keys_values(
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
 
 
-def _output(y_BTNH: jax.Array, layer: Layer, few_rows: int) -> jax.Array:
+def _output(y_BTNH: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """The output projection of attention: [B, T, D], summed over all heads of all `tp` devices."""
-    return linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis="tp", few_rows=few_rows)
+    y = y_BTNH.reshape(*y_BTNH.shape[:2], -1)
+    return linear(y, layer, "o", sum_axis="tp", few_rows=few_rows, lora_scale=arch.lora_scale)
 
 
 def _own_rows(layer: Layer, arch: Architecture) -> Layer:
-    """`qkv` and its bias, with the rows that this `tp` device computes.
+    """`qkv`, its bias and its adapters, with the rows that this `tp` device computes.
 
     If `tp` divides the number of key/value heads, the parameters are sharded and a device holds only its own
     rows. Otherwise there are more devices than key/value heads, and every device holds all of them: several
@@ -295,7 +297,8 @@ def _own_rows(layer: Layer, arch: Architecture) -> Layer:
         first = number % sharing * queries
         return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)
 
-    return {name: own(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}
+    rows = {name: own(layer[name]) for name in ("qkv", "qkv_bias", "qkv_lora_b") if name in layer}
+    return {**rows, **({"qkv_lora_a": layer["qkv_lora_a"]} if "qkv_lora_a" in layer else {})}
 
 
 def _angles(arch: Architecture, positions: jax.Array) -> dict[str, Angles]:

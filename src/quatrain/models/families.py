@@ -374,6 +374,22 @@ _PRE_AND_POST_NORMS = {
 }
 
 
+def adapter_names(arch: Architecture) -> list[TensorName]:
+    """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix."""
+    blocks = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
+    blocks |= {"mlp.gate_proj": 0, "mlp.up_proj": 1}
+    names = []
+    for i in range(arch.num_layers):
+        for module, (key, part) in _LINEAR.items():
+            if arch.lora is None or key not in arch.lora.targets:
+                continue
+            start, own = f"base_model.model.model.layers.{i}.{module}", blocks.get(module, ...)
+            a, b = (("layers", i, f"{key}_lora_{letter}") for letter in "ab")
+            names.append(TensorName(f"{start}.lora_A.weight", a, own, vector=False))
+            names.append(TensorName(f"{start}.lora_B.weight", b, part, vector=False))
+    return names
+
+
 def tensor_names(arch: Architecture) -> list[TensorName]:
     """All tensors of a Hugging Face checkpoint of `arch`."""
     names = [

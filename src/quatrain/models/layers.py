@@ -81,17 +81,51 @@ def matmul_transposed(
 
 
 def linear(
-    x: jax.Array, layer: Layer, name: str, *, sum_axis: str | None = None, few_rows: int = 0
+    x: jax.Array,
+    layer: Layer,
+    name: str,
+    *,
+    sum_axis: str | None = None,
+    few_rows: int = 0,
+    lora_scale: float = 1.0,
 ) -> jax.Array:
     """x [..., in] times the transpose of matrix `name` [*out, in], plus its bias if any: [..., *out].
 
     With `sum_axis`, each device along this mesh axis holds a part of the inputs; the results are summed over
-    the axis (psum) before the bias is added.
+    the axis (psum) before the bias is added. Adapters of the matrix, if any, add `lora_scale` · B (A x).
     """
     y = matmul_transposed(x, layer[name], few_rows=few_rows)
+    if f"{name}_lora_a" in layer:
+        y = y + lora_scale * _adapted(x, layer, name, sum_axis, few_rows)
     y = y if sum_axis is None else psum_forward(y, sum_axis)
     bias = layer.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_rows: int) -> jax.Array:
+    """B (A x) of the adapters of matrix `name`: [..., *out]; with `sum_axis`, this device's part of the sum.
+
+    Over `tp`, the factor that is not sharded is on every device, each of which uses it for its part of the
+    work: A where outputs are sharded, B where inputs are.
+    """
+    a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
+    a, b = (psum_backward(a, "tp"), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
+    low = matmul_transposed(x, a, few_rows=few_rows)
+    if a.ndim > 2:
+        b = _beside_each_other(b, name, len(a))
+    return matmul_transposed(low.reshape(*x.shape[:-1], -1), b, few_rows=few_rows)
+
+
+def _beside_each_other(b: jax.Array, name: str, blocks: int) -> jax.Array:
+    """B of matrices that are stored as one, as one factor of their A x in a row: [*out, blocks * r].
+
+    An output has the r columns of its own block and zeros in the others: one product in place of one for each
+    block, which are small.
+    """
+    # qkv [K, G + 2, H, r] has G query heads, a key head and a value head; gate_up is [2, F, r].
+    block_of = jnp.array([0] * (b.shape[1] - 2) + [1, 2]) if name == "qkv" else jnp.arange(blocks)
+    own = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
+    return (b[..., None, :] * own).reshape(*b.shape[:-1], -1)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
@@ -159,13 +193,15 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0) -> jax.Array:
+def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0, lora_scale: float = 1.0) -> jax.Array:
     """The first half of a gated MLP: gate(x) and up(x) as [B, T, 2, F] (Shazeer 2020)."""
-    return linear(psum_backward(x_BTD, "tp"), layer, "gate_up", few_rows=few_rows)
+    x_BTD = psum_backward(x_BTD, "tp")
+    return linear(x_BTD, layer, "gate_up", few_rows=few_rows, lora_scale=lora_scale)
 
 
 def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
     """The second half of a gated MLP: down(activation(gate) * up)."""
     gate, up = jnp.unstack(gate_up, axis=-2)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows)
+    scale = arch.lora_scale
+    return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows, lora_scale=scale)

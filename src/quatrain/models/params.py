@@ -38,14 +38,16 @@ class ParamSpec:
     """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
 
     Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
-    each with its query heads), `mlp`, and `group`, `head` and `norm`, which are never sharded. `scale` is the
-    standard deviation if `init` is `normal`, and the value of every element if it is `constant`.
+    each with its query heads), `mlp`, and `group`, `head`, `rank` and `norm`, which are never sharded.
+    `scale` is the standard deviation if `init` is `normal`, the largest absolute value if it is `uniform`,
+    and the value of every element if it is `constant`. `dtype` is the parameter's own; None: the model's.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    init: Literal["normal", "constant"]
+    init: Literal["normal", "uniform", "constant"]
     scale: float
+    dtype: str | None = None
 
 
 def param_specs(arch: Architecture) -> Params:
@@ -58,7 +60,8 @@ def param_specs(arch: Architecture) -> Params:
 
     Weights are initialised with standard deviation in**-0.5. The standard deviation of matrices that write
     to the residual stream is divided by sqrt(2 * layers), so that the variance of the residual stream does
-    not grow with depth (Radford et al. 2019). A `score` head is zero.
+    not grow with depth (Radford et al. 2019). A `score` head is zero. The adapters of `Architecture.lora` are
+    parameters of their layers (`models.lora`).
     """
     d = arch.hidden_size
     specs: Params = {
@@ -100,7 +103,31 @@ def _layer_specs(arch: Architecture) -> dict[str, ParamSpec]:
         specs |= {"q_norm": _norm(arch, arch.head_dim), "k_norm": _norm(arch, arch.head_dim)}
     if arch.post_norms:
         specs |= {"post_attention_norm": _norm(arch, d), "post_mlp_norm": _norm(arch, d)}
+    for name in arch.lora.targets if arch.lora else ():
+        specs |= _adapter(name, specs[name], arch.lora.rank if arch.lora else 0)
     return specs
+
+
+ADAPTED = ("qkv", "o", "gate_up", "down")
+"""The matrices of a layer that may have adapters."""
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""How the names of adapters end, after the name of their matrix."""
+
+
+def _adapter(name: str, matrix: ParamSpec, rank: int) -> dict[str, ParamSpec]:
+    """A and B of the matrix `name`, in float32.
+
+    A has a block for each of the matrices that are stored as one, as if they were apart: `qkv_lora_a`
+    [3, r, D], `gate_up_lora_a` [2, r, D], and of others [r, in]. B is [*out, r]. A is uniform up to in**-0.5
+    and B is zero, as in peft.
+    """
+    *out, width = matrix.shape
+    blocks = {"qkv": (3,), "gate_up": (2,)}.get(name, ())
+    a_axes = ("group",) * len(blocks) + ("rank", matrix.axes[-1])
+    return {
+        name + LORA_A: ParamSpec((*blocks, rank, width), a_axes, "uniform", width**-0.5, "float32"),
+        name + LORA_B: ParamSpec((*out, rank), (*matrix.axes[:-1], "rank"), "constant", 0.0, "float32"),
+    }
 
 
 def _matrix(shape: tuple[int, ...], axes: tuple[str, ...], factor: float = 1.0) -> ParamSpec:
@@ -181,11 +208,16 @@ def init_params(
     the mesh.
     """
     mesh = mesh or one_device()
-    specs, structure = jax.tree.flatten(param_specs(arch), is_leaf=is_spec)
-    places = jax.tree.leaves(shardings(mesh, partition(arch, mesh_shape(mesh))))
+    return draw_params(param_specs(arch), partition(arch, mesh_shape(mesh)), key, dtype, mesh)
+
+
+def draw_params(specs: Any, places: Any, key: jax.Array, dtype: DTypeLike, mesh: Mesh) -> Any:
+    """Random parameters for the tree `specs`, sharded over `mesh` by the partition specs `places`."""
+    specs, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    places = jax.tree.leaves(shardings(mesh, places))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(specs)))
     seeds = np.asarray(jax.random.key_data(keys))
-    drawn = [_draw(seeds[i], spec, jnp.dtype(dtype), places[i]) for i, spec in enumerate(specs)]
+    drawn = [_draw(seeds[i], spec, jnp.dtype(spec.dtype or dtype), places[i]) for i, spec in enumerate(specs)]
     return jax.tree.unflatten(structure, drawn)
 
 
@@ -193,6 +225,9 @@ def init_params(
 def _draw(seed: Any, spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
     if spec.init == "constant":
         drawn = jnp.full(spec.shape, spec.scale, dtype)
+    elif spec.init == "uniform":
+        key = jax.random.wrap_key_data(seed)
+        drawn = jax.random.uniform(key, spec.shape, jnp.float32, -spec.scale, spec.scale).astype(dtype)
     else:
         key = jax.random.wrap_key_data(seed)
         drawn = (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
@@ -217,6 +252,7 @@ def assemble(
     parameter at a time, the largest first, so that the peak memory of the process stays close to the size of
     the parameters on its devices.
     """
+    assert arch.lora is None, "adapters come after the model they adapt"
     mesh = mesh or one_device()
     params, places = param_specs(arch), shardings(mesh, partition(arch, mesh_shape(mesh)))
     parts: dict[tuple[str | int, ...], list[TensorName]] = {}
@@ -250,7 +286,7 @@ def abstract_params(arch: Architecture, dtype: DTypeLike = jnp.float32, mesh: Me
     """The parameters as `ShapeDtypeStruct`s (no memory) with shardings on `mesh`, by default one device."""
     mesh = mesh or one_device()
     return jax.tree.map(
-        lambda s, place: jax.ShapeDtypeStruct(s.shape, dtype, sharding=place),
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype, sharding=place),
         param_specs(arch),
         shardings(mesh, partition(arch, mesh_shape(mesh))),
         is_leaf=is_spec,

@@ -5,6 +5,7 @@ The checkpointer saves them with the arrays and compares them after reading.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import jax
@@ -35,6 +36,19 @@ def fingerprint(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 def describe_fingerprint(digest: Any) -> str:
     """A digest as 16 hexadecimal digits."""
     return "".join(f"{int(part):08x}" for part in np.asarray(digest))
+
+
+def tree_fingerprint(tree: Any) -> str:
+    """16 hexadecimal digits for all arrays of `tree`: their names, dtypes, shapes and bits.
+
+    The same however they are distributed over devices.
+    """
+    lines = [
+        f"{jax.tree_util.keystr(path)} {leaf.dtype} {list(leaf.shape)} "
+        f"{describe_fingerprint(jax.device_get(fingerprint(leaf)[0]))}"
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _bits(array: jax.Array) -> jax.Array:

@@ -63,6 +63,7 @@ def token_logprobs(
     tile: Tile,
     num_live: jax.Array | int | None = None,
     vocabulary_axis: str | None = None,
+    head_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target token and entropy of its distribution, at the sampling temperature.
 
@@ -84,6 +85,7 @@ def token_logprobs(
         vocabulary_axis: in a function mapped over a mesh, the axis whose devices each have an equal part of
             the vocabulary, in order, as their `head`. The gradients of `hidden` are then each device's part
             of the sum, those of `head` its own.
+        head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero.
 
     Returns:
         (logprobs [N] float32, entropy [N] float32).
@@ -104,7 +106,8 @@ def token_logprobs(
         return project(rows, chunk).astype(jnp.float32) / jnp.float32(temperature)
 
     keep = kept_logits(num_tokens, len(head), tile) > 0
-    outputs = _by_tiles(scaled, tile.words, vocabulary_axis, keep, head, hidden, targets, live)
+    own = partial(_by_tiles, scaled, tile.words, vocabulary_axis, keep, head_gradient)
+    outputs = own(head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
 
@@ -151,19 +154,20 @@ class _Words:
         return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < earlier, -jnp.inf, logits)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _by_tiles(
     project: Project,
     most_words: int,
     axis: str | None,
     keep: bool,
+    head_gradient: bool,
     head: jax.Array,
     hidden: jax.Array,
     targets: jax.Array,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(project, most_words, axis, False, head, hidden, targets, live)[0]
+    return _forward(project, most_words, axis, False, head_gradient, head, hidden, targets, live)[0]
 
 
 def _forward(
@@ -171,6 +175,7 @@ def _forward(
     most_words: int,
     axis: str | None,
     keep: bool,
+    head_gradient: bool,
     head: jax.Array,
     hidden: jax.Array,
     targets: jax.Array,
@@ -237,6 +242,7 @@ def _backward(
     most_words: int,
     axis: str | None,
     keep: bool,
+    head_gradient: bool,
     residuals: Any,
     cotangents: tuple[jax.Array, jax.Array],
 ) -> Any:
@@ -244,14 +250,17 @@ def _backward(
     by_logprob, by_entropy = cotangents
     words = _Words.of(len(head), most_words)
 
-    def one_tile(j: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        to_head, to_hidden = grads
+    def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+        to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
         first = words.first(j)
         rows = lax.dynamic_slice_in_dim(head, first, words.size)
 
-        def one_chunk(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
             to_rows, to_hidden = grads
-            logits, pull = jax.vjp(project, rows, hidden[i])
+            if head_gradient:
+                logits, pull = jax.vjp(project, rows, hidden[i])
+            else:
+                logits, pull = jax.vjp(partial(project, rows), hidden[i])
             if keep:
                 logits = kept[0][j, i]
             logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
@@ -262,19 +271,23 @@ def _backward(
             to_logits = jnp.where(is_target, weight, 0.0) - probs * (
                 weight + by_entropy[i][:, None] * surprise
             )
-            by_rows, by_chunk = pull(to_logits)
+            *by_rows, by_chunk = pull(to_logits)
             to_hidden = to_hidden.at[i].add(by_chunk.astype(to_hidden.dtype))
-            return to_rows + by_rows.astype(jnp.float32), to_hidden
+            added = zip(to_rows, by_rows, strict=True)
+            return tuple(old + new.astype(jnp.float32) for old, new in added), to_hidden
 
-        to_rows = lax.dynamic_slice_in_dim(to_head, first, words.size)
+        to_rows = tuple(lax.dynamic_slice_in_dim(x, first, words.size) for x in to_head)
         to_rows, to_hidden = lax.fori_loop(0, live, one_chunk, (to_rows, to_hidden))
-        return lax.dynamic_update_slice_in_dim(to_head, to_rows, first, 0), to_hidden
+        updated = zip(to_head, to_rows, strict=True)
+        return tuple(lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in updated), to_hidden
 
     # Sums over chunks and tiles are in float32 even where parameters and activations are not.
     summed = jnp.float32 if words.num_tiles > 1 else hidden.dtype
-    zeros = jnp.zeros(head.shape, jnp.float32), jnp.zeros(hidden.shape, summed)
+    nothing = (jnp.zeros(head.shape, jnp.float32),) if head_gradient else ()
+    zeros = nothing, jnp.zeros(hidden.shape, summed)
     to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
-    return to_head.astype(head.dtype), to_hidden.astype(hidden.dtype), None, None
+    by_head = to_head[0].astype(head.dtype) if head_gradient else None
+    return by_head, to_hidden.astype(hidden.dtype), None, None
 
 
 def _first_own(num_words: int, axis: str | None) -> jax.Array | int:

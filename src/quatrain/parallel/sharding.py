@@ -16,12 +16,15 @@ TENSOR_PARALLEL = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 FULLY_SHARDED = "embed"
 """The logical axis to shard over `fsdp`; if not divisible, the largest divisible dimension is sharded."""
 
+UNSHARDED = frozenset({"norm", "rank"})
+"""Logical axes of dimensions that are never sharded."""
+
 
 def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -> PartitionSpec:
     """The partition spec on `mesh` of a parameter of `shape` with the logical `axes` of its dimensions.
 
     A parameter is replicated over a mesh axis if none of its dimensions can be sharded over it. Dimensions
-    with the logical axis `norm` are not sharded over `fsdp`, because they are small.
+    with the logical axis `norm` or `rank` are not sharded over `fsdp`, because they are small.
     """
     split: list[str | None] = [
         "tp" if mesh.tp > 1 and axis in TENSOR_PARALLEL and size % mesh.tp == 0 else None
@@ -30,7 +33,7 @@ def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -
     fitting = [
         (axis == FULLY_SHARDED, size, dim)
         for dim, (size, axis) in enumerate(zip(shape, axes, strict=True))
-        if mesh.fsdp > 1 and split[dim] is None and axis != "norm" and size % mesh.fsdp == 0
+        if mesh.fsdp > 1 and split[dim] is None and axis not in UNSHARDED and size % mesh.fsdp == 0
     ]
     if fitting:
         split[max(fitting)[2]] = "fsdp"

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from quatrain.backend import ACCELERATOR
 from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
+from quatrain.models.lora import trained_part
 from quatrain.models.params import is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
 
@@ -74,24 +75,29 @@ def activations(
 
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
     or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
+
+    With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
+    are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     sharded, cast = mesh.fsdp > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
     norms = arch.qk_norm * (n.queries + n.keys_values) + arch.post_norms * 2 * n.hidden
-    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms
+    low, added = _adapter_columns(arch, n)
+    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms + low
     every = products + 4 * n.hidden + norms
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms
+    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms + 2 * low + added
     works -= 0 if remat == "layer" else products
 
-    weights = _layer_weights(arch, mesh)
+    weights, trained = _layer_weights(arch, mesh), _layer_weights(arch, mesh, trained=True)
     in_dtype = weights * b if sharded or cast else 0
     table = n.vocabulary * n.hidden
-    whole_head = table * (b * cast + own_b * sharded + FLOAT32)
+    trained_table = 0 if arch.lora else table
+    whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
     together = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
-    layer = tokens * works * b + in_dtype + weights * FLOAT32 * sharded + table * FLOAT32
+    layer = tokens * works * b + in_dtype + trained * FLOAT32 * sharded + trained_table * FLOAT32
     head = tokens * 5 * n.hidden * b
     if arch.head == "vocabulary":
         head += 3 * FLOAT32 * together + whole_head
@@ -100,8 +106,24 @@ def activations(
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),
         layer=layer,
         head=head,
-        gradients=_elements(param_specs(arch), partition(arch, mesh), mesh) * own_b,
+        gradients=_gradients(arch, mesh) * (FLOAT32 if arch.lora else own_b),
     )
+
+
+def _gradients(arch: Architecture, mesh: MeshShape) -> int:
+    """Number of elements on one device of what is trained."""
+    specs, places = (trained_part(tree, arch) for tree in (param_specs(arch), partition(arch, mesh)))
+    return _elements(specs, places, mesh)
+
+
+def _adapter_columns(arch: Architecture, n: _Widths) -> tuple[int, int]:
+    """Columns of A x of all adapted matrices of a layer, and of B (A x) of the largest of them."""
+    if arch.lora is None:
+        return 0, 0
+    out = {"qkv": n.queries + n.keys_values, "o": n.hidden, "gate_up": 2 * n.mlp, "down": n.hidden}
+    blocks = {"qkv": 3, "gate_up": 2}
+    low = sum(blocks.get(name, 1) for name in arch.lora.targets) * arch.lora.rank
+    return low, max(out[name] for name in arch.lora.targets)
 
 
 @dataclass(frozen=True)
@@ -134,10 +156,13 @@ def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShap
     return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
 
 
-def _layer_weights(arch: Architecture, mesh: MeshShape) -> int:
-    """Number of weights of one layer on a `tp` device, after gathering over `fsdp`."""
+def _layer_weights(arch: Architecture, mesh: MeshShape, *, trained: bool = False) -> int:
+    """Number of weights of one layer on a `tp` device, or of those trained, after gathering over `fsdp`."""
     gathered = mesh._replace(fsdp=1)
-    return _elements(param_specs(arch)["layers"][0], partition(arch, gathered)["layers"][0], gathered)
+    specs, places = param_specs(arch), partition(arch, gathered)
+    if trained:
+        specs, places = trained_part(specs, arch), trained_part(places, arch)
+    return _elements(specs["layers"][0], places["layers"][0], gathered)
 
 
 def _elements(params: Any, specs: Any, mesh: MeshShape) -> int:

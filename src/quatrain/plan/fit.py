@@ -139,14 +139,17 @@ class _Search:
 
     def frugal(self) -> _Switches:
         """The switches that need the least memory."""
-        return "layer", self._halvings()[-1], self._config.needs_reference, True, "bfloat16"
+        return "layer", self._halvings()[-1], self._config.copies_reference, True, "bfloat16"
 
     def in_order(self, meshes: Sequence[str]) -> Iterator[tuple[_Cost, str, _Switches]]:
         """All combinations on `meshes`, the cheapest first."""
-        references = (False, True) if self._config.needs_reference else (False,)
+        references = (False, True) if self._config.copies_reference else (False,)
         dtypes = dict.fromkeys((self._config.model.param_dtype, "bfloat16"))
         choices = itertools.product(REMATS, self._halvings(), references, (False, True), dtypes)
-        every = [(_cost(mesh, *switches), mesh, switches) for switches in choices for mesh in meshes]
+        frozen = self._config.lora.rank > 0
+        every = [
+            (_cost(mesh, *switches, frozen=frozen), mesh, switches) for switches in choices for mesh in meshes
+        ]
         yield from sorted(every, key=lambda each: (sum(each[0]), each[1:]))
 
     def made(
@@ -185,10 +188,12 @@ class _Search:
         return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
 
 
-def _cost(mesh: str, remat: str, halvings: int, reference: bool, optimizer: bool, dtype: str) -> _Cost:
+def _cost(
+    mesh: str, remat: str, halvings: int, reference: bool, optimizer: bool, dtype: str, *, frozen: bool
+) -> _Cost:
     """Tensor parallelism communicates in every layer, offloading copies over a slow bus.
 
-    bfloat16 parameters cost the most: small updates are lost in them.
+    bfloat16 parameters cost the most, because small updates are lost in them, unless they are `frozen`.
     """
     _, fsdp, tp = map(int, mesh.split(","))
     return _Cost(
@@ -197,7 +202,7 @@ def _cost(mesh: str, remat: str, halvings: int, reference: bool, optimizer: bool
         halvings=0.5 * halvings,
         reference=3.0 * reference,
         optimizer=6.0 * optimizer,
-        dtype=30.0 * (dtype == "bfloat16"),
+        dtype=(1.0 if frozen else 30.0) * (dtype == "bfloat16"),
     )
 
 

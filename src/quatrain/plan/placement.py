@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, Update
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
+from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import round_up
 from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
@@ -47,6 +49,7 @@ from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
 from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
 
+FROZEN = "; frozen"
 OFFLOADED = "; in host memory while not in use"
 
 
@@ -83,9 +86,11 @@ def placement(
 def architecture(config: Config) -> Architecture:
     """The architecture of the policy, without its weights."""
     path = config.model.path
-    if not path.startswith(BUILTIN):
-        return load_architecture(path)
-    return _architecture_at(path, len(load_tokenizer(config.model.tokenizer or path)))
+    if path.startswith(BUILTIN):
+        base = _architecture_at(path, len(load_tokenizer(config.model.tokenizer or path)))
+    else:
+        base = load_architecture(path)
+    return with_lora(base, config.lora)
 
 
 def _architecture_at(path: str, vocab_size: int) -> Architecture:
@@ -118,18 +123,24 @@ class _Plan:
             for name, spec in specs["layers"][0].items()
         ]
         last = [(name, 1, specs[name], places[name]) for name in ("final_norm", "lm_head") if name in specs]
-        itemsize = jnp.dtype(self.config.model.param_dtype).itemsize
         for name, count, spec, place in (*first, *layer, *last):
+            itemsize = jnp.dtype(spec.dtype or self.config.model.param_dtype).itemsize
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
         model = self.config.model
-        weights = self._weights(self.mesh, model.param_dtype)
+        weights, lora = self._weights(self.mesh, model.param_dtype), self.arch.lora
+        trained = self._weights(self.mesh, model.param_dtype, trained=True) if lora else 0
         yield Part(
-            "weights", weights, f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}"
+            "weights",
+            weights - trained,
+            f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}{FROZEN * bool(lora)}",
         )
+        if lora:
+            why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
+            yield Part("adapters", trained, why)
         yield self._rollout_weights()
         host = self.config.offload.optimizer
         why = f"{self.config.optimizer.name}, in float32{OFFLOADED * host}"
@@ -141,9 +152,9 @@ class _Plan:
 
     def update_parts(self) -> Iterator[Part]:
         """The parts that exist only during the update."""
-        sums = self._weights(self.mesh, "float32")
+        sums = self._weights(self.mesh, "float32", trained=True)
         each = "accumulated over micro-batches, in float32"
-        yield Part("gradients", sums, each, (GRADIENT, STEP))
+        yield Part("gradients", sums, f"of adapters, {each}" if self.arch.lora else each, (GRADIENT, STEP))
         update = self.config.update
         size, tokens = self._activations(self.arch, update, update.mini_batch_size)
         yield Part("activations", size.total, self._parts_of(size, tokens), (GRADIENT,))
@@ -239,17 +250,28 @@ class _Plan:
     def _column_bytes(self) -> int:
         return bytes_per_column(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
 
-    def _weights(self, mesh: MeshShape, dtype: str) -> int:
-        elements = jax.tree.map(
-            lambda p, spec: elements_on_device(p.shape, spec, mesh),
-            param_specs(self.arch),
-            partition(self.arch, mesh),
+    def _weights(self, mesh: MeshShape, dtype: str, *, trained: bool = False) -> int:
+        """Bytes on one device of the parameters, or of those that are trained."""
+        specs, places = param_specs(self.arch), partition(self.arch, mesh)
+        if trained:
+            specs, places = trained_part(specs, self.arch), trained_part(places, self.arch)
+        sizes = jax.tree.map(
+            lambda p, spec: elements_on_device(p.shape, spec, mesh) * jnp.dtype(p.dtype or dtype).itemsize,
+            specs,
+            places,
             is_leaf=is_spec,
         )
-        return sum(jax.tree.leaves(elements)) * jnp.dtype(dtype).itemsize
+        return sum(jax.tree.leaves(sizes))
 
     def _reference(self) -> Part:
-        """The reference policy: a copy of the parameters on the devices of its role."""
+        """The reference policy: a copy of the parameters on the devices of its role.
+
+        With adapters it is the base, with copies of adapters after a warm start or if it follows the policy.
+        """
+        if self.arch.lora:
+            own = self.config.sft.steps or self.config.update.reference_sync_steps
+            size = self._weights(self.mesh, "float32", trained=True) if own else 0
+            return Part(REFERENCE, size, "the weights of the frozen base" + ", and adapters" * bool(own))
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
         coefs = {"update.kl_coef": self.config.update.kl_coef, "reward.kl_coef": self.config.reward.kl_coef}
         used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
@@ -262,23 +284,32 @@ class _Plan:
         """The sampler's copies of the weights, in the dtype of activations except norms.
 
         Arrays that training already has on the same devices in the same dtype are not copied, unless batches
-        are sampled ahead: then one copy is in use and one waits for each further batch.
+        are sampled ahead: then one copy is in use and one waits for each further batch. A frozen base is not
+        copied for that, but the matrices into which adapters are merged are always copies.
         """
         model, key = self.config.model, "rollout_weights"
         lag, in_flight = self.config.rollout.max_staleness, self.config.rollout.in_flight
-        alike = self.roles.rollout == self.roles.train and not lag
-        if alike and model.dtype == model.param_dtype:
+        same, lora = self.roles.rollout == self.roles.train, self.arch.lora
+        if same and not lag and not lora and model.dtype == model.param_dtype:
             return Part(key, 0, "the training weights are used", role=ROLLOUT)
+        merges = bool(lora) and self.config.rollout.lora == "merged"
+        targets = lora.targets if lora and merges else ()
 
-        def own(spec: ParamSpec, place: PartitionSpec) -> int:
-            dtype = model.dtype if len(spec.shape) > 1 else model.param_dtype
-            there = alike and dtype == model.param_dtype
+        def own(path: Any, spec: ParamSpec, place: PartitionSpec) -> int:
+            dtype = model.dtype if len(spec.shape) > 1 else spec.dtype or model.param_dtype
+            frozen = bool(lora) and spec.dtype is None
+            there = same and dtype == (spec.dtype or model.param_dtype) and (frozen or not lag)
             elements = elements_on_device(spec.shape, place, self.rollout_mesh)
-            return 0 if there else elements * jnp.dtype(dtype).itemsize
+            copied = not there or getattr(path[-1], "key", None) in targets
+            return elements * jnp.dtype(dtype).itemsize if copied else 0
 
-        places = partition(self.arch, self.rollout_mesh)
-        copied = jax.tree.map(own, param_specs(self.arch), places, is_leaf=is_spec)
+        arch = replace(self.arch, lora=None) if merges else self.arch
+        places = partition(arch, self.rollout_mesh)
+        copied = jax.tree_util.tree_map_with_path(own, param_specs(arch), places, is_leaf=is_spec)
         why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
+        if lora:
+            merged = "adapters merged into copies of their matrices"
+            why = f"{merged if merges else 'base and adapters'}, {why}"
         copies = 1 + (min(lag, 1) if in_flight else lag)
         if copies > 1:
             which = "in use and next" if in_flight else "rollout.max_staleness + 1"
@@ -288,12 +319,12 @@ class _Plan:
     def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
         """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
         optimizer = build_optimizer(config, total_steps=1)
-        state = jax.eval_shape(optimizer.init, abstract_params(arch, jnp.float32))
+        state = jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
         own = optax.tree_map_params(
             optimizer,
             lambda x, place: elements_on_device(x.shape, place, self.mesh) * x.dtype.itemsize,
             state,
-            partition(arch, self.mesh),
+            trained_part(partition(arch, self.mesh), arch),
             transform_non_params=lambda x: x.size * x.dtype.itemsize,
         )
         return sum(jax.tree.leaves(own))

@@ -23,6 +23,7 @@ from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
 from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
+from quatrain.models.lora import adapters_of, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings
@@ -74,6 +75,9 @@ class RolloutEngine:
     thread that called these. The prompt cache always has room for prompts of `usual_prompt` tokens: programs
     are compiled for that size, which changes only for longer prompts.
 
+    Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora`
+    says.
+
     On `mesh`, by default one device, each data shard is a replica of the sampler. With several processes,
     each process must call the same methods with the same arguments in the same order, and gets the same
     results. Methods must then be called from one thread only: a call from a second thread would take effect
@@ -98,13 +102,14 @@ class RolloutEngine:
         on_progress: OnProgress | None = None,
         usual_prompt: int = 1,
     ):
-        self.arch = arch
+        self._with_adapters = arch
+        self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self.dtype = jnp.dtype(dtype)
         self.sampling = Sampling.of(config)
         self.mesh = mesh or one_device()
-        self._places = shardings(self.mesh, partition(arch, mesh_shape(self.mesh)))
+        self._places = shardings(self.mesh, partition(self.arch, mesh_shape(self.mesh)))
         self._max_concurrency = config.max_concurrency
         self._greedy_baseline = bool(config.greedy_baseline)
         # With staleness, copies of the weights come after the cache is sized: one in use, others waiting.
@@ -143,6 +148,8 @@ class RolloutEngine:
 
         Arrays that already have that sharding and dtype are not copied.
         """
+        if self.arch.lora is None:
+            params = merged(params, self._with_adapters, self.dtype)
         return jax.block_until_ready(
             jax.tree.map(
                 lambda x, place: reshard(x.astype(self.dtype) if x.ndim > 1 else x, place),
@@ -234,7 +241,9 @@ class RolloutEngine:
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
-            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(self._params))
+            # Versions of a model with adapters beside its base differ in the adapters alone.
+            version = adapters_of(self._params) if self._more_copies and self.arch.lora else self._params
+            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(version))
         sampler = Sampler(
             self.arch,
             self.tokenizer,

@@ -31,7 +31,7 @@ from quatrain.update.specs import ModelSpec
 from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
-"""A gradient and summed metrics."""
+"""A gradient of what is trained, and summed metrics."""
 Objective = Callable[[Any], TokenLoss]
 """A function of the tokens of a `ModelSpec`; static in compiled functions.
 
@@ -95,12 +95,12 @@ def _summed(
     }
 
 
-GradientFunction = Callable[[Callable[..., Any], Any, MicroBatch], tuple[Any, Any, Arrays]]
-"""(loss of parameters, parameters, micro-batch) -> (gradient, what the loss returns beside its value, arrays
-to hold until the next micro-batch); static in compiled functions."""
+GradientFunction = Callable[[Callable[..., Any], Any, Any], tuple[Any, Any, Arrays]]
+"""(loss of what is trained, what is trained, other arrays of the loss) -> (gradient, what the loss returns
+beside its value, arrays to hold until the next micro-batch); static in compiled functions."""
 
 
-def plain_gradient(loss: Callable[..., Any], params: Any, batch: MicroBatch) -> tuple[Any, Any, Arrays]:
+def plain_gradient(loss: Callable[..., Any], params: Any, known: Any) -> tuple[Any, Any, Arrays]:
     """The gradient of `loss`, and no array to hold: a `GradientFunction`."""
     return *jax.grad(loss, has_aux=True)(params), []
 
@@ -122,8 +122,10 @@ def _added(
     """
 
     def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
-        loss = partial(_weighted_loss, batch=batch, model=model, objective=objective)
-        grads, stats, arrays = gradient(loss, params, batch)
+        def loss(trained: Any) -> Any:
+            return _weighted_loss(model.with_trained(params, trained), batch, model, objective)
+
+        grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
         stats = {
             "sum": jax.lax.psum(stats["sum"], DATA_AXES),
             "max": jax.lax.pmax(stats["max"], DATA_AXES),
@@ -136,7 +138,7 @@ def _added(
             },
         ), arrays
 
-    totals = (_copies(model.partition), PartitionSpec())
+    totals = (_copies(model.trained(model.partition)), PartitionSpec())
     in_specs = (model.partition, totals, PartitionSpec(DATA_AXES))
     return shard_mapped(own, model.mesh, in_specs, (totals, per_device_spec(model.mesh)))(
         params, total, batch
@@ -180,8 +182,8 @@ def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Obj
     everywhere = NamedSharding(model.mesh, PartitionSpec())
     return jax.tree.map(
         lambda p, sharding: full((copies, *p.shape), 0.0, jnp.float32, sharding),
-        params,
-        shardings(model.mesh, _copies(model.partition)),
+        model.trained(params),
+        shardings(model.mesh, _copies(model.trained(model.partition))),
     ), {
         "sum": {name: full((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
         "max": {name: full((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
@@ -219,8 +221,9 @@ def sum_gradients(
 ) -> Total:
     """Gradient of the summed loss, and summed metrics, over all micro-batches and data shards.
 
-    The gradient is float32 and like `params` but for a first axis, over the `dp` copies of the model, which
-    is yet to be summed. `residuals` is memory that the backward pass of each micro-batch uses again.
+    The gradient is float32 and like what is trained of `params` (`ModelSpec.trained`) but for a first axis,
+    over the `dp` copies of the model, which is yet to be summed. `residuals` is memory that the backward pass
+    of each micro-batch uses again.
     """
     program = gradient_program(model.backend)
     static: dict[str, Any] = {"model": model, "objective": objective}
@@ -265,18 +268,20 @@ def optimizer_step(
     optimizer: optax.GradientTransformation,
     residuals: ResidualMemory | None = None,
 ) -> tuple[Any, Any, bool, dict[str, Metric]]:
-    """One optimizer step: (params, optimizer state, applied, metrics). Donates params and state.
+    """One optimizer step: (params, optimizer state, applied, metrics). Donates what is trained, and state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back.
     """
     grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
-    places = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    trained = model.trained(params)
+    places = jax.tree.map(lambda x: x.sharding, (trained, opt_state))
     with trim_after_compiling():
-        params, opt_state, norm, finite = _apply(
-            params, to_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
+        trained, opt_state, norm, finite = _apply(
+            trained, to_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
         )
-    params, opt_state = reshard((params, opt_state), places)
+    trained, opt_state = reshard((trained, opt_state), places)
+    params = model.with_trained(params, trained)
     host = jax.device_get({"stats": stats, "norm": norm, "finite": finite})
     sums, peaks = dict(host["stats"]["sum"]), host["stats"]["max"]
     tokens = float(sums.pop("tokens"))

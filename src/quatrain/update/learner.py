@@ -18,6 +18,7 @@ import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
+from quatrain.models.lora import has_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
@@ -80,8 +81,9 @@ class Learner:
     `max_new_tokens` is the rollout's; `total_steps` are the optimizer steps that the schedule spans.
     Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread. `reference`
     are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
-    not 0 or with `kl_reward`; they are used on the devices that they lie on, and may be kept in host memory
-    (`parallel.mesh.to_memory`). The optimizer's state is kept in `optimizer_memory` between its steps.
+    not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
+    that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
+    kept in `optimizer_memory` between its steps.
     """
 
     def __init__(
@@ -355,7 +357,8 @@ class Learner:
     def _reference_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
         assert self.reference is not None, "KL to the reference needs the reference parameters"
         mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
-        policy = replace(self.policy, mesh=mesh)
+        lora = self.policy.arch.lora if has_adapters(self.reference) else None
+        policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
         params = to_memory("device", self.reference)
         return predict_tokens(params, _table(rollouts), model=policy, cutting=cutting)

@@ -35,15 +35,19 @@ class HeldGradient:
     To be called in a function mapped over a mesh: each returned array has a first axis of 1, for the device.
     """
 
-    output_head: str
-    """The name of the parameter."""
+    output_head: str | None
+    """The name of the parameter; None: only residuals are returned."""
 
-    def __call__(self, loss: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, Any, Arrays]:
-        """(gradient, what `loss` returns beside its value, arrays to hold)."""
+    def __call__(self, loss: Callable[..., Any], params: Any, known: Any) -> tuple[Any, Any, Arrays]:
+        """(gradient, what `loss` returns beside its value, arrays to hold).
+
+        `known` are the other arrays that `loss` reads: they are held already.
+        """
         _, vjp, stats = jax.vjp(loss, params, has_aux=True)
-        residuals = residuals_of(vjp, (params, batch))
+        residuals = residuals_of(vjp, (params, known))
         (grads,) = vjp(jnp.ones((), jnp.float32))
-        return grads, stats, [x[None] for x in (*residuals, grads[self.output_head])]
+        held = residuals if self.output_head is None else [*residuals, grads[self.output_head]]
+        return grads, stats, [x[None] for x in held]
 
 
 def residuals_of(vjp: Any, known: Any) -> Arrays:

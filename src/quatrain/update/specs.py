@@ -21,6 +21,7 @@ from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
+from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import token_logprobs
 from quatrain.ops.packing import PackingCost
@@ -60,9 +61,22 @@ class ModelSpec(ABC):
     ) -> Tokens:
         """The scored tokens as the objective reads them: what `predict` returned, and `columns` [R, K]."""
 
+    def trained(self, tree: Any) -> Any:
+        """The part that is trained of a tree like the parameters: all of it, or the adapters."""
+        return trained_part(tree, self.arch)
+
+    def with_trained(self, params: Any, trained: Any) -> Any:
+        """`params` with their trained part replaced by `trained`."""
+        return with_trained(params, trained, self.arch)
+
     @property
-    def held_gradient(self) -> str:
-        """The name of the parameter whose gradient is the largest array beside the residuals."""
+    def held_gradient(self) -> str | None:
+        """The name of the parameter whose gradient is the largest array beside the residuals.
+
+        None with adapters, whose gradients are small.
+        """
+        if self.arch.lora:
+            return None
         return "lm_head" if self.arch.head == "vocabulary" and not self.arch.tie_embeddings else "embed"
 
     @property
@@ -131,6 +145,7 @@ class PolicySpec(ModelSpec):
             tile=self.backend.tile(self.arch.vocab_size),
             num_live=batch.mask.sum(),
             vocabulary_axis=axis,
+            head_gradient=self.arch.lora is None,
         )
         back = jnp.argsort(order)
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)

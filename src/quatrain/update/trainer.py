@@ -89,8 +89,9 @@ class Trainer:
         self.residuals = residual_memory(model.backend, model.remat)
 
     def init(self, params: Any) -> ModelState:
-        """A state at step 0; `params` belong to the trainer from here on (their buffers are donated)."""
-        return ModelState(params, to_memory(self.optimizer_memory, init_optimizer(self.optimizer, params)))
+        """A state at step 0; the trained part of `params` is the trainer's from here on (it is donated)."""
+        opt_state = init_optimizer(self.optimizer, self.model.trained(params))
+        return ModelState(params, to_memory(self.optimizer_memory, opt_state))
 
     def step(self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals) -> State:
         """One optimizer step on the mini-batch `mini`, which has token weights. Donates the state's arrays.

@@ -1,0 +1,177 @@
+"""Low-rank adapters: which parameters are trained, how they begin, and what they make of the base's matrices.
+
+Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` with `lora`. The update trains
+`trained_part`; the sampler and the export take `merged`, the log-probabilities of the reference
+`without_adapters`. The forward pass is in `layers.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from quatrain.config.schema import LoraConfig
+from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.params import (
+    ADAPTED,
+    LORA_A,
+    LORA_B,
+    Params,
+    draw_params,
+    param_specs,
+    partition,
+)
+from quatrain.parallel.mesh import mesh_shape, one_device, unshared
+
+STREAM = 0x10FA
+"""Separates the random numbers of adapters from those of the base's parameters."""
+
+
+def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
+    """`arch` with the adapters of `config`; raises ValueError if it cannot have them."""
+    if not config.rank:
+        return arch
+    lora = LoRA(config.rank, config.alpha or float(config.rank), config.targets)
+    check_lora(arch, lora)
+    return replace(arch, lora=lora)
+
+
+def check_lora(arch: Architecture, lora: LoRA) -> None:
+    """Raises ValueError if a model of `arch` cannot have these adapters."""
+    specs = param_specs(replace(arch, lora=None))["layers"][0]
+    for name in lora.targets:
+        if name not in ADAPTED or name not in specs:
+            known = ", ".join(each for each in ADAPTED if each in specs)
+            raise ValueError(
+                f"lora.targets must be matrices of the model's layers; a {arch.family} model has no {name}; "
+                f"choose from {known}"
+            )
+        for module, (rows, columns) in _sides(arch, name).items():
+            if lora.rank > min(rows, columns):
+                raise ValueError(
+                    f"lora.rank must be at most the shorter side of each matrix that has adapters; {module} "
+                    f"of this {arch.family} model is {rows} x {columns}, got rank {lora.rank}; lower "
+                    f"lora.rank, or leave {name} out of lora.targets"
+                )
+
+
+def _sides(arch: Architecture, name: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of the matrices that are stored as `name`, by their names in a checkpoint."""
+    d, f, h = arch.hidden_size, arch.intermediate_size, arch.head_dim
+    queries, keys = (arch.num_heads * h, d), (arch.num_kv_heads * h, d)
+    sides = {
+        "qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        "o": {"o_proj": (d, arch.num_heads * h)},
+        "gate_up": {"gate_proj": (f, d), "up_proj": (f, d)},
+        "down": {"down_proj": (d, f)},
+    }
+    return sides[name]
+
+
+def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh | None = None) -> Params:
+    """`params` of a base with new adapters of `arch.lora`, which change nothing yet: A is random, B zero."""
+    mesh = mesh or one_device()
+    specs = trained_part(param_specs(arch), arch)
+    places = trained_part(partition(arch, mesh_shape(mesh)), arch)
+    key = jax.random.fold_in(key, STREAM)
+    return with_trained(params, draw_params(specs, places, key, jnp.float32, mesh), arch)
+
+
+def trained_part(tree: Any, arch: Architecture) -> Any:
+    """Of a tree like the parameters of `arch`, what is trained: `{"layers": [...]}` of adapters, or all."""
+    return adapters_of(tree) if arch.lora else tree
+
+
+def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
+    """`tree` with its trained part replaced by `trained`; the other arrays are those of `tree`."""
+    if arch.lora is None:
+        return trained
+    layers = zip(tree["layers"], trained["layers"], strict=True)
+    return {**tree, "layers": [{**layer, **adapters} for layer, adapters in layers]}
+
+
+def adapters_of(tree: Any) -> Any:
+    """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
+    return {"layers": [{name: layer[name] for name in _adapters_in(layer)} for layer in tree["layers"]]}
+
+
+def without_adapters(tree: Any) -> Any:
+    """A tree like parameters without its adapters: the base, whose arrays are not copied."""
+
+    def base(layer: Any) -> dict[str, Any]:
+        own = set(_adapters_in(layer))
+        return {name: leaf for name, leaf in layer.items() if name not in own}
+
+    return {**tree, "layers": [base(layer) for layer in tree["layers"]]}
+
+
+def has_adapters(tree: Any) -> bool:
+    """Whether a tree like parameters has adapters."""
+    return any(_adapters_in(layer) for layer in tree.get("layers", ()))
+
+
+def _adapters_in(layer: Iterable[str]) -> list[str]:
+    return [name for name in layer if name.endswith((LORA_A, LORA_B))]
+
+
+def apart_from(placed: Params, params: Params) -> Params:
+    """`placed`, which was made of `params`, without buffers of those arrays of `params` that are trained.
+
+    A training step may then donate them. A base under adapters is never donated, so it is not copied.
+    """
+    if not has_adapters(params):
+        return jax.tree.map(unshared, placed, params)
+    if not has_adapters(placed):
+        return placed  # merged with its adapters, which are none of its arrays
+    copied = jax.tree.map(unshared, adapters_of(placed), adapters_of(params))
+    layers = zip(placed["layers"], copied["layers"], strict=True)
+    return {**placed, "layers": [{**layer, **own} for layer, own in layers]}
+
+
+def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
+    """The parameters of a model without adapters that computes what `params` of `arch` compute.
+
+    A matrix W with adapters becomes W + (alpha / rank) B A, summed in float32 and rounded once, to `dtype`
+    (default: that of W); the other arrays are those of `params`. Parameters without adapters come back as
+    they are.
+    """
+    if arch.lora is None or not has_adapters(params):
+        return params
+    base = without_adapters(params)
+    layers = [dict(layer) for layer in base["layers"]]
+    for layer, whole in zip(layers, params["layers"], strict=True):
+        for name in arch.lora.targets:
+            layer[name] = _merged(
+                whole[name],
+                whole[name + LORA_A],
+                whole[name + LORA_B],
+                scale=arch.lora.scale,
+                dtype=jnp.dtype(dtype or whole[name].dtype),
+                sharding=whole[name].sharding,
+            )
+    return {**base, "layers": layers}
+
+
+@partial(jax.jit, static_argnames=("scale", "dtype", "sharding"))
+def _merged(
+    matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float, dtype: jnp.dtype, sharding: NamedSharding
+) -> jax.Array:
+    """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
+    product = partial(jnp.einsum, precision="highest")
+    if matrix.ndim == 4:  # qkv [K, G + 2, H, D]
+        queries = product("kghr,rd->kghd", b[:, :-2], a[0])
+        others = product("kphr,prd->kphd", b[:, -2:], a[1:])
+        change = jnp.concatenate([queries, others], axis=1)
+    elif matrix.ndim == 3:  # gate_up [2, F, D]
+        change = product("pfr,prd->pfd", b, a)
+    else:
+        change = product("or,ri->oi", b, a)
+    total = (matrix.astype(jnp.float32) + scale * change).astype(dtype)
+    return jax.lax.with_sharding_constraint(total, sharding)

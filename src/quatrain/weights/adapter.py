@@ -1,0 +1,72 @@
+"""Writes adapters as a folder that peft loads, and checks which base adapters belong to.
+
+Data flow: parameters with adapters -> adapter_config.json and adapter_model.safetensors, at the end of a run
+and by `quatrain export`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.models.families import Architecture, adapter_names
+from quatrain.models.lora import without_adapters
+from quatrain.models.params import Params, leaf_at
+from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.parallel.mesh import to_host
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base.json"
+"""A file of quatrain's own, which peft does not read: the base's fingerprint."""
+
+
+def save_adapter(directory: Path, arch: Architecture, params: Params, *, base: str) -> None:
+    """Writes the adapters of `params` as a folder that peft loads onto the model `base`.
+
+    The weights are float32, with peft's names. The fingerprint of the base is in a file beside them: of
+    several entries in its metadata, safetensors writes now one and now another first. In a run of several
+    processes, all must call this, and the main process writes.
+    """
+    assert arch.lora is not None, "a model without adapters has none to write"
+    fingerprint = tree_fingerprint(without_adapters(params))
+    names = adapter_names(arch)
+    whole = {path: to_host(leaf_at(params, path)) for path in dict.fromkeys(name.path for name in names)}
+    if not is_main_process():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    modules = dict.fromkeys(name.name.split(".")[-3] for name in names)
+    alpha = arch.lora.alpha
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": arch.lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tensors: dict[str, np.ndarray] = {name.name: name.of(whole[name.path]) for name in names}
+    (directory / BASE).write_text(json.dumps({"model": base, "fingerprint": fingerprint}, indent=2) + "\n")
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / WEIGHTS).chmod((directory / CONFIG).stat().st_mode & 0o777)
+
+
+def check_base(saved: object, found: str, model: str, where: Path) -> None:
+    """Raises ValueError unless the adapters in `where` belong to `model`.
+
+    `saved` and `found` are the fingerprints of the base they were trained on and of `model`.
+    """
+    if saved != found:
+        raise ValueError(
+            "adapters must be used with the base that they were trained on, to the bit: those in "
+            f"{where} belong to a base with fingerprint {saved or 'unknown'}, and {model} has {found}; set "
+            "model.path and model.param_dtype back to those of the run"
+        )

@@ -1,0 +1,66 @@
+"""The section `lora`: what it derives, and combinations that are refused, each with one sentence."""
+
+import pytest
+
+from quatrain.config.errors import ConfigError
+from quatrain.config.load import load_config
+
+
+def resolved(*overrides):
+    return load_config(None, overrides, environ={})
+
+
+def test_without_rank_there_are_no_adapters():
+    assert resolved("lora.rank=0").config == resolved().config
+    assert resolved().config.lora.alpha is None
+    assert resolved("update.kl_coef=0.1").config.copies_reference
+
+
+def test_alpha_is_derived_from_the_rank():
+    config = resolved("lora.rank=8", "update.kl_coef=0.1").config
+    assert config.lora.alpha == 8.0
+    assert not config.copies_reference
+    assert resolved("lora.rank=8", "lora.alpha=16").config.lora.alpha == 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("lora.alpha=4",), "lora.alpha has no effect with lora.rank 0"),
+        (("lora.targets=[qkv]",), "lora.targets has no effect with lora.rank 0"),
+        (("rollout.lora=adapter",), "rollout.lora has no effect with lora.rank 0"),
+        (("lora.rank=-1",), "lora.rank"),
+        (("lora.rank=4", "lora.alpha=0"), "lora.alpha"),
+        (("lora.rank=4", "lora.targets=[]"), "lora.targets"),
+        (("lora.rank=4", "lora.targets=[q_proj]"), "lora.targets.*'qkv', 'o', 'gate_up' or 'down'"),
+        (("lora.rank=4", "lora.targets=[o, o]"), "lora.targets must name each matrix once"),
+        (("lora.rank=4", "rollout.lora=both"), "rollout.lora must be 'merged' or 'adapter'"),
+        (("lora.rank=4", "advantage.estimator=gae"), "lora.rank must be 0 with a critic"),
+        (("lora.rank=4", "critic.enabled=true"), "lora.rank must be 0 with a critic"),
+        (
+            ("lora.rank=4", "update.kl_coef=0.1", "offload.reference=true"),
+            "offload.reference has no effect with lora.rank 4, where the reference is the frozen base",
+        ),
+        (
+            ("lora.rank=4", "update.kl_coef=0.1", "placement.reference=0"),
+            "placement.reference has no effect with lora.rank 4",
+        ),
+        (
+            (
+                "lora.rank=4", "update.kl_coef=0.1", "update.reference_sync_steps=2",
+                "update.reference_mixup=0.6",
+            ),
+            "update.reference_mixup must be 1 with lora.rank 4",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        resolved(*overrides)
+    assert len(raised.value.problems) == 1
+
+
+def test_a_frozen_base_in_bfloat16_is_not_warned_about():
+    settings = ("model.param_dtype=bfloat16", "optimizer.learning_rate=1e-6", "sft.steps=0")
+    assert any("rounding" in each for each in resolved(*settings).warnings)
+    assert not any("rounding" in each for each in resolved(*settings, "lora.rank=4").warnings)

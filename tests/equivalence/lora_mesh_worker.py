@@ -1,0 +1,78 @@
+"""One optimizer step of adapters on meshes of 8 simulated devices; writes its results to the file argv[1]."""
+
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
+from quatrain.models.params import ADAPTED, init_params
+from quatrain.parallel.mesh import make_mesh, to_host
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens, sum_gradients
+from quatrain.update.micro_batch import micro_batches
+from quatrain.update.objective import PolicyObjective
+from quatrain.update.optimizer import build_optimizer
+from quatrain.update.specs import PolicySpec
+from quatrain.update.table import TokenTable
+
+ARCH = Architecture(
+    "qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED)
+)
+OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
+OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
+
+
+def table() -> TokenTable:
+    rng = np.random.default_rng(0)
+    lengths, columns = rng.integers(6, 15, 16), np.arange(15)
+    attention = columns < lengths[:, None]
+    ids = np.where(attention, rng.integers(0, 64, attention.shape), 0).astype(np.int32)
+    advantages = np.repeat(rng.normal(size=(16, 1)), 15, 1).astype(np.float32)
+    known = {"advantages": advantages, "rollout_logprobs": np.zeros_like(advantages)}
+    plain = TokenTable(ids, attention, attention & (columns >= 4), known)
+    return plain.weighted("token_mean", 15)
+
+
+def results(shape: MeshShape) -> dict[str, np.ndarray]:
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    base = init_params(replace(ARCH, lora=None), jax.random.key(0), mesh=mesh)
+    params = with_adapters(base, ARCH, jax.random.key(0), mesh)
+    drawn = np.random.default_rng(1)
+    moved = jax.tree.map(
+        lambda x: jax.device_put(to_host(x) + 0.1 * drawn.standard_normal(x.shape, np.float32), x.sharding),
+        adapters_of(params),
+    )
+    params = with_trained(params, moved, ARCH)
+    model = PolicySpec(ARCH, mesh=mesh)
+    cutting = Cutting(rows=4, num_shards=shape.num_data_shards)
+    batches = [batch for _, batch in micro_batches(table(), cutting, mesh)]
+    logprobs = predict_tokens(params, table(), model=model, cutting=cutting)
+    grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
+    engine = RolloutEngine(ARCH, RolloutConfig(), None, stop_ids=(0,), seed=0, mesh=mesh)
+    found = {"logprobs": logprobs}
+    found |= _named("gradient", jax.tree.map(lambda g: g.sum(axis=0), grads))
+    found |= _named("merged", merged(params, ARCH)) | _named("placed", engine.place(params))
+    opt_state = init_optimizer(OPTIMIZER, adapters_of(params))
+    params, *_ = optimizer_step(
+        params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER
+    )
+    return found | _named("params", params)
+
+
+def _named(kind: str, tree: object) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {f"{kind}{jax.tree_util.keystr(path)}": np.asarray(to_host(leaf)) for path, leaf in leaves}
+
+
+if __name__ == "__main__":
+    every = {}
+    for text in sys.argv[2:]:
+        shape = MeshShape(*map(int, text.split(",")))
+        every |= {f"{text} {name}": value for name, value in results(shape).items()}
+    np.savez(sys.argv[1], **every)

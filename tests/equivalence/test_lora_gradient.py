@@ -1,0 +1,140 @@
+"""Adapters: their gradient is that of the merged matrices, however a batch is cut and on whatever mesh."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import SCORE_CASES, read_golden
+
+from quatrain.config.schema import UpdateConfig
+from quatrain.models.architecture import LoRA
+from quatrain.models.families import architecture_from_hf
+from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained, without_adapters
+from quatrain.models.params import ADAPTED, init_params
+from quatrain.parallel.mesh import one_device
+from quatrain.update import residuals
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import _weighted_loss, predict_tokens, sum_gradients
+from quatrain.update.micro_batch import micro_batches
+from quatrain.update.objective import PolicyObjective
+from quatrain.update.residuals import ResidualMemory
+from quatrain.update.specs import PolicySpec
+from quatrain.update.table import TokenTable
+
+LORA = LoRA(rank=3, alpha=4.5, targets=ADAPTED)
+OBJECTIVE = PolicyObjective.of(UpdateConfig(entropy_coef=0.2), on_policy=True)
+ALL_ROWS = Cutting(rows=1000)
+LONGEST = 9
+
+
+def _arch(case: str, targets: tuple[str, ...] = ADAPTED):
+    arch = architecture_from_hf(read_golden(case).config)
+    return replace(arch, vocab_size=300, lora=replace(LORA, targets=targets))
+
+
+def _params(arch):
+    """A base and adapters, of which neither A nor B is zero."""
+    base = init_params(replace(arch, lora=None), jax.random.key(3))
+    params = with_adapters(base, arch, jax.random.key(3))
+    leaves, structure = jax.tree.flatten(adapters_of(params))
+    keys = jax.random.split(jax.random.key(4), len(leaves))
+    drawn = [x + 0.1 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+    return with_trained(params, jax.tree.unflatten(structure, drawn), arch)
+
+
+def _table(make_batch) -> TokenTable:
+    batch = make_batch(20)
+    r = batch.rollouts
+    columns = {"advantages": batch.advantages, "rollout_logprobs": r.rollout_logprobs}
+    table = TokenTable(r.input_ids, r.attention_mask, r.completion_mask, columns, r.group_ids)
+    return table.weighted("token_mean", LONGEST)
+
+
+def _model(arch, remat="layer"):
+    return PolicySpec(arch, temperature=0.9, remat=remat)
+
+
+def _gradient(arch, params, table, cutting, remat="layer"):
+    batches = (batch for _, batch in micro_batches(table, cutting, one_device()))
+    return sum_gradients(params, batches, model=_model(arch, remat), objective=OBJECTIVE)
+
+
+def _of_merged(arch, params, table):
+    """The gradient of A and B by autodiff through the merged matrices of a model without adapters."""
+    plain = _model(replace(arch, lora=None))
+    ((_, batch),) = micro_batches(table, ALL_ROWS, one_device())
+
+    def loss(adapters):
+        whole = merged(with_trained(params, adapters, arch), arch)
+        return _weighted_loss(whole, batch, plain, OBJECTIVE)[0]
+
+    return jax.jit(jax.grad(loss))(adapters_of(params))
+
+
+def _assert_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(np.asarray(a)[0], b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+        assert np.abs(b).max() > 1e-6
+
+
+PADDED, PACKED = Cutting(rows=5), Cutting(max_tokens=32, num_shards=3, share_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "cuttings"),
+    [
+        ("qwen2", (PACKED,)),
+        *(pytest.param(case, (PADDED, PACKED), marks=pytest.mark.slow) for case in SCORE_CASES),
+    ],
+)
+def test_the_gradient_of_adapters_is_that_of_merged_matrices(case, cuttings, make_batch):
+    arch = _arch(case)
+    params, table = _params(arch), _table(make_batch)
+    expected = _of_merged(arch, params, table)
+    for cutting in cuttings:
+        grads, _ = _gradient(arch, params, table, cutting)
+        _assert_same(grads, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+@pytest.mark.parametrize("targets", [("qkv",), ("o", "down"), ("gate_up",), ADAPTED])
+@pytest.mark.parametrize("case", [*SCORE_CASES, "llama_biases"])
+def test_the_gradient_of_some_adapters(case, targets, remat, make_batch):
+    arch = _arch(case, targets)
+    params, table = _params(arch), _table(make_batch)
+    expected = _of_merged(arch, params, table)
+    for cutting in (Cutting(rows=1), Cutting(max_tokens=15), Cutting(max_tokens=500, share_prompts=True)):
+        _assert_same(_gradient(arch, params, table, cutting, remat)[0], expected)
+
+
+def test_only_adapters_have_a_gradient_and_nothing_of_the_base_is_held(make_batch, monkeypatch):
+    """Memory that is held from one micro-batch to the next, as on a CPU, has neither weights nor a head."""
+    monkeypatch.setattr(residuals, "LEAST_BYTES", 0)
+    arch = _arch("llama", ("qkv", "down"))
+    params, memory = _params(arch), ResidualMemory()
+    batches = (batch for _, batch in micro_batches(_table(make_batch), ALL_ROWS, one_device()))
+    grads, _ = sum_gradients(params, batches, model=_model(arch), objective=OBJECTIVE, residuals=memory)
+    (held,) = memory._held.values()
+    weights = {x.shape for x in jax.tree.leaves(params) if x.ndim > 1}
+    assert held
+    assert not weights & {x.shape[1:] for x in held}
+    assert set(grads) == {"layers"}
+    names = {"qkv_lora_a", "qkv_lora_b", "down_lora_a", "down_lora_b"}
+    assert [set(layer) for layer in grads["layers"]] == [names, names]
+
+
+def test_new_adapters_change_nothing(make_batch):
+    arch = _arch("qwen3")
+    base = init_params(replace(arch, lora=None), jax.random.key(3))
+    params = with_adapters(base, arch, jax.random.key(3))
+    table = replace(_table(make_batch), columns={})
+    plain = _model(replace(arch, lora=None))
+    before = predict_tokens(base, table, model=plain, cutting=ALL_ROWS)
+    after = predict_tokens(params, table, model=_model(arch), cutting=ALL_ROWS)
+    np.testing.assert_array_equal(after, before)
+    off = predict_tokens(without_adapters(_params(arch)), table, model=plain, cutting=ALL_ROWS)
+    np.testing.assert_array_equal(off, before)

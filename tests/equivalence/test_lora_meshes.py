@@ -1,0 +1,41 @@
+"""Adapters on several devices: the gradient, the step and the merged matrices of one device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+WORKER = Path(__file__).parent / "lora_mesh_worker.py"
+ONE = "1,1,1"
+
+
+def _assert_as_on_one_device(folder, *meshes):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, WORKER, folder / "results.npz", ONE, *meshes], env=environment, check=True
+    )
+    with np.load(folder / "results.npz") as file:
+        results = dict(file)
+    names = [name.removeprefix(f"{ONE} ") for name in results if name.startswith(f"{ONE} ")]
+    assert {name.split("[")[0] for name in names} == {"logprobs", "gradient", "merged", "placed", "params"}
+    for mesh in meshes:
+        for name in names:
+            expected, got = results[f"{ONE} {name}"], results[f"{mesh} {name}"]
+            largest = np.abs(expected).max()
+            tolerance = {"rtol": 1e-5, "atol": 1e-5 * largest, "err_msg": f"{mesh} {name}"}
+            np.testing.assert_allclose(got, expected, **tolerance)
+
+
+def test_adapters_on_eight_devices_are_trained_as_on_one(tmp_path):
+    """Two key/value heads: `tp` 2 shards them."""
+    _assert_as_on_one_device(tmp_path, "2,2,2")
+
+
+@pytest.mark.slow
+def test_adapters_on_every_mesh_are_trained_as_on_one_device(tmp_path):
+    """With `tp` 4, two devices share a key/value head."""
+    _assert_as_on_one_device(tmp_path, "8,1,1", "1,8,1", "1,2,4", "2,1,4", "1,1,2", "4,1,2", "1,4,2", "1,2,1")

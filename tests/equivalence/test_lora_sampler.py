@@ -1,0 +1,60 @@
+"""Adapters in the sampler, merged or beside the base: its log-probabilities are the trainer's."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.models.architecture import LoRA
+from quatrain.models.lora import adapters_of, with_adapters, with_trained
+from quatrain.models.params import ADAPTED
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Prompt
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import predict_tokens
+from quatrain.update.specs import PolicySpec
+from quatrain.update.table import TokenTable
+
+
+@pytest.fixture(scope="module")
+def adapted(small_arch, small_params):
+    """(architecture, parameters) of a model whose adapters move its logits by about their own size."""
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ADAPTED))
+    params = with_adapters(small_params, arch, jax.random.key(1))
+    leaves, structure = jax.tree.flatten(adapters_of(params))
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    drawn = [x + 0.1 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+    return arch, with_trained(params, jax.tree.unflatten(structure, drawn), arch)
+
+
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer, way):
+    arch, params = adapted
+    config = RolloutConfig(n=4, max_new_tokens=12, temperature=0.8, max_concurrency=3, lora=way)
+    engine = RolloutEngine(arch, config, tokenizer, stop_ids=tuple(range(0, 290, 13)), seed=1)
+    engine.sync_weights(params, 0)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 290, rng.integers(1, 12)).astype(np.int32) for _ in range(5)]
+    batch = engine.generate([Prompt(i, row, "") for i, row in enumerate(ids)])
+    table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
+    trained, base = (
+        predict_tokens(p, table, model=PolicySpec(a, temperature=0.8), cutting=Cutting(rows=6))
+        for a, p in ((arch, params), (replace(arch, lora=None), small_params))
+    )
+    assert np.abs(trained - batch.rollout_logprobs).max() < 1e-4
+    assert np.abs(trained - base).max() > 0.1
+
+
+def test_a_sampler_with_adapters_has_no_copy_of_the_base(adapted, tokenizer):
+    arch, params = adapted
+    placed = {
+        way: RolloutEngine(arch, RolloutConfig(lora=way), tokenizer, stop_ids=(0,), seed=1).place(params)
+        for way in ("merged", "adapter")
+    }
+    assert all(x is y for x, y in zip(jax.tree.leaves(placed["adapter"]), jax.tree.leaves(params)))
+    assert set(placed["merged"]["layers"][0]) == {n for n in params["layers"][0] if "_lora_" not in n}
+    for name, leaf in placed["merged"]["layers"][0].items():
+        assert (leaf is params["layers"][0][name]) == (name not in ADAPTED), name
+    assert placed["merged"]["embed"] is params["embed"]

@@ -1,0 +1,99 @@
+"""Adapters as parameters: shapes, first values, shardings, and models that cannot have them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import LoraConfig
+from quatrain.models.architecture import LoRA
+from quatrain.models.lora import (
+    adapters_of,
+    apart_from,
+    check_lora,
+    has_adapters,
+    merged,
+    with_adapters,
+    with_lora,
+    with_trained,
+    without_adapters,
+)
+from quatrain.models.params import ADAPTED, num_params, partition
+
+
+@pytest.fixture
+def adapted(small_arch, small_params):
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ADAPTED))
+    return arch, with_adapters(small_params, arch, jax.random.key(1))
+
+
+def test_shapes_and_first_values(adapted, small_arch):
+    arch, params = adapted
+    layer = adapters_of(params)["layers"][0]
+    assert {name: leaf.shape for name, leaf in layer.items()} == {
+        "qkv_lora_a": (3, 4, 32),
+        "qkv_lora_b": (2, 4, 8, 4),
+        "o_lora_a": (4, 32),
+        "o_lora_b": (32, 4),
+        "gate_up_lora_a": (2, 4, 32),
+        "gate_up_lora_b": (2, 48, 4),
+        "down_lora_a": (4, 48),
+        "down_lora_b": (32, 4),
+    }
+    for name, leaf in layer.items():
+        largest = float(jnp.abs(leaf).max())
+        bound = leaf.shape[-1] ** -0.5
+        assert leaf.dtype == jnp.float32
+        assert largest == 0 if name.endswith("_b") else 0.9 * bound < largest <= bound, name
+    q, k, v = layer["qkv_lora_a"]
+    assert not np.allclose(q, k)
+    assert not np.allclose(k, v)
+    # r times the sum of inputs and outputs of the seven matrices
+    sides = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48)
+    assert num_params(arch) - num_params(small_arch) == 2 * 4 * sides
+
+
+def test_the_rank_is_never_sharded_and_the_rest_as_its_matrix(small_arch):
+    arch = replace(small_arch, lora=LoRA(4, 8.0, ADAPTED))
+    layer = partition(arch, MeshShape(1, 2, 2))["layers"][0]
+    assert tuple(layer["qkv_lora_a"]) == (None, None, "fsdp")
+    assert layer["qkv_lora_b"][0] == "tp"
+    assert tuple(layer["o_lora_a"]) == (None, "tp")
+    assert tuple(layer["o_lora_b"]) == ("fsdp", None)
+    assert tuple(layer["gate_up_lora_b"]) == ("fsdp", "tp", None)
+    assert tuple(layer["down_lora_a"]) == (None, "tp")
+
+
+def test_base_and_adapters_are_parts_of_one_tree(adapted, small_params):
+    arch, params = adapted
+    base = without_adapters(params)
+    assert all(x is y for x, y in zip(jax.tree.leaves(base), jax.tree.leaves(small_params), strict=True))
+    again = with_trained(params, adapters_of(params), arch)
+    assert all(x is y for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
+    assert has_adapters(params)
+    assert not has_adapters(base)
+    assert merged(base, arch) is base
+
+
+def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):
+    _, params = adapted
+    copies = apart_from(params, params)
+    for name, leaf in copies["layers"][0].items():
+        assert (leaf is params["layers"][0][name]) == ("_lora_" not in name), name
+    assert copies["embed"] is params["embed"]
+
+
+def test_models_that_cannot_have_the_adapters(small_arch):
+    with pytest.raises(ValueError, match="a llama model has no experts; choose from qkv, o, gate_up, down"):
+        check_lora(small_arch, LoRA(4, 4.0, ("experts",)))
+    with pytest.raises(
+        ValueError, match=r"k_proj of this llama model is 16 x 32, got rank 17; lower lora\.rank"
+    ):
+        with_lora(small_arch, LoraConfig(rank=17))
+    assert with_lora(small_arch, LoraConfig(rank=17, targets=("down",))).lora == LoRA(17, 17.0, ("down",))
+    with pytest.raises(ValueError, match="down_proj of this llama model is 32 x 48, got rank 33"):
+        with_lora(small_arch, LoraConfig(rank=33, targets=("down",)))
+    assert with_lora(small_arch, LoraConfig()) is small_arch
