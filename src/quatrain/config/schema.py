@@ -421,9 +421,9 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices "
-        "into "
-        "which the adapters are merged, as fast as without adapters and a copy of these matrices; `adapter`: "
-        "with base and adapters as training does, without a copy of the base, some products more a layer.",
+        "into which the adapters are merged, as fast as without adapters and a copy of these matrices; "
+        "`adapter`: with base and adapters as training does, without a copy of the base, some products more "
+        "a layer.",
     )
     logprob_diff_warning: float | None = Field(
         0.05,
