@@ -44,9 +44,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.backend import this_backend
-from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention.kernels import choose_attention
+from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.decoder import REMAT
 from quatrain.models.flops import forward_flops
 from quatrain.models.kv_cache import bytes_per_column
@@ -55,7 +55,7 @@ from quatrain.parallel.compilations import COMPILE_EVENT
 from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.types import Prompt, RolloutBatch
-from quatrain.update.cuts import Cut, Cutting, describe_cuts
+from quatrain.update.cuts import Cut, describe_cuts
 from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
 from quatrain.update.micro_batch import MicroBatch, fill
 from quatrain.update.objective import PolicyObjective
@@ -64,8 +64,8 @@ from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = (("xla", "shared"), ("pallas", "packed"), ("cudnn", "rows"), ("xla", "packed"))
-"""Each attention of the update with the densest layouts of sequences that it knows."""
+MODES = (("xla", "shared"), ("cudnn", "shared"), ("tokamax", "shared"), ("xla", "packed"))
+"""Each attention of the update, with the layouts of sequences that are measured."""
 LARGEST_GAP = 1e-4
 """Of log-probabilities in float32 at the highest precision of products, between sampler and trainer."""
 EXPECTED_S: dict[str, float] = {"limits": 10, "checks": 120, "decode": 80, "update": 60, "gap": 25}
@@ -266,21 +266,22 @@ class Bench:
     def update(self, arch: Architecture, attention: str, layout: str, figures: Figures) -> None:
         """Seconds of an optimizer step, and the share of the rate of matrix products."""
         scale = self.scale
-        dtype, packed, shared = "bfloat16", layout != "rows", layout == "shared"
-        choose = partial(choose_attention, arch=arch, platform=this_backend().kind, dtype=dtype)
+        dtype = "bfloat16"
+        choose = partial(trusted_attention, arch=arch, platform=this_backend().kind, dtype=dtype)
         try:
-            choose(attention, packed=packed, shared=shared)
+            choose(attention)
         except ValueError as error:
             raise NotPossible(str(error)) from None
-        figures["auto_picks"] = choose("auto", packed=packed, shared=shared)
+        figures["auto_picks"] = choose("auto")
         policy = PolicySpec(arch, dtype=dtype, remat=self.remat, attention=attention)
         table = random_table(arch, scale)
-        cuts = _cutting(policy, layout, table, scale.max_tokens).cut(table)
+        sizes = LogprobConfig(max_tokens_per_device=scale.max_tokens)
+        cuts = policy.cutting(sizes, share_prompts=layout == "shared").cut(table)
         flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(
-            policy, [fill(cut, table, policy.mesh) for cut in cuts]
+            policy, [fill(cut, table, policy.mesh, unpack=policy.unpacks) for cut in cuts]
         )
         step_s = statistics.median(seconds[1:])
         rate = flops / step_s / 1e12
@@ -348,7 +349,7 @@ def _engine(
     arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
 ) -> RolloutEngine:
     """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
-    attention = choose_attention("auto", arch, platform=this_backend().kind, dtype=dtype, packed=True)
+    attention = trusted_attention("auto", arch, platform=this_backend().kind, dtype=dtype)
     config = RolloutConfig(n=n, max_new_tokens=new_tokens)
     return RolloutEngine(
         arch,
@@ -393,7 +394,7 @@ def describe_gap(
     """Log-probabilities of `policy` minus the sampler's, over the tokens of the first `rows` sequences."""
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     table = table.take(np.arange(len(table))[:rows])
-    cutting = Cutting(max_tokens=max_tokens, cost=policy.packing_cost)
+    cutting = policy.cutting(LogprobConfig(max_tokens_per_device=max_tokens))
     trained = predict_tokens(params, table, model=policy, cutting=cutting)
     mask = table.completion_mask
     gap = (trained - batch.rollout_logprobs[:rows])[mask].astype(np.float64)
@@ -404,14 +405,6 @@ def describe_gap(
         "logprob_mean": trained[mask].mean(),
         "tokens": mask.sum(),
     }
-
-
-def _cutting(policy: PolicySpec, layout: str, table: TokenTable, max_tokens: int) -> Cutting:
-    """Micro-batches of `max_tokens` tokens, or of equal numbers of rows with about so many at most."""
-    if layout == "rows":
-        count = -(-len(table) * int(table.lengths.max()) // max_tokens)
-        return Cutting(rows=-(-len(table) // count), cost=policy.packing_cost)
-    return Cutting(max_tokens=max_tokens, cost=policy.packing_cost, share_prompts=layout == "shared")
 
 
 def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> float:

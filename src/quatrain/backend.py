@@ -47,6 +47,9 @@ class Backend:
     few_rows: int = 0
     """A product of at most this many rows with a weight matrix has the matrix as its first factor; see
     `layers.matmul_transposed`."""
+    line_tokens: int | None = None
+    """Longest buffer of packed sequences, in tokens, except for longer sequences; a micro-batch has as many
+    buffers on each data shard as it needs. None: one."""
     holds_residuals: bool = False
     """Whether a micro-batch's residuals take the memory of the one before (`update/residuals.py`)."""
     saves_in_background: bool = True
@@ -87,9 +90,17 @@ CPU = Backend(
 )
 
 
+TPU = replace(
+    ACCELERATOR,
+    kind="tpu",
+    # The attention kernel takes the mask of a buffer, the square of its tokens: 16 MiB for 4,096.
+    line_tokens=4096,
+)
+
+
 def backend_of(kind: str) -> Backend:
-    """The settings for a `kind` of device, as JAX names it; those of accelerators for every kind but cpu."""
-    return CPU if kind == CPU.kind else replace(ACCELERATOR, kind=kind)
+    """The settings for a `kind` of device, as JAX names it; those of any accelerator for an unknown kind."""
+    return {CPU.kind: CPU, TPU.kind: TPU}.get(kind, replace(ACCELERATOR, kind=kind))
 
 
 @cache

@@ -20,7 +20,7 @@ from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
-from quatrain.models.attention.kernels import choose_attention
+from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
@@ -60,6 +60,8 @@ class LoadedPolicy:
     """None without a critic."""
     critic_params: Any = None
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
+    attention: str = "xla"
+    """The attention implementation of the policy, whose kernel was probed on these devices."""
 
 
 def load_policy(
@@ -98,8 +100,7 @@ def load_policy(
             f"{model.arch.vocab_size}; set model.tokenizer to the one the model was trained with"
         )
     _check_positions(config, model.arch)
-    for section in (config.update, config.logprob):
-        _attention(config, model.arch, packed=section.max_tokens_per_device is not None)
+    attention = _attention(config, model.arch)
     critic_arch, critic_params = (
         _load_critic(config, tokenizer, model.arch, meshes, weights=weights) if critic else (None, None)
     )
@@ -115,6 +116,7 @@ def load_policy(
         model.sampling,
         critic_arch,
         critic_params,
+        attention,
     )
 
 
@@ -176,7 +178,7 @@ def _load_critic(
             f"{model.arch.max_position} positions and {model.arch.vocab_size} embeddings; choose another "
             "critic, or set critic.path to null"
         )
-    _attention(config, model.arch, packed=config.critic.max_tokens_per_device is not None)
+    _attention(config, model.arch)
     return model.arch, model.params
 
 
@@ -211,19 +213,17 @@ def build_engine(
         stop_ids=loaded.stop_ids,
         seed=config.seed,
         dtype=config.model.dtype,
-        attention=_attention(config, loaded.arch, prompts=True),
+        attention=loaded.attention,
         mesh=loaded.meshes.rollout,
         on_progress=on_progress,
         usual_prompt=usual_prompt,
     )
 
 
-def _attention(config: Config, arch: Architecture, *, packed: bool = True, prompts: bool = False) -> str:
+def _attention(config: Config, arch: Architecture) -> str:
     """The attention kernel for `model.attention` on this platform; raises ValueError if it is unavailable."""
-    name, platform, dtype = config.model.attention, this_backend().kind, config.model.dtype
-    if prompts and name == "cudnn":
-        name = "auto"  # the engine packs prompts, and cuDNN's kernel cannot mask one prompt from another
-    return choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
+    model = config.model
+    return trusted_attention(model.attention, arch, platform=this_backend().kind, dtype=model.dtype)
 
 
 def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
@@ -233,7 +233,7 @@ def build_critic_spec(config: Config, loaded: LoadedPolicy) -> CriticSpec:
         loaded.critic_arch,
         dtype=config.model.dtype,
         remat=config.model.remat,
-        attention=config.model.attention,
+        attention=_attention(config, loaded.critic_arch),
         mesh=loaded.meshes.critic,
     )
 
@@ -268,6 +268,6 @@ def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: floa
         temperature=temperature,
         dtype=config.model.dtype,
         remat=config.model.remat,
-        attention=config.model.attention,
+        attention=loaded.attention,
         mesh=loaded.meshes.train,
     )

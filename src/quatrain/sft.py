@@ -12,7 +12,6 @@ from quatrain.data.prompts import DemonstrationSource, load_demonstrations
 from quatrain.metrics import Metric
 from quatrain.ops.fingerprint import fingerprint
 from quatrain.policy import LoadedPolicy, build_policy_spec
-from quatrain.update.cuts import Cutting
 from quatrain.update.sft import SupervisedLearner
 
 
@@ -42,7 +41,7 @@ def warm_start(
     learner = SupervisedLearner(
         policy,
         config.sft,
-        Cutting.of(config.update, policy.packing_cost, num_shards=policy.mesh_shape.num_data_shards),
+        policy.cutting(config.update),
         optimizer_memory="host" if config.offload.optimizer else "device",
     )
     state = learner.init(loaded.params)

@@ -148,8 +148,6 @@ def test_a_scale_that_the_estimator_does_not_know_is_refused(estimator, scale, k
 def test_prompts_are_shared_only_where_they_can_be():
     with pytest.raises(ValidationError, match=r"needs a token budget, and update.micro_batch_size is 8"):
         Config(update=UpdateConfig(share_prompts=True, micro_batch_size=8))
-    with pytest.raises(ValidationError, match=r"which model.attention splash does not"):
-        Config(update=UpdateConfig(share_prompts=True), model=ModelConfig(attention="splash"))
     assert Config(update=UpdateConfig(micro_batch_size=8)).update.share_prompts == "auto"
     with pytest.raises(ValidationError):
         UpdateConfig(share_prompts="yes")

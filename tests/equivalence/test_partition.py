@@ -1,6 +1,7 @@
 """Invariants 1, 2 and 6: packed or padded, however cut and in whatever order, the gradient is the same."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 import sequence_loss
 
+from quatrain.backend import backend_of
 from quatrain.config.schema import UpdateConfig
+from quatrain.models import attention
+from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
@@ -70,9 +74,10 @@ def _policy(arch) -> PolicySpec:
     return PolicySpec(arch, temperature=0.9, remat="none")
 
 
-def _gradient(arch, params, table, cutting, objective):
-    batches = (batch for _, batch in micro_batches(table, cutting, one_device()))
-    grads, stats = sum_gradients(params, batches, model=_policy(arch), objective=objective)
+def _gradient(arch, params, table, cutting, objective, **settings):
+    policy = replace(_policy(arch), **settings)
+    batches = (b for _, b in micro_batches(table, cutting, one_device(), unpack=policy.unpacks))
+    grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
 
@@ -90,6 +95,7 @@ CUTTINGS = (
     Cutting(rows=5),
     Cutting(max_tokens=LONGEST_SEQUENCE),
     Cutting(max_tokens=32, num_shards=3, share_prompts=True),
+    Cutting(max_tokens=64, num_shards=2, share_prompts=True, line_tokens=20),
 )
 MORE_CUTTINGS = (
     Cutting(rows=1),
@@ -142,6 +148,48 @@ def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_param
         _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
 
+WINDOWED = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5}
+
+
+@pytest.mark.parametrize("change", [{}, WINDOWED], ids=["full", "windowed"])
+@pytest.mark.parametrize("num_common", [0, COMMON_PREFIX])
+def test_attention_in_rows_of_whole_sequences_does_not_change_the_gradient(
+    small_arch, small_params, make_batch, monkeypatch, change, num_common
+):
+    """A kernel for GPUs, whose place XLA's causal attention takes here."""
+    monkeypatch.setattr(kernels, "obstacle", lambda *_: None)
+    causal = partial(kernels._causal_attention, implementation="xla")
+    monkeypatch.setitem(attention._CAUSAL, "cudnn", causal)
+    arch = replace(small_arch, **change)
+    objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=False)
+    table = _table(arch, small_params, make_batch(20), 1, num_common).weighted("token_mean", LONGEST)
+    whole = _gradient(arch, small_params, table, ALL_ROWS, objective)
+    settings = {"attention": "cudnn", "backend": backend_of("gpu")}
+    for cutting in (
+        Cutting(rows=5),
+        Cutting(max_tokens=150),
+        Cutting(max_tokens=150, num_shards=2, share_prompts=True),
+    ):
+        _assert_same(_gradient(arch, small_params, table, cutting, objective, **settings), whole)
+
+
+@pytest.mark.slow
+def test_attention_with_the_mask_of_a_line_does_not_change_the_gradient(
+    small_arch, small_params, make_batch, monkeypatch
+):
+    """The kernel for TPUs, interpreted; two lines a shard."""
+    interpreted = partial(kernels.splash_masked_attention, interpret=True)
+    monkeypatch.setattr(kernels, "splash_masked_attention", interpreted)
+    objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=False)
+    table = _table(small_arch, small_params, make_batch(20), 1, COMMON_PREFIX)
+    table = table.weighted("token_mean", LONGEST)
+    whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
+    cutting = Cutting(max_tokens=200, share_prompts=True, line_tokens=100)
+    assert len(cutting.cut(table)[0].buffers) == 2
+    settings = {"attention": "splash", "backend": backend_of("tpu")}
+    _assert_same(_gradient(small_arch, small_params, table, cutting, objective, **settings), whole)
+
+
 def _chosen(table: TokenTable, seed: int) -> np.ndarray:
     """In place of the tokens that `clip_cov` and `kl_cov` choose from a whole mini-batch: any of them."""
     rng = np.random.default_rng(seed)
@@ -171,7 +219,13 @@ def _random_cutting(rng: np.random.Generator, table: TokenTable) -> Cutting:
         return Cutting(rows=int(rng.integers(1, 6)), num_shards=shards)
     cap = int(table.lengths.max())
     budget = int(rng.choice([cap, cap + 3, max(cap, 32), cap + 49]))
-    return Cutting(max_tokens=budget, num_shards=shards, share_prompts=bool(rng.random() < 0.5))
+    line = int(rng.choice([cap, budget])) if rng.random() < 0.3 else None
+    return Cutting(
+        max_tokens=budget * (2 if line else 1),
+        num_shards=shards,
+        share_prompts=bool(rng.random() < 0.5),
+        line_tokens=line,
+    )
 
 
 def _random_partition(rng: np.random.Generator, table: TokenTable) -> list[TokenTable]:

@@ -13,10 +13,7 @@ from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 LARGEST_GAP = 1e-4
 """In float32 with products at the highest precision; on such devices the default is TF32."""
@@ -38,13 +35,13 @@ def _sampled(arch, params, n, attention, **config):
     return engine.generate([Prompt(i, row, "") for i, row in enumerate(ids)])
 
 
-@pytest.mark.parametrize(("attention", "n"), [("xla", 4), ("pallas", 1), ("pallas", 4)])
-def test_sampler_and_trainer_agree(arch, params, attention, n):
+@pytest.mark.parametrize("n", [1, 4])
+def test_sampler_and_trainer_agree(arch, params, n):
     """With prompts shared (n of 4) or not, both in slots that are refilled."""
     with jax.default_matmul_precision("highest"):
-        batch = _sampled(arch, params, n, attention, temperature=0.8)
+        batch = _sampled(arch, params, n, "xla", temperature=0.8)
         table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
-        policy = PolicySpec(arch, temperature=0.8, attention=attention)
+        policy = PolicySpec(arch, temperature=0.8, attention="xla")
         trained = predict_tokens(params, table, model=policy, cutting=Cutting(max_tokens=512))
     assert len(np.unique(batch.completion_lengths)) > 2
     assert trained[batch.completion_mask].std() > 0.5

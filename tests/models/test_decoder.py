@@ -159,7 +159,8 @@ def test_remat_computes_attention_of_a_kernel_again():
 
     def kernels(remat):
         def loss(params):
-            return forward(params, arch, ids, positions, segments, remat=remat, attention="pallas").sum()
+            kernel = {"attention": "splash", "packed": False}
+            return forward(params, arch, ids, positions, segments, remat=remat, **kernel).sum()
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("pallas_call[")
 

@@ -214,12 +214,12 @@ class ModelConfig(Section):
         "input is kept); `dots`: everything but products with weights and attention (more memory, less "
         "time); `none`: nothing.",
     )
-    attention: Literal["auto", "xla", "cudnn", "pallas", "splash"] = Field(
+    attention: Literal["auto", "xla", "cudnn", "tokamax", "splash"] = Field(
         "auto",
         description="Attention kernel of forward and backward passes: `xla` (any device), `cudnn` (cuDNN "
-        "flash attention, GPUs), `pallas` (a Triton kernel, GPUs) or `splash` (splash attention, TPUs). "
-        "`auto` chooses by device and model. A named kernel that cannot compute the model's attention mask "
-        "is an error.",
+        "flash attention, GPUs), `tokamax` (Mosaic kernels of the extra `gpu`, GPUs) or `splash` (splash "
+        "attention, TPUs). `auto` takes the first kernel of the device that supports the model and computes "
+        "a small example as `xla` does, and logs the choice. A named kernel that does not is an error.",
     )
 
 
@@ -680,10 +680,6 @@ class AdvantageConfig(Section):
     )
 
 
-SHARING_ATTENTIONS = ("auto", "xla")
-"""The values of `model.attention` that support shared prompts."""
-
-
 class UpdateConfig(Section):
     """Stage 4 of a training step: updating the weights."""
 
@@ -714,7 +710,7 @@ class UpdateConfig(Section):
         "auto",
         description="In the update and in log-probability passes, compute a group's prompt once for all its "
         "samples, and a common prefix of all prompts once per packed row. `auto`: yes, if micro-batches "
-        "have a token budget and `model.attention` is `auto` or `xla`. The result does not change.",
+        "have a token budget. The result does not change.",
     )
     loss: LossName = Field(
         "ppo_clip",
@@ -799,9 +795,10 @@ class UpdateConfig(Section):
         "gradient.",
     )
 
-    def shares_prompts(self, attention: str) -> bool:
-        """Whether passes with a token budget share prompts, where `model.attention` is `attention`."""
-        return self.share_prompts is not False and attention in SHARING_ATTENTIONS
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether passes with a token budget share prompts."""
+        return self.share_prompts is not False
 
 
 class LogprobConfig(Section):
@@ -1310,21 +1307,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _prompts_can_be_shared(self) -> Self:
-        update, kernel = self.update, self.model.attention
-        asked = {"key": "update.share_prompts", "value": update.share_prompts}
+        update = self.update
         if update.share_prompts is True and update.micro_batch_size is not None:
             raise PydanticCustomError(
                 "across_sections",
                 "needs a token budget, and update.micro_batch_size is {rows}: a padded row holds one "
                 "sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
-                {**asked, "rows": update.micro_batch_size},
-            )
-        if update.share_prompts is True and kernel not in SHARING_ATTENTIONS:
-            raise PydanticCustomError(
-                "across_sections",
-                "needs an attention kernel that supports shared prompts, which model.attention {kernel} does "
-                "not; set model.attention to auto or xla, or update.share_prompts to auto",
-                {**asked, "kernel": kernel},
+                {"key": "update.share_prompts", "value": True, "rows": update.micro_batch_size},
             )
         return self
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.attention import attention_pattern, self_attention, supports_shared_prefixes
+from quatrain.models.attention import attention_pattern, self_attention
+from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import Attend, run_layers
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import CachePart, LayerCache, write
@@ -47,17 +48,23 @@ def prefill(
     *,
     dtype: DTypeLike,
     attention: str,
+    layout: Unpacking | None = None,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
     """Hidden states [T, D] of prompts packed into a row of T tokens, and per layer keys and values [T, K, H].
 
-    `branch_ids` must be zeros if the implementation `attention` does not support shared prefixes.
+    `layout` has the prompts in rows of their own, for an implementation that `unpacks`.
     """
-    branches = branch_ids[None] if supports_shared_prefixes(attention) else None
 
     def attend_within(window: int | None) -> Attend:
         pattern = attention_pattern(
-            attention, positions[None], segment_ids[None], branches, window, backend.attention_blocks
+            attention,
+            positions[None],
+            segment_ids[None],
+            branch_ids[None],
+            window,
+            backend.attention_blocks,
+            layout=layout,
         )
 
         def attend(

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
 from quatrain.models.attention import attention_pattern, self_attention
+from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.families import LAYER_TYPES, Architecture
 from quatrain.models.layers import (
     Layer,
@@ -64,6 +65,8 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     attention: str = "xla",
+    packed: bool = True,
+    layout: Unpacking | None = None,
     backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm.
@@ -75,12 +78,21 @@ def forward(
 
     Activations are in `dtype`; norms, rotary embeddings and softmax are computed in float32. `remat` is one
     of `REMAT`, `attention` is the name of an implementation (`kernels.choose_attention`), and `backend` holds
-    the block sizes of attention and the order of factors in matrix products.
+    the block sizes of attention and the order of factors in matrix products. Rows that are not `packed` are
+    one sequence each, with padding behind it; packed rows need their `layout` if the implementation
+    `unpacks`.
     """
 
     def attend_within(window: int | None) -> Attend:
         pattern = attention_pattern(
-            attention, positions, segment_ids, branch_ids, window, backend.attention_blocks
+            attention,
+            positions,
+            segment_ids,
+            branch_ids,
+            window,
+            backend.attention_blocks,
+            packed=packed,
+            layout=layout,
         )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:

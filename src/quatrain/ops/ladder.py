@@ -12,3 +12,14 @@ def round_up(size: int, minimum: int = 16) -> int:
     while 7 * unit < target:
         unit *= 2
     return -(-target // unit) * unit
+
+
+def round_up_coarsely(size: int, minimum: int = 1) -> int:
+    """The smallest of 2 and 3 times a power of two, or 1, that is at least both arguments.
+
+    For sizes of which each compiles a program beside those of `round_up`: an octave has two rungs.
+    """
+    target = max(size, minimum, 1)
+    power = 1 << (target - 1).bit_length()
+    smaller = power * 3 // 4
+    return smaller if power >= 4 and target <= smaller else power

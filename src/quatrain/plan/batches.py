@@ -320,7 +320,7 @@ class _Stage:
     ) -> _Stage:
         rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
         assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
-        shared = config.update.shares_prompts(config.model.attention)
+        shared = config.update.shares_prompts
         return cls(keys, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
     def per_shard(self, key: str) -> Row:

@@ -20,7 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.config.schema import ModelConfig, RewardConfig
 from quatrain.data.tokenizer import load_tokenizer, render_completed
-from quatrain.models.attention.kernels import choose_attention
+from quatrain.models.attention import unpacks
+from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.decoder import forward, scores
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
@@ -47,6 +49,7 @@ class ScoreSpec:
     arch: Architecture
     dtype: str = "float32"
     mesh: Mesh = field(default_factory=one_device)
+    attention: str = "xla"
     backend: Backend = field(default_factory=this_backend)
 
 
@@ -56,6 +59,7 @@ class _Buffers(NamedTuple):
     input_ids: jax.Array  # [R, T] int32
     positions: jax.Array  # [R, T] int32, from 0 in each sequence
     segment_ids: jax.Array  # [R, T] int32, from 1 in each buffer; 0 on padding
+    layout: Unpacking | None
 
 
 def score_sequences(
@@ -76,7 +80,7 @@ def score_sequences(
         cost=packing_cost(spec.arch),
     )
     for bins, width in zip(packing.bins, packing.widths, strict=True):
-        batch = _fill(bins, width, sequences, spec.mesh)
+        batch = _fill(bins, width, sequences, spec)
         with trim_after_compiling():
             every = np.asarray(_score_program(spec.backend)(params, batch, spec=spec))
         for buffer, rows in enumerate(bins):
@@ -91,8 +95,10 @@ def _pooled(ids: Sequence[int], pad_token_id: int | None) -> int:
     return next((at for at in reversed(range(len(ids))) if ids[at] != pad_token_id), 0)
 
 
-def _fill(bins: Sequence[np.ndarray], width: int, sequences: Sequence[Sequence[int]], mesh: Mesh) -> _Buffers:
-    """The buffers of one micro-batch on the data shards of `mesh`; `bins` has the sequences of each."""
+def _fill(
+    bins: Sequence[np.ndarray], width: int, sequences: Sequence[Sequence[int]], spec: ScoreSpec
+) -> _Buffers:
+    """The buffers of one micro-batch on the data shards of the mesh; `bins` has the sequences of each."""
     input_ids, positions, segment_ids = np.zeros((3, len(bins), width), np.int32)
     for buffer, rows in enumerate(bins):
         start = 0
@@ -102,8 +108,10 @@ def _fill(bins: Sequence[np.ndarray], width: int, sequences: Sequence[Sequence[i
             positions[own] = np.arange(len(sequences[row]))
             segment_ids[own] = number
             start += len(sequences[row])
-    sharding = data_sharding(mesh)
-    return _Buffers(*(place(array, sharding) for array in (input_ids, positions, segment_ids)))
+    layout = unpacking(segment_ids, np.zeros_like(segment_ids)) if unpacks(spec.attention) else None
+    sharding = data_sharding(spec.mesh)
+    arrays = [place(array, sharding) for array in (input_ids, positions, segment_ids)]
+    return _Buffers._make([*arrays, jax.tree.map(lambda x: place(x, sharding), layout)])
 
 
 def _scores(params: Any, batch: _Buffers, *, spec: ScoreSpec) -> jax.Array:
@@ -114,9 +122,12 @@ def _scores(params: Any, batch: _Buffers, *, spec: ScoreSpec) -> jax.Array:
         hidden = forward(
             params,
             arch,
-            *batch,
+            batch.input_ids,
+            batch.positions,
+            batch.segment_ids,
             dtype=jnp.dtype(spec.dtype),
-            attention=choose_attention("auto", arch, platform=backend.kind, dtype=spec.dtype, packed=True),
+            attention=spec.attention,
+            layout=batch.layout,
             backend=backend,
         )
         return all_gather_shards(from_first_device(scores(params, arch, hidden), "tp"))
@@ -227,7 +238,9 @@ def load_reward_models(
             _check_vocabulary(len(tokenizer), loaded.arch.vocab_size)
         except ValueError as error:
             raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
-        spec = ScoreSpec(loaded.arch, model.dtype, mesh)
+        kind = this_backend().kind
+        attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
+        spec = ScoreSpec(loaded.arch, model.dtype, mesh, attention)
         scorer = RewardModel(path, tokenizer, loaded.params, spec, max_tokens=budget, memory=memory)
         if scorer.longest < longest:
             logger.warning(

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
+from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decode_step import Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
@@ -55,6 +56,7 @@ class Packed(NamedTuple):
     rows: jax.Array  # [N] int32, row of the prompt cache; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
+    layout: Unpacking | None = None  # of [1, T] tokens
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def _prefill_shard(
         packed.branch_ids,
         dtype=program.dtype,
         attention=program.attention,
+        layout=packed.layout,
         backend=program.backend,
     )
     columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common

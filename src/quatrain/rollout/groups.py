@@ -12,6 +12,8 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 
+from quatrain.models.attention.unpacking import unpacking
+from quatrain.ops.ladder import round_up_coarsely
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.rollout.decode import Packed
 from quatrain.rollout.interface import Completion
@@ -43,13 +45,12 @@ class Admitted(NamedTuple):
 Pack = list[Admitted]
 
 
-def split_into_packs(admitted: list[Admitted], *, share: bool) -> list[Pack]:
+def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
     """Splits the groups, in order, into packs of at most PREFILL_TOKENS prompt tokens.
 
-    A prompt with more tokens is a pack of its own. With `share`, the common prefix of all prompts counts once
-    per pack.
+    A prompt with more tokens is a pack of its own. The common prefix of all prompts counts once per pack.
     """
-    num_common = _common_prefix(admitted) if share else 0
+    num_common = _common_prefix(admitted)
     packs: list[Pack] = []
     room = 0
     for item in admitted:
@@ -62,21 +63,27 @@ def split_into_packs(admitted: list[Admitted], *, share: bool) -> list[Pack]:
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, share: bool) -> Packed:
+def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, unpack: bool) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
-    programs are compiled. With `share`, a common prefix of all prompts of a pack is stored once.
+    programs are compiled. A common prefix of all prompts of a pack is stored once. `unpack`: with the layout
+    that puts each prompt in a row of its own.
     """
     count = 1 << (max(map(len, packs)) - 1).bit_length()
-    num_common = [_common_prefix(pack) if share else 0 for pack in packs]
+    num_common = [_common_prefix(pack) for pack in packs]
     most = max(map(_num_tokens, packs, num_common))
     tokens = prompt_columns(most)
     each = [
         _packed_row(pack, n, num_rows, count, tokens, common)
         for pack, common in zip(packs, num_common, strict=True)
     ]
-    return Packed(*as_jit_arguments(*map(np.concatenate, zip(*each, strict=True))))
+    arrays = list(map(np.concatenate, zip(*each, strict=True)))
+    layout = None
+    if unpack:
+        _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
+        layout = unpacking(segment_ids, branch_ids)
+    return Packed._make([*as_jit_arguments(*arrays), layout])
 
 
 def _common_prefix(pack: Pack) -> int:
@@ -129,9 +136,7 @@ def prompt_columns(tokens: int) -> int:
     compiles a program. The size depends only on the prompts, not on earlier calls, so that a resumed run sums
     floating-point numbers in the same order.
     """
-    power = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
-    smaller = power * 3 // 4
-    return smaller if smaller >= FEWEST_COLUMNS and tokens <= smaller else power
+    return round_up_coarsely(tokens, FEWEST_COLUMNS)
 
 
 def sequence_id(prompt: Prompt, n: int, sample: int) -> int:

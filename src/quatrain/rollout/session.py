@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.attention import supports_shared_prefixes
+from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
 from quatrain.ops.ladder import round_up
@@ -123,7 +123,7 @@ class Session:
         self.sampling, self.tally = sampling, Tally()
         self._sampler, self._limit = sampler, max_concurrency
         self._program = sampler.program(sampling)
-        self._share = supports_shared_prefixes(sampler.attention)
+        self._unpack = unpacks(sampler.attention)
         self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
         self._cache: _Cache | None = None
@@ -260,12 +260,12 @@ class Session:
         given: list[list[Admitted]] = [[] for _ in replicas]
         for ticket, row in admitted:
             given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
-        for packs in zip_longest(*(split_into_packs(each, share=self._share) for each in given)):
+        for packs in zip_longest(*map(split_into_packs, given)):
             yield [pack or [] for pack in packs]
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], share=self._share)
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], unpack=self._unpack)
         self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         prompts, *first = prefill_program(self._program.backend)(
             params, self._cache.prompts, packed, self._seed, program=self._program

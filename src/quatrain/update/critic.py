@@ -20,7 +20,6 @@ from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
 from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory, unshared
-from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
 from quatrain.update.table import TokenTable
@@ -67,12 +66,7 @@ class Critic:
         self.weighted = partial(
             TokenTable.weighted, aggregation=update.loss_aggregation, max_new_tokens=max_new_tokens
         )
-        cut = partial(
-            Cutting.of,
-            cost=model.packing_cost,
-            num_shards=model.mesh_shape.num_data_shards,
-            share_prompts=update.shares_prompts(model.attention),
-        )
+        cut = partial(model.cutting, share_prompts=update.shares_prompts)
         self.forward_cutting = cut(config.forward_sizes)
         self.trainer = Trainer(
             model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=memory

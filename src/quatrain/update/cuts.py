@@ -1,7 +1,8 @@
 """Cuts a mini-batch into micro-batches: which sequences stand in which buffer, and how wide the buffers are.
 
 Data flow: `TokenTable` -> `Cutting.cut` -> `Cut` -> `micro_batch`. In fixed mode a buffer holds one sequence;
-with a token budget it holds one data shard's share of whole sequences, one after another.
+with a token budget it holds whole sequences one after another, the share of one data shard or of a part of
+it (`Cutting.line_tokens`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Cutting:
     A micro-batch has at most `rows` sequences or at most `max_tokens` tokens per data shard; exactly one of
     the two is set. The packer balances `cost` over the `num_shards` shards of a micro-batch. With
     `share_prompts`, which needs a token budget, the prompt that the sequences of a group share is computed
-    once for the group, and the common prefix of all sequences once per buffer.
+    once for the group, and the common prefix of all sequences once per buffer. `line_tokens` splits a
+    shard's tokens into several buffers (`Backend.line_tokens`).
     """
 
     rows: int | None = None
@@ -54,6 +56,7 @@ class Cutting:
     num_shards: int = 1
     cost: PackingCost = DEFAULT_COST
     share_prompts: bool = False
+    line_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.rows is None) != (self.max_tokens is None), "exactly one of rows and max_tokens is set"
@@ -67,10 +70,12 @@ class Cutting:
         *,
         num_shards: int = 1,
         share_prompts: bool = False,
+        line_tokens: int | None = None,
     ) -> Cutting:
         """The cutting that a section of the configuration asks for; only a token budget shares prompts."""
         rows, max_tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
-        return cls(rows, max_tokens, num_shards, cost, share_prompts and max_tokens is not None)
+        share_prompts = share_prompts and max_tokens is not None
+        return cls(rows, max_tokens, num_shards, cost, share_prompts, line_tokens)
 
     def cut(self, table: TokenTable) -> list[Cut]:
         """The micro-batches of `table` in the order they run; every sequence is in exactly one."""
@@ -79,11 +84,13 @@ class Cutting:
         return self._packed(table, self.max_tokens)
 
     def _packed(self, table: TokenTable, max_tokens: int) -> list[Cut]:
+        lines = self._lines(table, max_tokens)
+        max_tokens //= lines
         shared = _SharedPrefixes.of(table, max_tokens) if self.share_prompts else _SharedPrefixes.none(table)
         packing = plan_packing(
             table.lengths,
             max_tokens,
-            self.num_shards,
+            self.num_shards * lines,
             groups=shared.groups,
             prefixes=shared.tokens,
             shared_prefix=shared.by_all,
@@ -92,7 +99,7 @@ class Cutting:
         return [
             Cut(
                 tuple(shared.segments(rows, table.lengths) for rows in bins),
-                len(bins),
+                self.num_shards,
                 width,
                 packed=True,
                 shared=self.share_prompts,
@@ -100,6 +107,13 @@ class Cutting:
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
+
+    def _lines(self, table: TokenTable, max_tokens: int) -> int:
+        """The number of buffers of a shard: each has room for the longest sequence."""
+        if self.line_tokens is None:
+            return 1
+        longest = int(table.lengths.max(initial=1))
+        return max(1, min(-(-max_tokens // self.line_tokens), max_tokens // longest))
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
         """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""

@@ -64,7 +64,7 @@ def predict_tokens(params: Any, table: TokenTable, *, model: ModelSpec, cutting:
     """
     result = np.zeros(table.completion_mask.shape, np.float32)
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, cutting, model.mesh):
+    for sequences, batch in micro_batches(table, cutting, model.mesh, unpack=model.unpacks):
         with trim_after_compiling():
             results = predict_program(model.backend)(params, batch, model=model)
             predicted, mask = (np.asarray(x) for x in results)

@@ -24,7 +24,6 @@ from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
 from quatrain.types import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch
 from quatrain.update.critic import Critic
-from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.specs import PolicySpec
@@ -111,12 +110,7 @@ class Learner:
         self.policy = policy
         self.config = update
         self.mini_batch_size = update.mini_batch_size
-        cut = partial(
-            Cutting.of,
-            cost=policy.packing_cost,
-            num_shards=policy.mesh_shape.num_data_shards,
-            share_prompts=update.shares_prompts(policy.attention),
-        )
+        cut = partial(policy.cutting, share_prompts=update.shares_prompts)
         self.logprob_cutting = cut(logprob)
         self.trainer = Trainer(
             policy, cut(update), optimizer, total_steps=total_steps, optimizer_memory=optimizer_memory

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.parallel.mesh import data_sharding, place
 from quatrain.update.cuts import Cut, Cutting, Segment
@@ -36,6 +37,7 @@ from quatrain.update.table import TokenTable
         "mask",
         "sequence_ids",
         "columns",
+        "layout",
     ],
     meta_fields=["packed", "shared"],
 )
@@ -65,14 +67,18 @@ class MicroBatch:
     mask: jax.Array  # [R, K] bool
     sequence_ids: jax.Array  # [R, K] int32
     columns: dict[str, jax.Array]  # [R, K] float32 each
+    layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
     packed: bool = False
     """Lines may hold several segments; static."""
     shared: bool = False
     """Segments may have branches; static."""
 
 
-def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
-    """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`."""
+def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
+    """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
+
+    `unpack`: packed buffers come with their `layout`.
+    """
     buffers = _Buffers((len(cut.buffers), cut.width), tuple(table.columns))
     for buffer, segments in enumerate(cut.buffers):
         for number, segment in enumerate(segments, start=1):
@@ -82,13 +88,19 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh) -> MicroBatch:
         {name: place(array, sharding) for name, array in each.items()}
         for each in (buffers.arrays, buffers.columns)
     )
-    return MicroBatch(**arrays, columns=columns, packed=cut.packed, shared=cut.shared)
+    layout = None
+    if unpack and cut.packed:
+        ids = (buffers.arrays[name] for name in ("segment_ids", "branch_ids"))
+        layout = jax.tree.map(lambda x: place(x, sharding), unpacking(*ids))
+    return MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
 
 
-def micro_batches(table: TokenTable, cutting: Cutting, mesh: Mesh) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+def micro_batches(
+    table: TokenTable, cutting: Cutting, mesh: Mesh, *, unpack: bool = False
+) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in cutting.cut(table):
-        yield cut.sequences, fill(cut, table, mesh)
+        yield cut.sequences, fill(cut, table, mesh, unpack=unpack)
 
 
 class _Buffers:

@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.models.attention import unpacks
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
@@ -28,6 +30,7 @@ from quatrain.ops.packing import PackingCost
 from quatrain.ops.tokens import ScoredTokens, Tokens, ValuedTokens
 from quatrain.parallel.collectives import psum_backward
 from quatrain.parallel.mesh import mesh_shape, one_device
+from quatrain.update.cuts import Cutting
 from quatrain.update.micro_batch import MicroBatch
 
 
@@ -94,6 +97,28 @@ class ModelSpec(ABC):
         """Multiplications of a layer for a sequence: what the packer balances over devices."""
         return packing_cost(self.arch)
 
+    def cutting(
+        self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
+    ) -> Cutting:
+        """How mini-batches are cut for this model and its devices, with the batch `sizes`."""
+        return Cutting.of(
+            sizes,
+            self.packing_cost,
+            num_shards=self.mesh_shape.num_data_shards,
+            share_prompts=share_prompts,
+            line_tokens=self.backend.line_tokens if self.kernel == "splash" else None,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """The attention implementation."""
+        return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether packed micro-batches need their `layout`."""
+        return unpacks(self.kernel)
+
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
         """Hidden states [R, T, D] after the final norm; in a function mapped over the mesh."""
         return forward(
@@ -105,14 +130,9 @@ class ModelSpec(ABC):
             branch_ids=batch.branch_ids if batch.shared else None,
             dtype=jnp.dtype(self.dtype),
             remat=self.remat,
-            attention=choose_attention(
-                self.attention,
-                self.arch,
-                platform=self.backend.kind,
-                dtype=self.dtype,
-                packed=batch.packed,
-                shared=batch.shared,
-            ),
+            attention=self.kernel,
+            packed=batch.packed,
+            layout=batch.layout,
             backend=self.backend,
         )
 

@@ -100,7 +100,7 @@ class Trainer:
         """
         began = time.perf_counter()
         cuts = self.cutting.cut(mini)
-        batches = [fill(cut, mini, self.model.mesh) for cut in cuts]
+        batches = [fill(cut, mini, self.model.mesh, unpack=self.model.unpacks) for cut in cuts]
         totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import attention
+from packed_rows import dense, inputs, value_and_gradients, with_branches, with_grouped_branches
 
 from quatrain.backend import BlockSizes
 from quatrain.models.attention.blocks import block_attention, block_pattern
-from quatrain.models.layers import BRANCHES_PER_GROUP, attention_mask
 
 
 @pytest.fixture(params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])
@@ -20,60 +19,19 @@ def sizes(request):
     return BlockSizes(block=8, queries=queries, keys=keys)
 
 
-def _rows(rng: np.random.Generator, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and segment ids of rows filled with segments of random lengths; some padding at the ends."""
-    positions, segments = np.zeros((2, rows, width), np.int32)
-    for row in range(rows):
-        start, number = 0, 0
-        while start < width - 3:
-            length = min(int(rng.integers(1, width // 2)), width - start)
-            number += 1
-            positions[row, start : start + length] = np.arange(length)
-            segments[row, start : start + length] = number
-            start += length
-    return positions, segments
-
-
-@functools.cache
-def _inputs(rows: int, width: int, heads: int, split=None):
-    """Positions, segments, branches, queries, keys, values and the gradient that reaches the output."""
-    rng = np.random.default_rng(rows * width)
-    positions, segments = _rows(rng, rows, width)
-    branches = np.zeros_like(segments)
-    if split is not None:
-        positions, branches = split(segments, positions)
-    shapes = [(rows, width, n, 4) for n in (heads, 2, 2, heads)]
-    q, k, v, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-    dy = jnp.where((jnp.asarray(segments) != 0)[..., None, None], dy, 0.0)  # nothing reads padding's output
-    return (*map(jnp.asarray, (positions, segments, branches)), (q, k, v), dy)
-
-
-def _dense(q, k, v, positions, segments, branches, window, cap):
-    mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
-    return attention(q, k, v, mask, cap)
-
-
 def _block(q, k, v, positions, segments, branches, window, cap, *, sizes):
     pattern = block_pattern(positions, segments, branches, window, sizes)
     return block_attention(q, k, v, pattern, window, cap)
 
 
-def _value_and_gradients(attend, inputs, window, cap):
-    def loss(qkv, positions, segments, branches, dy):
-        return jnp.sum(attend(*qkv, positions, segments, branches, window, cap) * dy)
-
-    positions, segments, branches, qkv, dy = inputs
-    return jax.jit(jax.value_and_grad(loss))(qkv, positions, segments, branches, dy)
-
-
 @functools.cache
 def _expected(*case, window, cap):
     """Dense attention's, which both block sizes are held to."""
-    return _value_and_gradients(_dense, _inputs(*case), window, cap)
+    return value_and_gradients(dense, inputs(*case), window, cap)
 
 
 def _assert_dense(*case, window, cap, sizes):
-    got = _value_and_gradients(functools.partial(_block, sizes=sizes), _inputs(*case), window, cap)
+    got = value_and_gradients(functools.partial(_block, sizes=sizes), inputs(*case), window, cap)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(_expected(*case, window=window, cap=cap))):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -131,39 +89,9 @@ def test_padding_comes_out_as_zero(sizes):
     np.testing.assert_allclose(out[0, :6], 1.0, rtol=1e-6)
 
 
-def _branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each segment becomes a common prefix and up to three branches at the positions after it."""
-    positions, branches = positions.copy(), np.zeros_like(segments)
-    for row in range(len(segments)):
-        for segment in np.unique(segments[row][segments[row] > 0]):
-            places = np.flatnonzero(segments[row] == segment)
-            common, *rest = np.array_split(places, 4)
-            positions[row, common] = np.arange(len(common))
-            for branch, own in enumerate(rest, start=1):
-                positions[row, own] = len(common) + np.arange(len(own))
-                branches[row, own] = branch
-    return positions, branches
-
-
-def _grouped_branches(segments: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each segment becomes a common prefix and two groups: a shared prompt and two branches after it."""
-    positions, branches = positions.copy(), np.zeros_like(segments)
-    for row in range(len(segments)):
-        for segment in np.unique(segments[row][segments[row] > 0]):
-            common, *rest = np.array_split(np.flatnonzero(segments[row] == segment), 7)
-            positions[row, common] = np.arange(len(common))
-            for group in (0, 3):
-                first = len(common)
-                for branch, own in enumerate(rest[group : group + 3]):
-                    positions[row, own] = first + np.arange(len(own))
-                    branches[row, own] = (group + 1) * BRANCHES_PER_GROUP + branch
-                    first += len(own) * (branch == 0)
-    return positions, branches
-
-
 QUICK_BRANCHES = {
-    (_branches, (2, 70), None), (_branches, (1, 90), 6),
-    (_grouped_branches, (1, 90), None), (_grouped_branches, (2, 70), 6),
+    (with_branches, (2, 70), None), (with_branches, (1, 90), 6),
+    (with_grouped_branches, (1, 90), None), (with_grouped_branches, (2, 70), 6),
 }  # fmt: skip
 
 
@@ -171,12 +99,12 @@ QUICK_BRANCHES = {
     ("split", "size", "window"),
     [
         pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_BRANCHES))
-        for case in itertools.product((_branches, _grouped_branches), ((1, 90), (2, 70)), (None, 6))
+        for case in itertools.product((with_branches, with_grouped_branches), ((1, 90), (2, 70)), (None, 6))
     ],
 )
 def test_branches_see_where_they_begin_and_themselves(split, size, window, sizes):
     _assert_dense(*size, 4, split, window=window, cap=None, sizes=sizes)
-    positions, segments, branches, *_ = _inputs(*size, 4, split)
+    positions, segments, branches, *_ = inputs(*size, 4, split)
     whole = block_pattern(positions, segments, jnp.zeros_like(segments), window, sizes)
     branched = block_pattern(positions, segments, branches, window, sizes)
     assert branched.counts.sum() <= whole.counts.sum()

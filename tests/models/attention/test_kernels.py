@@ -1,15 +1,23 @@
 import dataclasses
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from packed_rows import inputs, with_branches, with_grouped_branches
 from reference import attention
 
 from quatrain.models.attention import kernels
-from quatrain.models.attention.kernels import choose_attention, pallas_attention, splash_attention
+from quatrain.models.attention.kernels import (
+    candidates,
+    choose_attention,
+    splash_attention,
+    splash_masked_attention,
+)
 from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import attention_mask
 
@@ -18,69 +26,64 @@ CAPPED = dataclasses.replace(TINY, family="gemma2", attention_softcap=50.0)
 WINDOWED = dataclasses.replace(
     TINY, family="gemma3_text", sliding_window=512, layer_types=("full_attention", "sliding_attention") * 2
 )
-DEVICES = {
-    "cuda": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
-    "tpu": AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu"),
-}
+TPU = AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu")
 
 
-def packed_rows(rows, T):
-    """Segment ids and positions [B, T] of rows of segments of these lengths, padding behind them."""
-    segments, positions = np.zeros((2, len(rows), T), np.int32)
-    for row, lengths in enumerate(rows):
-        used = sum(lengths)
-        segments[row, :used] = np.repeat(np.arange(len(lengths)) + 1, lengths)
-        positions[row, :used] = np.concatenate([np.arange(n) for n in lengths]) if lengths else []
-    return jnp.asarray(segments), jnp.asarray(positions)
+def whole_rows(lengths, T):
+    """Segment ids and positions [B, T] of rows of one sequence of these lengths, padding behind it."""
+    segments = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
+    return jnp.asarray(segments), jnp.asarray(segments * np.arange(T, dtype=np.int32))
 
 
-def assert_equals_dense_attention(kernel, rows, T, H, window, cap):
-    """Output and gradients of real tokens, whatever gradient reaches the padding; and all is finite."""
-    segments, positions = packed_rows(rows, T)
-    B, N, K = len(rows), 4, 2
+def assert_equals_dense_attention(kernel, segments, positions, branches, H, window, cap):
+    """Output and gradients of real tokens; and all is finite."""
+    (B, T), N, K = segments.shape, 4, 2
     keys = jax.random.split(jax.random.key(T + H), 4)
     q, dy = (jax.random.normal(key, (B, T, N, H)) for key in keys[:2])
     k, v = (jax.random.normal(key, (B, T, K, H)) for key in keys[2:])
     real = (segments != 0)[:, :, None, None]
 
     def dense(q, k, v):
-        mask = attention_mask(positions, positions, segments, segments, window)
+        mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
         return attention(q, k, v, mask, cap)
 
-    def fused(q, k, v):
-        return kernel(q, k, v, segments, window=window, cap=cap)
-
-    def output_and_gradients(f, dy):
+    def output_and_gradients(f):
         y, vjp = jax.vjp(f, q * H**-0.5, k, v)
-        return y, *vjp(dy)
+        return y, *vjp(dy * real)
 
-    expected = jax.jit(partial(output_and_gradients, dense))(dy * real)
-    got = jax.jit(partial(output_and_gradients, fused))(dy)
+    expected = jax.jit(partial(output_and_gradients, dense))()
+    got = jax.jit(partial(output_and_gradients, kernel))()
     for name, x, wanted in zip(("y", "dq", "dk", "dv"), got, expected, strict=True):
         assert np.isfinite(x).all(), name
         np.testing.assert_allclose(x * real, wanted * real, rtol=2e-5, atol=5e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "T", "H", "window", "cap"),
-    [
-        (pallas_attention, 200, 64, None, None),
-        (pallas_attention, 140, 48, None, None),
-        (splash_attention, 300, 64, None, None),
-        (splash_attention, 200, 48, None, 3.0),
-        (splash_attention, 300, 96, 20, None),
-        (splash_attention, 200, 64, 150, 3.0),
-    ],
+    ("T", "H", "window", "cap"),
+    [(300, 64, None, None), (200, 48, None, 3.0), (300, 96, 20, None), (200, 64, 150, 3.0)],
 )
-def test_kernels_equal_dense_attention_in_packed_rows(kernel, T, H, window, cap):
-    rows = [(1, T - 120, 50), ()]
-    assert_equals_dense_attention(partial(kernel, interpret=True), rows, T, H, window, cap)
+def test_splash_equals_dense_attention_in_rows_of_one_sequence(T, H, window, cap):
+    segments, positions = whole_rows((T - 120, T), T)
+    kernel = partial(splash_attention, window=window, cap=cap, interpret=True)
+    assert_equals_dense_attention(kernel, segments, positions, jnp.zeros_like(segments), H, window, cap)
+
+
+@pytest.mark.parametrize(
+    ("split", "window", "cap"),
+    [(None, None, None), (with_branches, 20, 3.0), (with_grouped_branches, None, None)],
+)
+def test_splash_takes_the_mask_of_packed_rows(split, window, cap):
+    positions, segments, branches, *_ = inputs(2, 150, 4, split)
+    mask = attention_mask(positions, positions, segments, segments, window, (branches, branches))
+    kernel = partial(splash_masked_attention, mask_BTT=mask, cap=cap, interpret=True)
+    assert_equals_dense_attention(kernel, segments, positions, branches, 64, window, cap)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_the_call_of_cudnn_equals_dense_attention_in_rows_of_one_segment(window):
-    kernel = partial(kernels._one_segment_attention, implementation="xla")
-    assert_equals_dense_attention(kernel, [(13,), (20,), (1,), ()], 20, 16, window, None)
+def test_the_call_of_cudnn_equals_dense_attention_in_rows_of_one_sequence(window):
+    segments, positions = whole_rows((13, 20, 1), 20)
+    kernel = partial(kernels._causal_attention, window=window, cap=None, implementation="xla")
+    assert_equals_dense_attention(kernel, segments, positions, jnp.zeros_like(segments), 16, window, None)
 
 
 def test_cudnn_attention_asks_for_cudnn(monkeypatch):
@@ -92,98 +95,108 @@ def test_cudnn_attention_asks_for_cudnn(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     x = jnp.ones((1, 3, 2, 8))
-    kernels.cudnn_attention(x, x, x, jnp.ones((1, 3), jnp.int32), window=None, cap=None)
+    kernels.cudnn_attention(x, x, x, window=None, cap=None)
     assert asked == ["cudnn"]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "platform", "H", "window", "cap", "call"),
-    [
-        (pallas_attention, "cuda", 8, None, None, "triton"),
-        (pallas_attention, "cuda", 96, None, None, "triton"),
-        (splash_attention, "tpu", 64, None, None, "tpu_custom_call"),
-        (splash_attention, "tpu", 256, 100, 50.0, "tpu_custom_call"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_kernels_and_their_gradients_lower_for_their_platform(kernel, platform, H, window, cap, call, dtype):
-    q, k = (jax.ShapeDtypeStruct((2, 300, heads, H), dtype) for heads in (4, 2))
-    segments = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+def test_tokamax_gets_the_mask_and_pads_rows_to_blocks(monkeypatch):
+    asked = []
 
-    def output_and_gradients(q, k, v, segments):
-        y, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, window=window, cap=cap), q, k, v)
+    def dot_product_attention(q, k, v, **options):
+        asked.append((q.shape, options))
+        return q
+
+    module = SimpleNamespace(dot_product_attention=dot_product_attention)
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    x = jnp.ones((1, 130, 2, 8))
+    assert kernels.tokamax_attention(x, x, x, window=5, cap=2.0).shape == x.shape
+    ((shape, options),) = asked
+    assert shape == (1, 256, 2, 8)
+    assert options == {
+        "scale": 1.0,
+        "is_causal": True,
+        "local_window_size": (4, 0),
+        "logits_soft_cap": 2.0,
+        "implementation": "mosaic",
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("H", "window", "cap"), [(64, None, None), (256, 100, 50.0)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_splash_and_its_gradients_lower_for_a_tpu(masked, H, window, cap, dtype):
+    q, k = (jax.ShapeDtypeStruct((2, 300, heads, H), dtype) for heads in (4, 2))
+    mask = jax.ShapeDtypeStruct((2, 300, 300), jnp.bool_)
+
+    def output_and_gradients(q, k, v, mask):
+        kernel = (
+            partial(splash_masked_attention, mask_BTT=mask, cap=cap)
+            if masked
+            else partial(splash_attention, window=window, cap=cap)
+        )
+        y, vjp = jax.vjp(kernel, q, k, v)
         return y, *vjp(y)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
-        traced = jax.jit(output_and_gradients).trace(q, k, k, segments)
-        lowered = traced.lower(lowering_platforms=(platform,))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=TPU)):
+        traced = jax.jit(output_and_gradients).trace(q, k, k, mask)
+        lowered = traced.lower(lowering_platforms=("tpu",))
     assert [(x.shape, x.dtype) for x in lowered.out_info] == [(x.shape, x.dtype) for x in (q, q, k, k)]
-    assert call in lowered.as_text()
+    assert "tpu_custom_call" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
-    ("arch", "platform", "dtype", "packed", "chosen"),
+    ("arch", "platform", "dtype", "order"),
     [
-        (TINY, "cpu", "float32", True, "xla"),
-        (TINY, "METAL", "float32", False, "xla"),
-        (TINY, "gpu", "bfloat16", False, "cudnn"),
-        (TINY, "gpu", "bfloat16", True, "pallas"),
-        (TINY, "gpu", "float32", False, "pallas"),
-        (dataclasses.replace(TINY, head_dim=20), "gpu", "bfloat16", False, "pallas"),
-        (dataclasses.replace(TINY, head_dim=256), "gpu", "bfloat16", False, "xla"),
-        (CAPPED, "gpu", "bfloat16", False, "xla"),
-        (WINDOWED, "gpu", "bfloat16", False, "cudnn"),
-        (WINDOWED, "gpu", "bfloat16", True, "xla"),
-        (dataclasses.replace(TINY, sliding_window=512), "gpu", "bfloat16", True, "pallas"),
-        (CAPPED, "tpu", "float32", True, "splash"),
-        (WINDOWED, "tpu", "bfloat16", True, "splash"),
+        (TINY, "cpu", "float32", ["xla"]),
+        (TINY, "METAL", "float32", ["xla"]),
+        (TINY, "gpu", "bfloat16", ["cudnn", "tokamax", "xla"]),
+        (TINY, "gpu", "float32", ["xla"]),
+        (dataclasses.replace(TINY, head_dim=20), "gpu", "bfloat16", ["xla"]),
+        (dataclasses.replace(TINY, head_dim=256), "gpu", "bfloat16", ["tokamax", "xla"]),
+        (CAPPED, "gpu", "bfloat16", ["tokamax", "xla"]),
+        (WINDOWED, "gpu", "bfloat16", ["cudnn", "tokamax", "xla"]),
+        (CAPPED, "tpu", "float32", ["splash", "xla"]),
     ],
 )
-def test_auto_takes_the_first_kernel_that_supports_the_mask(arch, platform, dtype, packed, chosen):
-    assert choose_attention("auto", arch, platform=platform, dtype=dtype, packed=packed) == chosen
-    if chosen != "xla":
-        assert choose_attention(chosen, arch, platform=platform, dtype=dtype, packed=packed) == chosen
-    assert choose_attention("xla", arch, platform=platform, dtype=dtype, packed=packed) == "xla"
+def test_auto_takes_the_first_kernel_that_supports_the_mask(arch, platform, dtype, order, monkeypatch):
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    assert candidates(arch, platform=platform, dtype=dtype) == order
+    for name in ("auto", *order):
+        chosen = choose_attention(name, arch, platform=platform, dtype=dtype)
+        assert chosen == (order[0] if name == "auto" else name)
+
+
+def test_tokamax_is_no_candidate_without_its_package(monkeypatch):
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert candidates(TINY, platform="gpu", dtype="bfloat16") == ["cudnn", "xla"]
+    with pytest.raises(ValueError, match=r"cannot be imported: it needs the package tokamax, of the extra"):
+        choose_attention("tokamax", TINY, platform="gpu", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "platform", "dtype", "packed", "message"),
+    ("name", "arch", "platform", "dtype", "message"),
     [
-        ("flash", TINY, "gpu", "bfloat16", False, "must be auto, xla, cudnn, pallas, splash; got 'flash'"),
-        ("cudnn", TINY, "cpu", "bfloat16", False, "cudnn needs a GPU, but JAX uses the platform cpu; set"),
-        ("pallas", TINY, "tpu", "bfloat16", False, "pallas needs a GPU, but JAX uses the platform tpu; set"),
-        ("splash", TINY, "gpu", "bfloat16", False, "splash needs a TPU, but JAX uses the platform gpu; set"),
-        (
-            "cudnn",
-            CAPPED,
-            "gpu",
-            "bfloat16",
-            False,
-            r"cudnn cannot apply a soft-cap .*\(gemma2, cap 50\); set",
-        ),
-        ("pallas", CAPPED, "gpu", "float32", True, "pallas cannot apply a soft-cap"),
-        ("pallas", WINDOWED, "gpu", "float32", True, r"a sliding window \(gemma3_text, window 512\); set"),
-        ("cudnn", TINY, "gpu", "bfloat16", True, "cannot keep the segments of a packed row apart; set"),
-        ("cudnn", TINY, "gpu", "float32", False, "cannot compute in float32, only in bfloat16 or float16"),
+        ("flash", TINY, "gpu", "bfloat16", "must be auto, xla, cudnn, tokamax, splash; got 'flash'"),
+        ("cudnn", TINY, "cpu", "bfloat16", "cudnn needs a GPU, but JAX uses the platform cpu; set"),
+        ("splash", TINY, "gpu", "bfloat16", "splash needs a TPU, but JAX uses the platform gpu; set"),
+        ("cudnn", CAPPED, "gpu", "bfloat16", r"cudnn cannot apply a soft-cap .*\(gemma2, cap 50\); set"),
+        ("cudnn", TINY, "gpu", "float32", "cannot compute in float32, only in bfloat16 or float16"),
         (
             "cudnn",
             dataclasses.replace(TINY, head_dim=20),
             "gpu",
             "bfloat16",
-            False,
             r"multiple of 8 elements \(llama, head_dim 20\)",
         ),
         (
-            "pallas",
+            "cudnn",
             dataclasses.replace(TINY, head_dim=256),
             "gpu",
             "bfloat16",
-            False,
             r"more than 128 elements \(llama, head_dim 256\); set model.attention to auto or xla",
         ),
     ],
 )
-def test_a_kernel_that_cannot_is_an_error(name, arch, platform, dtype, packed, message):
+def test_a_kernel_that_cannot_is_an_error(name, arch, platform, dtype, message):
     with pytest.raises(ValueError, match=message):
-        choose_attention(name, arch, platform=platform, dtype=dtype, packed=packed)
+        choose_attention(name, arch, platform=platform, dtype=dtype)

@@ -2,12 +2,15 @@
 
 Called by the decoder's forward pass and by the prefill, where queries do not read a KV cache. All
 implementations compute the same mask (`layers.attention_mask`); they differ in the devices, dtypes and
-architectures that they support (`kernels.py`).
+architectures that they support (`kernels.py`), and in how they take a packed row: `xla` skips blocks that are
+fully masked, `splash` takes the mask itself, and the others get each sequence in a row of its own
+(`unpacking.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +18,26 @@ import jax.numpy as jnp
 from quatrain.backend import BlockSizes
 from quatrain.models.attention import kernels
 from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
+from quatrain.models.attention.unpacking import Unpacking, unpacked_attention
+from quatrain.models.layers import attention_mask
 
-AttentionPattern = BlockPattern | jax.Array
-"""The mask of the rows as an implementation takes it: segment ids [B, T] for kernels, else a `BlockPattern`.
+AttentionPattern = BlockPattern | Unpacking | jax.Array | None
+"""The mask of the rows as an implementation takes it: a `BlockPattern` for `xla`; for kernels, where the
+sequences of packed rows are (`Unpacking`), their mask [B, T, T], or None if each row is one sequence.
 
 Computed once per forward pass and sliding window, and used by all layers with that window."""
 
-_KERNELS: dict[str, Callable[..., jax.Array]] = {
+_CAUSAL: dict[str, Callable[..., jax.Array]] = {
     "cudnn": kernels.cudnn_attention,
-    "pallas": kernels.pallas_attention,
+    "tokamax": kernels.tokamax_attention,
     "splash": kernels.splash_attention,
 }
+"""Attention of rows of one sequence each, with padding behind it."""
 
 
-def supports_shared_prefixes(name: str) -> bool:
-    """Whether the implementation `name` supports segments with branches, that is, shared prefixes."""
-    return name == "xla"
+def unpacks(name: str) -> bool:
+    """Whether the implementation `name` needs an `Unpacking` for packed rows."""
+    return name in ("cudnn", "tokamax")
 
 
 def attention_pattern(
@@ -40,16 +47,31 @@ def attention_pattern(
     branch_ids: jax.Array | None,
     window: int | None,
     sizes: BlockSizes,
+    *,
+    packed: bool = True,
+    layout: Unpacking | None = None,
 ) -> AttentionPattern:
     """The mask of rows [B, T] in the form that `self_attention` with the implementation `name` takes.
 
-    `sizes` are the block sizes of the implementation `xla`; the others do not use them.
+    `sizes` are the block sizes of the implementation `xla`. `packed`: rows may hold several sequences; an
+    implementation that `unpacks` then needs their `layout`.
     """
-    if supports_shared_prefixes(name):
-        branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
+    branches = jnp.zeros_like(segment_ids) if branch_ids is None else branch_ids
+    if name == "xla":
         return block_pattern(positions, segment_ids, branches, window, sizes)
-    assert branch_ids is None, "kernels do not support branches; choose_attention must not choose one here"
-    return segment_ids
+    if not packed:
+        return None
+    if unpacks(name):
+        assert layout is not None, f"{name} needs the layout of packed rows"
+        return layout
+    return attention_mask(
+        positions,
+        positions,
+        segment_ids,
+        segment_ids,
+        window,
+        None if branch_ids is None else (branches,) * 2,
+    )
 
 
 def self_attention(
@@ -65,4 +87,9 @@ def self_attention(
     """Grouped-query attention [B, T, N, H]. Queries must be scaled already; results on padding are finite."""
     if isinstance(pattern, BlockPattern):
         return block_attention(q_BTNH, k_BTKH, v_BTKH, pattern, window, cap)
-    return _KERNELS[name](q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)
+    causal = partial(_CAUSAL[name], window=window, cap=cap)
+    if isinstance(pattern, Unpacking):
+        return unpacked_attention(causal, q_BTNH, k_BTKH, v_BTKH, pattern)
+    if pattern is not None:
+        return kernels.splash_masked_attention(q_BTNH, k_BTKH, v_BTKH, pattern, cap=cap)
+    return causal(q_BTNH, k_BTKH, v_BTKH)
