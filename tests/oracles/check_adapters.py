@@ -1,0 +1,96 @@
+"""Loads adapters that quatrain exports with peft (torch, CPU), and compares its logits with quatrain's own.
+
+Run by `make oracles`. For each small model of the golden files: adapters with random A and B on all matrices,
+and on queries, keys and values alone. peft loads the exported folder onto the base and computes with the
+adapters beside it, and merged into it; quatrain does the same. Differences are asserted, and printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from goldens import CASES, read_golden
+
+from quatrain.config.schema import LoraConfig
+from quatrain.models.decoder import forward, logits
+from quatrain.models.lora import adapters_of, merged, with_adapters, with_lora, with_trained
+from quatrain.weights.adapter import save_adapter
+from quatrain.weights.hf import load_hf
+
+LARGEST = 2e-4
+"""Of the logits' differences; their standard deviation is about 1."""
+INPUTS = ("input_ids", "position_ids", "attention_mask")
+TARGETS: tuple[tuple[Any, ...], ...] = (("qkv", "o", "gate_up", "down"), ("qkv",))
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    for case in CASES:
+        for targets in TARGETS:
+            print(f"{case}, adapters on {', '.join(targets)}: {check(case, targets)}")
+
+
+def check(case: str, targets: tuple[Any, ...]) -> str:
+    """The largest differences between peft and quatrain; raises AssertionError if one is too large."""
+    model = read_golden(case)
+    arrays = {name: getattr(model, name) for name in INPUTS}
+    with tempfile.TemporaryDirectory() as folder:
+        base, adapter = model.write_model(Path(folder) / "base"), Path(folder) / "adapter"
+        arch, params = load_hf(base)
+        arch = with_lora(arch, LoraConfig(rank=4, alpha=12.0, targets=targets))
+        params = drawn(with_adapters(params, arch, jax.random.key(0)), arch)
+        save_adapter(adapter, arch, params, base=str(base))
+        theirs = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
+        plain = run(theirs, arrays)
+        peft = PeftModel.from_pretrained(theirs, adapter).eval()
+        with_peft = run(peft, arrays)
+        merged_by_peft = run(peft.merge_and_unload(), arrays)
+    ours = own_logits(arch, params, arrays)
+    merged_by_us = own_logits(replace(arch, lora=None), merged(params, arch), arrays)
+    real = arrays["attention_mask"] > 0
+    changed = np.abs(with_peft - plain)[real].max()
+    assert changed > 0.1, f"{case}: the adapters change the logits by {changed} only"
+    off = {
+        "adapters": np.abs(with_peft - ours)[real].max(),
+        "merged": np.abs(merged_by_peft - merged_by_us)[real].max(),
+    }
+    assert max(off.values()) < LARGEST, f"{case}: logits of peft and quatrain differ: {off}"
+    return f"changed by {changed:.2f}; " + ", ".join(f"{name} {value:.1e}" for name, value in off.items())
+
+
+def drawn(params: Any, arch: Any) -> Any:
+    """`params` with random A and B: after training, neither is what it was at the start."""
+    leaves, structure = jax.tree.flatten(adapters_of(params))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    values = [0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    return with_trained(params, jax.tree.unflatten(structure, values), arch)
+
+
+def own_logits(arch: Any, params: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """[B, T, V] logits by quatrain."""
+    inputs = (jnp.asarray(arrays[name]) for name in INPUTS)
+    return np.asarray(logits(params, arch, forward(params, arch, *inputs)))
+
+
+@torch.no_grad()
+def run(model: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """[B, T, V] logits by torch."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return model(**tensors, use_cache=False).logits.float().numpy()
+
+
+if __name__ == "__main__":
+    main()
