@@ -91,12 +91,13 @@ def unpacked_attention(
     """
     B, S, L = layout.rows.shape
 
+    def taken(x_BTNH: jax.Array, indices: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x_BTNH, indices[:, :, None, None], axis=1, mode="promise_in_bounds")
+
     def whole(x_BTNH: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x_BTNH, layout.rows.reshape(B, S * L)[:, :, None, None], axis=1).reshape(
-            B * S, L, *x_BTNH.shape[2:]
-        )
+        return taken(x_BTNH, layout.rows.reshape(B, S * L)).reshape(B * S, L, *x_BTNH.shape[2:])
 
     # A key or value of a shared prefix has a gradient from each of its rows: they are added in float32.
     keys, values = (whole(x.astype(jnp.float32)).astype(x.dtype) for x in (k_BTKH, v_BTKH))
     y = attend(whole(q_BTNH), keys, values).reshape(B, S * L, *q_BTNH.shape[2:])
-    return jnp.take_along_axis(y, layout.places[:, :, None, None], axis=1)
+    return taken(y, layout.places)
