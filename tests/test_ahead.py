@@ -40,6 +40,9 @@ class Rollout:
         self.weights, self.version = params, version
         self.on_sync(version)
 
+    def release(self):
+        self.weights = None
+
     def generate(self, prompts, *, step):
         self.calls.append(step)
         if step == self.hang_at:

@@ -43,6 +43,8 @@ def warm_start(
         policy,
         config.sft,
         Cutting.of(config.update, policy.packing_cost, num_shards=policy.mesh_shape.num_data_shards),
+        seed=config.seed,
+        optimizer=config.optimizer,
         optimizer_memory="host" if config.offload.optimizer else "device",
     )
     state = learner.init(loaded.params)

@@ -24,7 +24,13 @@ from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
 from quatrain.update.table import TokenTable
-from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
+from quatrain.update.trainer import (
+    CRITIC_STREAM,
+    ModelState,
+    StepTotals,
+    Trainer,
+    mini_batches_of_step,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,13 @@ class Critic:
         )
         self.forward_cutting = cut(config.forward_sizes)
         self.trainer = Trainer(
-            model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=memory
+            model,
+            cut(config),
+            optimizer,
+            total_steps=total_steps,
+            seed=seed,
+            stream=CRITIC_STREAM,
+            optimizer_memory=memory,
         )
         self._memory = memory
 
