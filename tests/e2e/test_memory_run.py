@@ -1,9 +1,7 @@
 """Whole runs with what saves memory: bfloat16 parameters and moments, and a policy that waits on the host."""
 
-import numpy as np
 import pytest
 from runs import interrupted_after, small_run, steady_metrics
-from safetensors.numpy import load_file
 
 from quatrain.checkpoint import Checkpointer
 from quatrain.train import train
@@ -55,32 +53,6 @@ def test_adapters_and_their_base_may_wait_on_the_host(tmp_path):
     run = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
     assert _weights(run) == _weights(plain)
     assert steady_metrics(run) == steady_metrics(plain)
-
-
-@pytest.mark.slow
-def test_bfloat16_parameters_learn_small_steps_only_with_stochastic_rounding(tmp_path):
-    """At a rate at which nearly all updates are below the distance of two bfloat16 numbers."""
-    moved = {}
-    for name, options in {
-        "float32": (),
-        "stochastic": ("model.param_dtype=bfloat16",),
-        "nearest": ("model.param_dtype=bfloat16", "optimizer.stochastic_rounding=false"),
-    }.items():
-        common = ("sft.steps=0", "optimizer.learning_rate=1e-5", "run.steps=12", "eval.every_steps=0")
-        settings = (*common, "eval.before=false", "checkpoint.every_steps=1", "checkpoint.keep=12")
-        run = train(small_run(tmp_path, name, *settings, *options)).run
-        first, last = (_embedding(run, step) for step in (1, 12))
-        moved[name] = np.abs((last - first).mean(axis=0)).mean()
-    assert moved["stochastic"] == pytest.approx(moved["float32"], rel=0.5)
-    assert moved["nearest"] < 0.2 * moved["float32"]
-
-
-def _embedding(run, step):
-    from quatrain.export import export
-
-    export(run, run / f"exported{step}", step=step)
-    found = load_file(run / f"exported{step}" / "model.safetensors")
-    return found["model.embed_tokens.weight"].astype(np.float32)
 
 
 def test_a_resume_with_another_dtype_of_moments_is_refused(whole):
