@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
-from quatrain.ops.rounding import round_tree, stochastic_bfloat16
+from quatrain.ops.rounding import random_bits, round_tree, stochastic_bfloat16
 
 EVERY = np.arange(2**16, dtype=np.uint16)
 """Every value of the random bits, and every pattern of a bfloat16."""
@@ -81,6 +82,22 @@ def test_the_bits_depend_on_seed_stream_step_and_place():
     again = round_tree(exact, like, draw())
     for one, other in zip(again, round_tree(exact, like, draw())):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_bits_are_uniform_and_those_of_neighbours_and_steps_uncorrelated():
+    """Over 2^18 elements: every byte as often as it should be, and correlations within their error."""
+    shape = (512, 512)
+    keys = [jax.random.fold_in(jax.random.key(seed), step) for seed in (0, 1) for step in range(3)]
+    drawn = [np.asarray(random_bits(key, shape)).ravel() for key in keys]
+    for bits in drawn:
+        for byte in (bits >> 8, bits & 255):
+            assert stats.chisquare(np.bincount(byte, minlength=256)).pvalue > 1e-6
+        assert abs(np.corrcoef(bits[1:], bits[:-1])[0, 1]) < 5 / 2**9
+        assert abs(np.corrcoef(bits[512:], bits[:-512])[0, 1]) < 5 / 2**9
+    between = np.corrcoef(drawn) - np.eye(len(drawn))
+    assert np.abs(between).max() < 5 / 2**9
+    each = np.unpackbits(np.stack(drawn).view(np.uint8), axis=1).mean()
+    assert abs(each - 0.5) < 1e-3
 
 
 def test_float32_is_not_rounded():
