@@ -118,6 +118,9 @@ class Sleeping:
     def sync_weights(self, params: Any, version: int) -> None:
         self.version = version
 
+    def release(self) -> None:
+        pass
+
     def generate(self, prompts: Sequence[int], *, step: int) -> RolloutBatch:
         time.sleep(self.seconds[step])
         mask = np.array([[False, True]])

@@ -40,6 +40,9 @@ class Rollout:
         self.weights, self.version = params, version
         self.on_sync(version)
 
+    def release(self):
+        self.weights = None
+
     def generate(self, prompts, *, step):
         self.calls.append(step)
         if step == self.hang_at:
@@ -256,3 +259,12 @@ def test_weights_are_exchanged_in_flight(make):
     decoded.release(100)
     ahead.run(lambda: stages.rollout.sync_weights({"w": jnp.zeros(1)}, 99))  # as an evaluation does
     assert (int(stages.rollout.weights["w"][0]), stages.rollout.version) == (1, TOKENS_A_STEP)
+
+
+def test_the_samplers_weights_are_freed_before_the_update_unless_it_runs_ahead(make):
+    for lag in (0, 1):
+        ahead, stages = make(lag)
+        ahead.take(state(0))
+        assert (stages.rollout.weights is None) == (lag == 0)
+        ahead.run(lambda rollout=stages.rollout: rollout.sync_weights({"w": jnp.zeros(1)}, 9))
+        assert (stages.rollout.weights is None) == (lag == 0)

@@ -173,6 +173,7 @@ class Ahead:
         with self._stage("rollout", timer):
             self._rollout.sync_weights(weights, version)
         rewarded, self._place = self._draws.take(self._place, sample)
+        self._release()
         self._idle()
         seconds = {stage: timer.seconds(stage) for stage in ("rollout", "reward")}
         if self._lag:
@@ -210,7 +211,13 @@ class Ahead:
         finally:
             if self._latest is not None:  # of batches in flight, which go on with their weights
                 self._rollout.sync_weights(*self._latest)
+            self._release()
             self._idle()
+
+    def _release(self) -> None:
+        """Give the sampler's memory to the update; a rollout ahead of training needs it meanwhile."""
+        if not self._lag:
+            self._rollout.release()
 
 
 def staleness(rollouts: RolloutBatch, version: int) -> dict[str, Metric]:

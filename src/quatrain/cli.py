@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from quatrain.report.streams import guarded_output
 
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
+    from quatrain.config.schema import Config
 
 USER_ERROR, FAILED_RUN, INTERRUPTED = 2, 1, 130
 
@@ -273,7 +274,7 @@ def plan(
             metavar="SIZE",
             show_default=False,
             help="With --params or --fit: memory of a device, e.g. 80GB, 24GiB or 16e9; --params warns of "
-            "what does not fit.",
+            "what does not fit, and says with what it fits.",
         ),
     ] = None,
     as_json: Annotated[
@@ -296,12 +297,7 @@ def plan(
         _print_fits(config, set_, devices, processes, device_memory, as_json)
         return
     if params:
-        from quatrain.plan import device_memory as report
-        from quatrain.plan.placement import placement
-
-        memory = None if device_memory is None else report.parse_bytes(device_memory)
-        placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
-        typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
+        _print_placement(resolved, config, set_, devices, processes, device_memory, as_json)
         return
     from quatrain.plan.batches import plan as plan_batches
     from quatrain.plan.batches import render
@@ -546,6 +542,34 @@ def _run_to_evaluate(run: Path, overrides: list[str] | None) -> tuple[Path, list
     return config, [*(() if "model.path" in given else model), *(overrides or ())]
 
 
+def _print_placement(
+    resolved: Resolved,
+    path: Path | None,
+    overrides: list[str] | None,
+    devices: int,
+    processes: int,
+    device_memory: str | None,
+    as_json: bool,
+) -> None:
+    from quatrain.plan import device_memory as report
+    from quatrain.plan import fit
+    from quatrain.plan.placement import placement
+
+    memory = None if device_memory is None else report.parse_bytes(device_memory)
+    placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
+    if memory is not None and placed.peak > memory:
+        sentence = fit.remedy(_with_further(path, overrides), placed, devices=devices, processes=processes)
+        placed = replace(placed, remedy=sentence)
+    typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
+
+
+def _with_further(path: Path | None, overrides: list[str] | None) -> Callable[[Sequence[str]], Config]:
+    """The configuration with further overrides."""
+    from quatrain.config.load import load_config
+
+    return lambda further: load_config(path, [*(overrides or ()), *further], os.environ).config
+
+
 def _print_fits(
     path: Path | None,
     overrides: list[str] | None,
@@ -554,12 +578,11 @@ def _print_fits(
     device_memory: str,
     as_json: bool,
 ) -> None:
-    from quatrain.config.load import load_config
     from quatrain.plan import fit
     from quatrain.plan.device_memory import parse_bytes
 
     found = fit.fit(
-        lambda further: load_config(path, [*(overrides or ()), *further], os.environ).config,
+        _with_further(path, overrides),
         devices=devices,
         processes=processes,
         device_memory=parse_bytes(device_memory),

@@ -19,6 +19,7 @@ from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.parallel.mesh import to_memory
 from quatrain.policy import load_policy
 from quatrain.report.best import best_step
 from quatrain.weights.adapter import check_base, save_adapter
@@ -52,6 +53,7 @@ def export_policy(
     policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
     in `directory`, as those of the model `base`.
     """
+    params = to_memory("device", params)
     save_hf(directory, replace(arch, lora=None), merged(params, arch), sampling=sampling)
     if arch.lora:
         save_adapter(directory / ADAPTER, arch, params, base=base)

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from quatrain.ahead import Ahead, Taken
 from quatrain.checkpoint import Checkpointer, NonFiniteState, SaveFailed
@@ -38,7 +37,7 @@ from quatrain.models.lora import trained_part, with_trained, without_adapters
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.compilations import compile_seconds
-from quatrain.parallel.mesh import to_memory
+from quatrain.parallel.mesh import to_memory, unshared
 from quatrain.plan.batches import overview
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.policy import build_engine, build_scorer, load_policy
@@ -315,10 +314,11 @@ class Run:
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
-        if config.needs_reference:
-            self.learner.reference = self._reference(params)
         stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
         state = stages.update.init(params, self._critic_params(params))
+        del params  # they may wait in the host's memory from here on
+        if config.needs_reference:
+            self.learner.reference = self._reference(state.params)
         if self.folder.resumed:
             state = self._restore(state)
         else:
@@ -381,7 +381,9 @@ class Run:
         if arch.lora:
             if not self._saves_reference:
                 return without_adapters(params)
-            return with_trained(params, jax.tree.map(jnp.copy, trained_part(params, arch)), arch)
+            adapters = trained_part(params, arch)
+            copies = jax.tree.map(unshared, to_memory("device", adapters), adapters)
+            return with_trained(params, copies, arch)
         mesh = self.loaded.meshes.reference
         like = abstract_params(self.loaded.arch, self.config.model.param_dtype, mesh)
         with closing(self.reference) as store:
@@ -831,6 +833,12 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         "rollout.max_staleness": config.rollout.max_staleness,
         "rollout.in_flight": config.rollout.in_flight,
         "update.reference_sync_steps": config.update.reference_sync_steps,
+        "optimizer.state_dtype": config.optimizer.state_dtype,
+        **(
+            {"critic_optimizer.state_dtype": config.critic_optimizer.state_dtype}
+            if config.critic.enabled
+            else {}
+        ),
         "lora.rank": config.lora.rank,
         **(
             {"lora.alpha": config.lora.alpha, "lora.targets": list(config.lora.targets)}

@@ -42,6 +42,8 @@ def warm_start(
         policy,
         config.sft,
         policy.cutting(config.update),
+        seed=config.seed,
+        optimizer=config.optimizer,
         optimizer_memory="host" if config.offload.optimizer else "device",
     )
     state = learner.init(loaded.params)

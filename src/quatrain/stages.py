@@ -99,6 +99,7 @@ def build_learner(config: Config, loaded: LoadedPolicy, *, steps: int, reference
         critic=critic,
         kl_reward=kl_reward,
         optimizer_memory="host" if config.offload.optimizer else "device",
+        policy_memory="host" if config.offload.policy else "device",
         logs_logprobs=config.logging.sample_tokens,
     )
     if config.rollout.max_staleness and not learner.corrects_staleness:

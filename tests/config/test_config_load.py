@@ -217,6 +217,23 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ("offload.critic=true", "offload.critic has no effect without a critic"),
         ("placement.reward=1", "placement.reward has no effect without a reward model; add model:PATH"),
         ("offload.reward_models=true", "offload.reward_models has no effect without a reward model"),
+        (
+            "optimizer.state_dtype=bfloat16 optimizer.name=sgd optimizer.beta1=0.0",
+            "optimizer.state_dtype has no effect for optimizer.name sgd with beta1 0",
+        ),
+        (
+            "advantage.estimator=gae critic_optimizer.state_dtype=bfloat16 critic_optimizer.name=sgd "
+            "critic_optimizer.beta1=0.0",
+            "critic_optimizer.state_dtype has no effect for critic_optimizer.name sgd with beta1 0",
+        ),
+        (
+            "optimizer.stochastic_rounding=false",
+            "optimizer.stochastic_rounding has no effect where what is trained is float32",
+        ),
+        (
+            "optimizer.stochastic_rounding=false model.param_dtype=bfloat16 lora.rank=2",
+            "optimizer.stochastic_rounding has no effect where what is trained is float32",
+        ),
         ("reward.kl_target=0.1", "reward.kl_target needs reward.kl_coef above 0"),
         ("reward.overlong_buffer=5", "reward.overlong_buffer has no effect without the function overlong"),
         ("rollout.greedy_baseline=false advantage.estimator=remax", "rollout.greedy_baseline must not be "),

@@ -196,12 +196,14 @@ def test_filters(rollout, named):
 
 
 def test_updates_below_the_precision_of_the_parameters():
-    (warning,) = warnings(model={"param_dtype": "bfloat16"})
-    assert warning.startswith("model.param_dtype is bfloat16 and optimizer.learning_rate 1e-06: ")
-    assert "set model.param_dtype to float32, with model.dtype bfloat16" in warning
-    both = warnings(model={"param_dtype": "bfloat16"}, sft={"steps": 1, "learning_rate": 1e-5})
+    stored, nearest = {"model": {"param_dtype": "bfloat16"}}, {"stochastic_rounding": False}
+    (warning,) = warnings(**stored, optimizer=nearest)
+    assert "model.param_dtype bfloat16 and optimizer.learning_rate 1e-06: " in warning
+    assert "set optimizer.stochastic_rounding to true, or model.param_dtype to float32" in warning
+    both = warnings(**stored, optimizer=nearest, sft={"steps": 1, "learning_rate": 1e-5})
     assert ["sft.learning_rate 1e-05" in warning for warning in both] == [False, True]
-    assert warnings(model={"param_dtype": "bfloat16"}, optimizer={"learning_rate": 1e-4}) == []
+    assert warnings(**stored, optimizer={"learning_rate": 1e-4, **nearest}) == []
+    assert warnings(**stored) == []
     assert warnings(model={"dtype": "bfloat16"}) == []
 
 

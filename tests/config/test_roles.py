@@ -79,3 +79,25 @@ def test_roles_that_do_not_come_out_even_are_refused(overrides, message):
 def test_devices_that_processes_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="got 8 devices and 3 processes"):
         _roles(processes=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "message"),
+    [
+        ((), 1, r"computes with these very parameters, .* are float32 and both meshes 1,1,1; set it to"),
+        (("mesh=4,1,2",), 8, "both meshes 4,1,2"),
+        (("lora.rank=2", "rollout.lora=adapter"), 1, "these very parameters"),
+        (("rollout.max_staleness=1", "model.dtype=bfloat16"), 1, "never stops with rollout.max_staleness 1"),
+        (("placement.train=0", "placement.rollout=1"), 2, "the rollout has devices of its own"),
+    ],
+)
+def test_a_policy_that_waits_in_the_hosts_memory_must_give_the_rollout_room(overrides, devices, message):
+    with pytest.raises(ValueError, match=f"offload.policy must be false unless .*{message}"):
+        _roles(*overrides, "offload.policy=true", devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"), [((), 8), (("model.dtype=bfloat16",), 1), (("lora.rank=2",), 1)]
+)
+def test_a_policy_may_wait_where_the_rollout_has_a_copy(overrides, devices):
+    assert _roles(*overrides, "offload.policy=true", devices=devices).train.devices

@@ -133,6 +133,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         critic=critic,
         kl_reward=KLReward(0.05, target=0.01, horizon=100) if critic else None,
         optimizer_memory="host" if offload.optimizer else "device",
+        policy_memory="host" if offload.policy else "device",
     )
     estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
@@ -162,6 +163,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding)
     result["steps"] = np.array(state.step)
     result["kept optimizer"] = np.array(leaf.sharding.memory_kind)
+    result["kept policy"] = np.array(state.params["embed"].sharding.memory_kind)
     result["kept reference"] = np.array(jax.tree.leaves(learner.reference)[0].sharding.memory_kind)
     result["moved"] = np.abs(to_host(state.params["layers"][0]["qkv"]) - first).max()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:

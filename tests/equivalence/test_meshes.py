@@ -24,7 +24,7 @@ LAYOUTS = (
     "mesh=2,2,2",
     "mesh=2,1,4 rollout.mesh=1,4,2",
     "mesh=1,4,2 rollout.mesh=2,1,4",
-    f"mesh=1,8,1 {OFFLOADED}",
+    f"mesh=1,8,1 {OFFLOADED} offload.policy=true",
     f"{APART} {OFFLOADED}",
 )
 IN_TWO_PROCESSES = (
@@ -114,6 +114,8 @@ def test_what_is_offloaded_waits_in_the_memory_of_the_host(every):
         memory = "pinned_host" if OFFLOADED in layout else "device"
         kept = {every[f"{layout} rows kept {name}"].item() for name in ("optimizer", "reference")}
         assert kept | {every[f"{layout} tokens kept critic"].item()} == {memory}, layout
+        policy = "pinned_host" if "offload.policy" in layout else "device"
+        assert every[f"{layout} rows kept policy"].item() == policy, layout
 
 
 def test_no_device_holds_what_is_anothers(quick):

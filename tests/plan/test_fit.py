@@ -1,5 +1,6 @@
 import json
 import sys
+from bisect import bisect
 
 import pytest
 
@@ -78,3 +79,78 @@ def test_the_command_prints_json(monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["devices"], result["usable_bytes"]) == (2, 9 * 10**10)
     assert result["fitting"][0]["set"][0] == "mesh=2,1,1"
+
+
+SMALL = (
+    "data.batch_size=4", "rollout.n=2", "data.max_prompt_length=16", "rollout.max_new_tokens=16",
+    "update.max_tokens_per_device=32", "rollout.max_concurrency=2", "model.remat=layer", "update.kl_coef=0",
+)  # fmt: skip
+"""The quickstart with so few tokens that parameters and optimizer state need most of the memory."""
+
+
+def needs(*overrides):
+    return placement(load_config(None, (*SMALL, *overrides), {}).config).peak
+
+
+def enough(*overrides):
+    """The least memory, in steps of 0.25 MB, for which nothing warns; the engine's rule for its cache too."""
+    config = load_config(None, (*SMALL, *overrides), {}).config
+    steps = range(0, 2**27, 250_000)
+    return steps[bisect(steps, False, key=lambda m: not placement(config, device_memory=m).warnings)]
+
+
+def test_switches_are_tried_in_the_order_of_their_costs():
+    """As memory shrinks: offloading and a smaller moment first, parameters in bfloat16 at last."""
+    steps = [("offload.optimizer=true",), ("offload.optimizer=true", "optimizer.state_dtype=bfloat16")]
+    steps += [(*steps[-1], "model.param_dtype=bfloat16")]
+    for switches in steps:
+        needed = needs(*switches)
+        found = fits(int(needed / ROOM) + 1, *SMALL, devices=1)
+        assert found.found[0].peak <= needed
+        chosen = set(found.found[0].overrides)
+        assert ("model.param_dtype=bfloat16" in chosen) == (switches is steps[-1])
+        assert chosen >= set(switches) or switches is not steps[-1]
+    assert found.smallest.peak == needed
+
+
+def test_the_policy_waits_where_the_rollout_has_a_copy():
+    """In float32 beside a rollout in bfloat16, and not if the rollout runs ahead."""
+    options = ("model.dtype=bfloat16", "rollout.max_concurrency=512", "data.batch_size=256")
+    memory = enough(*options, "offload.policy=true")
+    assert memory < enough(*options)
+    found = fits(int(memory / ROOM) + 1, *SMALL, *options, devices=1).found
+    assert found[0].overrides[-1] == "offload.policy=true"
+    ahead = fits(int(memory / ROOM) + 1, *SMALL, *options, "rollout.max_staleness=1", devices=1)
+    every = [*ahead.found, ahead.smallest]
+    assert not any("offload.policy" in override for each in every for override in each.overrides)
+
+
+def test_an_optimizer_without_a_first_moment_has_none_in_bfloat16():
+    found = fits(10**6, *SMALL, "optimizer.name=sgd", "optimizer.beta1=0.0", devices=1)
+    assert found.smallest.state_dtype == "float32"
+
+
+def run_plan(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["quatrain", "plan", "--params", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_says_with_what_it_does(monkeypatch, capsys):
+    memory = str(int(needs() * 0.8))
+    sizes = [word for each in SMALL for word in ("--set", each)]
+    out = run_plan(monkeypatch, capsys, *sizes, "--device-memory", memory)
+    sentence = out.splitlines()[-1]
+    assert sentence.startswith("it fits with: --set ")
+    options = sentence.removeprefix("it fits with: ").split()
+    assert not any(option.startswith("mesh=") for option in options)
+    again = run_plan(monkeypatch, capsys, *sizes, *options, "--device-memory", memory)
+    assert "warning" not in again
+    assert "it fits with" not in again
+
+
+def test_a_plan_that_nothing_makes_fit_says_so(monkeypatch, capsys):
+    found = json.loads(run_plan(monkeypatch, capsys, "--device-memory", "1MB", "--json"))
+    assert " ".join(found["remedy"].split()).startswith("nothing fits 1 devices of 976.56 KiB: the smallest")

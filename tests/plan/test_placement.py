@@ -104,6 +104,17 @@ def test_the_rollout_takes_over_weights_that_lie_as_it_wants_them(final):
     assert found["rollout_weights"] == parts(final(SMALL))["weights"]
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_a_first_moment_in_bfloat16_is_counted(final, name):
+    whole = parts(final(SMALL, f"optimizer.name={name}"))
+    config = final(SMALL, f"optimizer.name={name}", "optimizer.state_dtype=bfloat16")
+    params = init_params(architecture_from_hf(SMALL), jax.random.key(0))
+    state = init_optimizer(build_optimizer(config.optimizer, 1), params)
+    size = parts(config)["optimizer_state"]
+    assert size == sum(x.nbytes for x in jax.tree.leaves(state))
+    assert size == whole["optimizer_state"] - whole["weights"] // 2
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 def test_state_lies_as_the_parameters(final, optimizer):
     config = final(SMALL, f"optimizer.name={optimizer}")
@@ -264,7 +275,7 @@ def test_roles_on_devices_of_their_own(final):
     totals = {key: size for key, (_, _, size) in found.totals().items()}
     trained = each["weights"] + each["reference"] + each["optimizer_state"]
     assert totals["total_in_rollout_on_train_reference"] == trained
-    assert totals["total_in_gradient_on_rollout"] == each["rollout_weights"]
+    assert "total_in_gradient_on_rollout" not in totals
     assert totals["total_in_rollout_on_rollout"] == each["rollout_weights"] + each["kv_cache"]
     assert each["rollout_weights"] == parts(final(SMALL))["weights"]
     (sentence,) = found.warnings
@@ -281,6 +292,36 @@ def test_what_waits_in_the_hosts_memory(final):
         "total_in_rollout": each["optimizer_state"] + each["reference"],
         "total_in_gradient": each["optimizer_state"] + each["reference"],
         "total_in_optimizer_step": each["reference"],
+    }
+
+
+def test_the_rollout_and_training_take_turns(final):
+    """The sampler's weights and the KV cache are freed before the update, unless the rollout runs ahead."""
+    for options, phases in (((), ("rollout",)), (("rollout.max_staleness=1",), PHASES)):
+        found = placement(final(SMALL, "model.dtype=bfloat16", *options))
+        each = {part.key: part for part in found.parts}
+        assert each["rollout_weights"].num_bytes > 0
+        for key in ("rollout_weights", "kv_cache"):
+            assert each[key].phases == phases, key
+
+
+@pytest.mark.parametrize("lora", [(), ("lora.rank=4",)])
+def test_a_policy_that_waits_in_the_hosts_memory(final, lora):
+    """The rollout's copy is then complete: nothing is shared with arrays that are not on the device."""
+    options = ("model.dtype=bfloat16", *lora)
+    if lora:
+        options += ("model.param_dtype=bfloat16",)
+    before, after = (placement(final(SMALL, *options, *more)) for more in ((), ("offload.policy=true",)))
+    old, new = ({part.key: part.num_bytes for part in each.parts} for each in (before, after))
+    whole = placement(final(SMALL, *options, "lora.rank=0", "mesh=1,2,1"), devices=2)
+    copy = {part.key: part.num_bytes for part in whole.parts}["rollout_weights"]
+    assert new["rollout_weights"] == copy > old["rollout_weights"]
+    saved = {key: size - after.totals()[key][2] for key, (_, _, size) in before.totals().items()}
+    policy = old["weights"] + old.get("adapters", 0)
+    assert saved == {
+        "total_in_rollout": policy - (copy - old["rollout_weights"]),
+        "total_in_gradient": 0,
+        "total_in_optimizer_step": 0,
     }
 
 
@@ -365,7 +406,8 @@ def test_a_critic_has_weights_state_gradients_and_activations_of_its_own(final, 
     assert smaller["critic_weights"].num_bytes < critic["critic_weights"].num_bytes
     assert smaller["critic_activations"].num_bytes < critic["critic_activations"].num_bytes
     together = critic["totals"]["total_in_critic_gradient"][2]
-    held = policy["totals"]["total_in_rollout"][2] - policy["kv_cache"].num_bytes
+    sampler = policy["kv_cache"].num_bytes + policy["rollout_weights"].num_bytes
+    held = policy["totals"]["total_in_rollout"][2] - sampler
     assert together == held + sum(
         critic[f"critic_{name}"].num_bytes
         for name in ("weights", "optimizer_state", "gradients", "activations")

@@ -1,3 +1,4 @@
+import gc
 import threading
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
+from quatrain.parallel.mesh import to_memory
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.interface import Sampling
 from quatrain.types import Prompt
@@ -35,6 +37,7 @@ def make_engine(small_arch, small_params, tokenizer):
         cache_bytes=None,
         on_progress=None,
         usual_prompt=1,
+        dtype="float32",
         **config,
     ):
         settings = RolloutConfig(**{"n": 3, "max_new_tokens": 16, "temperature": 0.9, **config})
@@ -47,6 +50,7 @@ def make_engine(small_arch, small_params, tokenizer):
             cache_bytes=cache_bytes,
             on_progress=on_progress,
             usual_prompt=usual_prompt,
+            dtype=dtype,
         )
         engine.sync_weights(params, 5)
         return engine
@@ -447,3 +451,32 @@ def test_work_is_measured(make_engine):
 
 def test_sampling_is_hashable():
     assert hash(Sampling(2, 8)) == hash(Sampling(2, 8))
+
+
+def test_after_a_batch_nothing_of_the_sampler_is_in_memory_but_its_weights(make_engine, small_params):
+    """The KV cache is given back with the last completion, the copy of the weights by `release`."""
+    engine = make_engine(dtype="bfloat16")
+    before = _live_bytes()
+    first = engine.generate(_prompts())
+    assert _live_bytes() - before < 1024  # of counters and seeds
+    engine.release()
+    copied = sum(x.nbytes // 2 for x in jax.tree.leaves(small_params) if x.ndim > 1)
+    assert before - _live_bytes() == pytest.approx(copied, abs=1024)
+    with pytest.raises(AssertionError, match="call sync_weights"):
+        engine.generate(_prompts())
+    engine.sync_weights(small_params, 5)
+    np.testing.assert_array_equal(engine.generate(_prompts()).input_ids, first.input_ids)
+
+
+def test_weights_in_the_hosts_memory_are_sampled_from(make_engine, small_params):
+    on_device, from_host = make_engine(), make_engine(params=to_memory("host", small_params))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(from_host._params)}
+    assert kinds == {"device"}
+    batches = [engine.generate(_prompts()) for engine in (on_device, from_host)]
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    np.testing.assert_array_equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
+
+
+def _live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())

@@ -8,7 +8,9 @@ import sequence_loss
 from rollouts import at_version
 
 from quatrain.config.schema import POLICY_LOSSES, LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.models.architecture import LoRA
 from quatrain.models.decoder import forward, logits
+from quatrain.models.lora import with_adapters
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import to_memory
@@ -30,6 +32,7 @@ def make_learner(small_arch):
         micro_batch_size=5,
         max_tokens=None,
         reference=None,
+        arch=small_arch,
         **knobs,
     ) -> Learner:
         config = UpdateConfig(
@@ -41,7 +44,7 @@ def make_learner(small_arch):
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
         return Learner(
-            PolicySpec(small_arch, temperature=0.8, remat="none"),
+            PolicySpec(arch, temperature=0.8, remat="none"),
             config,
             LogprobConfig(max_tokens_per_device=48) if max_tokens else LogprobConfig(micro_batch_size=7),
             optimizer,
@@ -324,6 +327,80 @@ def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, ma
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)} == {"device"}
     assert _changes(states["device"].params, states["host"].params) == 0
     assert _changes(states["device"].params, small_params) > 0.01
+
+
+def test_bfloat16_parameters_are_rounded_by_seed_and_step(make_learner, make_batch, small_params):
+    """The same step twice is the same to the bit; float32 parameters are not rounded at all."""
+
+    def stepped(dtype, *, step=0, **optimizer):
+        learner = make_learner(optimizer={"learning_rate": 1e-3, **optimizer})
+        state = learner.init(jax.tree.map(lambda x: x.astype(dtype), _copy(small_params)))
+        return learner.step(replace(state, step=step), at_version(make_batch(4), step)).params
+
+    first = stepped(jnp.bfloat16)
+    assert _changes(first, stepped(jnp.bfloat16)) == 0
+    assert _changes(first, stepped(jnp.bfloat16, step=1)) > 0
+    nearest = stepped(jnp.bfloat16, stochastic_rounding=False)
+    assert _changes(first, nearest) > 0
+    exact = stepped(jnp.float32)
+    assert _changes(exact, stepped(jnp.float32, stochastic_rounding=False)) == 0
+    lost = np.mean(np.asarray(nearest["embed"]) == np.asarray(small_params["embed"].astype(jnp.bfloat16)))
+    assert lost > 0.5  # smaller than half the distance of two numbers
+
+
+def test_small_updates_of_bfloat16_parameters_are_lost_only_by_rounding_to_the_nearest(
+    make_learner, make_batch, small_params
+):
+    """The part of the change in float32 that is left, at steps of a hundredth of a number's distance."""
+    start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _copy(small_params))
+    exact, kept = None, {}
+    for name, dtype, stochastic in (
+        ("float32", jnp.float32, True),
+        ("stochastic", jnp.bfloat16, True),
+        ("nearest", jnp.bfloat16, False),
+    ):
+        rounding = {} if stochastic else {"stochastic_rounding": False}
+        learner = make_learner(optimizer={"name": "adamw", "learning_rate": 1e-5, **rounding})
+        state = learner.init(jax.tree.map(lambda x, dtype=dtype: jnp.array(x, dtype), start))
+        for _ in range(15):
+            state = learner.step(state, at_version(make_batch(4), state.step))
+        change = np.concatenate(
+            [
+                np.ravel(np.asarray(new, np.float64) - np.asarray(old, np.float64))
+                for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(start))
+            ]
+        )
+        exact = change if exact is None else exact
+        kept[name] = change @ exact / (exact @ exact)
+    assert kept["stochastic"] == pytest.approx(1, abs=0.15)
+    assert kept["nearest"] < 0.3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_policy_that_waits_in_the_hosts_memory_is_trained_to_the_bit(
+    make_learner, make_batch, small_arch, small_params, rank
+):
+    """Also the frozen base under adapters, which goes on waiting in the same arrays."""
+    found = {}
+    arch = replace(small_arch, lora=LoRA(rank, 4.0, ("qkv", "down")) if rank else None)
+    for memory in ("device", "host"):
+        learner = make_learner(
+            {"old_logprobs": "recompute"}, {"name": "adamw"}, policy_memory=memory, arch=arch
+        )
+        params = _copy(small_params)
+        if rank:
+            params = with_adapters(params, arch, jax.random.key(2))
+        before = _copy(learner.policy.trained(params))
+        state = learner.init(params)
+        embed = state.params["embed"]
+        for seed in (1, 2):
+            state = learner.step(state, at_version(make_batch(seed), state.step))
+            kept = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+            assert kept == {"pinned_host" if memory == "host" else "device"}
+        assert rank == 0 or state.params["embed"] is embed
+        found[memory] = to_memory("device", learner.policy.trained(state.params))
+    assert _changes(found["device"], found["host"]) == 0
+    assert _changes(found["device"], before) > 0.01
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])

@@ -60,3 +60,22 @@ def test_clipping_is_that_of_optax(scale):
     assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
     for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "moments"), [("adamw", 2), ("lion", 1), ("sgd", 1)])
+def test_the_first_moment_in_bfloat16(name, moments):
+    """Half the bytes of one moment, and nearly the updates of float32."""
+    params, updates, sizes = jnp.ones(64), {}, {}
+    grads = jax.random.normal(jax.random.key(0), (3, 64))
+    for dtype in ("float32", "bfloat16"):
+        config = OptimizerConfig(name=name, learning_rate=1.0, state_dtype=dtype)
+        optimizer = build_optimizer(config, total_steps=4)
+        state = optimizer.init(params)
+        for grad in grads:
+            updates[dtype], state = optimizer.update(grad, state, params)
+        kept = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        assert [leaf.dtype for leaf in kept][:1] == [dtype]
+        sizes[dtype] = sum(leaf.nbytes for leaf in kept)
+    assert sizes == {"float32": moments * 256, "bfloat16": moments * 256 - 128}
+    near = np.isclose(updates["bfloat16"], updates["float32"], rtol=0.03, atol=0.01)
+    assert near.mean() > 0.95  # the sign of a moment near 0 may differ (lion)

@@ -215,12 +215,13 @@ def _about_rounding(config: Config) -> list[str]:
     rates = {"optimizer.learning_rate": config.optimizer.learning_rate}
     if config.sft.steps:
         rates["sft.learning_rate"] = config.sft.learning_rate
-    if config.model.param_dtype != "bfloat16" or config.lora.rank:
+    nearest = not config.optimizer.stochastic_rounding
+    if config.model.param_dtype != "bfloat16" or config.lora.rank or not nearest:
         return []
     return [
-        f"model.param_dtype is bfloat16 and {key} {rate:g}: an update smaller than bfloat16's resolution "
-        "(about 1/256 of a weight) is lost by rounding, so little or nothing will be learned; set "
-        "model.param_dtype to float32, with model.dtype bfloat16 for speed"
+        f"optimizer.stochastic_rounding is false, model.param_dtype bfloat16 and {key} {rate:g}: an update "
+        "smaller than bfloat16's resolution (about 1/256 of a weight) is lost by rounding, so little or "
+        "nothing will be learned; set optimizer.stochastic_rounding to true, or model.param_dtype to float32"
         for key, rate in rates.items()
         if 0 < rate < LEAST_BFLOAT16_RATE
     ]

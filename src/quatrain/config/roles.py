@@ -38,8 +38,8 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     """The roles of a run on `num_devices` devices of `num_processes` processes in total.
 
     Raises ValueError if a mesh does not match its number of devices, a role uses a device that does not
-    exist, two roles share some but not all of their devices, or `rollout.max_concurrency` is smaller than the
-    number of rollout replicas.
+    exist, two roles share some but not all of their devices, `rollout.max_concurrency` is smaller than the
+    number of rollout replicas, or `offload.policy` would give the rollout no room.
     """
     devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
@@ -63,13 +63,38 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
             mesh = resolve_mesh("auto", len(own) * num_processes, num_processes)
         return Role(own, mesh)
 
-    return Roles(
+    roles = Roles(
         train=Role(devices["train"], train),
         rollout=Role(devices["rollout"], rollout),
         reference=like_training("reference"),
         critic=like_training("critic"),
         reward=like_training("reward"),
     )
+    if config.offload.policy:
+        _check_room_for_rollout(config, roles)
+    return roles
+
+
+def _check_room_for_rollout(config: Config, roles: Roles) -> None:
+    """Raises ValueError if the rollout gains no memory from parameters that wait in the host's memory."""
+    lag, model = config.rollout.max_staleness, config.model
+    copied = model.dtype != model.param_dtype or roles.rollout.mesh != roles.train.mesh
+    copied |= config.lora.rank > 0 and config.rollout.lora == "merged"
+    problem = None
+    if lag:
+        problem = f"the rollout never stops with rollout.max_staleness {lag}, so that training keeps them"
+    elif roles.rollout.devices != roles.train.devices:
+        problem = "the rollout has devices of its own, and those of training wait for it"
+    elif not copied:
+        problem = (
+            f"the rollout computes with these very parameters, as model.dtype and model.param_dtype are "
+            f"{model.dtype} and both meshes {','.join(map(str, roles.train.mesh))}"
+        )
+    if problem:
+        raise ValueError(
+            "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
+            f"{problem}; set it to false"
+        )
 
 
 def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:

@@ -463,6 +463,12 @@ class OffloadConfig(Section):
         False, description="Offload the reference policy while no reference log-probabilities are computed."
     )
     optimizer: bool = Field(False, description="Offload the optimizer state between optimizer steps.")
+    policy: bool = Field(
+        False,
+        description="Offload the policy's parameters while they are not trained, so that the rollout has "
+        "their room. It needs a rollout with a copy of the weights on the same devices (another dtype, "
+        "another mesh, or merged adapters) and `rollout.max_staleness` 0.",
+    )
     critic: bool = Field(
         False,
         description="Offload the critic: its weights while no values are computed and it is not trained, its "
@@ -838,11 +844,26 @@ class OptimizerConfig(Section):
     beta1: Fraction = Field(0.9, description="Decay of the first moment; momentum of sgd.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment (adamw, lion).")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update (adamw).")
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Dtype in which the first moment (momentum of sgd) is stored; the rest is float32.",
+    )
+    stochastic_rounding: bool = Field(
+        True,
+        description="Round new parameters to bfloat16 (`model.param_dtype`) up or down at random, with the "
+        "probabilities that keep their mean: updates smaller than the resolution of bfloat16 are not lost. "
+        "false: to the nearest number. Parameters in float32 are not rounded.",
+    )
     max_grad_norm: float | None = Field(
         1.0,
         gt=0,
         description="Gradients with a larger global norm are scaled down to this norm; null: never.",
     )
+
+    @property
+    def has_first_moment(self) -> bool:
+        """Whether the optimizer's state has a first moment."""
+        return self.name != "sgd" or self.beta1 > 0
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -1335,12 +1356,28 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _weight_decay_is_used(self) -> Self:
-        decay = self.optimizer.weight_decay
-        if self.optimizer.name == "sgd" and decay > 0:
-            raise PydanticCustomError(
-                "across_sections",
-                "must be 0 for optimizer.name sgd, which has no weight decay; set 0, or take adamw or lion",
-                {"key": "optimizer.weight_decay", "value": decay},
-            )
+    def _optimizer_keys_are_used(self) -> Self:
+        rounds = self.model.param_dtype == "bfloat16" and not self.lora.rank
+        for section, own in (("optimizer", self.optimizer), ("critic_optimizer", self.critic_optimizer)):
+            unused = {
+                "weight_decay": (
+                    own.name == "sgd" and own.weight_decay > 0,
+                    "must be 0 for {section}.name sgd, which has no weight decay; set 0, or take adamw or "
+                    "lion",
+                ),
+                "state_dtype": (
+                    own.state_dtype != "float32" and not own.has_first_moment,
+                    "has no effect for {section}.name sgd with beta1 0, which has no first moment; set "
+                    "float32, or beta1 above 0",
+                ),
+                "stochastic_rounding": (
+                    not own.stochastic_rounding and not rounds,
+                    "has no effect where what is trained is float32 and not rounded (model.param_dtype "
+                    "float32, or adapters); leave this key at its default",
+                ),
+            }
+            for key, (wrong, rule) in unused.items():
+                if wrong:
+                    asked = {"key": f"{section}.{key}", "value": getattr(own, key), "section": section}
+                    raise PydanticCustomError("across_sections", rule, asked)
         return self

@@ -28,7 +28,7 @@ from quatrain.models.params import (
     param_specs,
     partition,
 )
-from quatrain.parallel.mesh import mesh_shape, one_device, unshared
+from quatrain.parallel.mesh import mesh_shape, one_device, to_memory, unshared
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -139,8 +139,8 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     """The parameters of a model without adapters that computes what `params` of `arch` compute.
 
     A matrix W with adapters becomes W + (alpha / rank) B A, summed in float32 and rounded once, to `dtype`
-    (default: that of W); the other arrays are those of `params`. Parameters without adapters come back as
-    they are.
+    (default: that of W), on the devices; the other arrays are those of `params`. Parameters without adapters
+    come back as they are.
     """
     if arch.lora is None or not has_adapters(params):
         return params
@@ -148,14 +148,15 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     layers = [dict(layer) for layer in base["layers"]]
     for layer, whole in zip(layers, params["layers"], strict=True):
         for name in arch.lora.targets:
+            parts = to_memory("device", [whole[each] for each in (name, name + LORA_A, name + LORA_B)])
             layer[name] = _merged(
-                whole[name],
-                whole[name + LORA_A],
-                whole[name + LORA_B],
+                *parts,
                 scale=arch.lora.scale,
-                dtype=jnp.dtype(dtype or whole[name].dtype),
-                sharding=whole[name].sharding,
+                dtype=jnp.dtype(dtype or parts[0].dtype),
+                sharding=parts[0].sharding,
             )
+            if parts[0] is not whole[name]:
+                jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
     return {**base, "layers": layers}
 
 

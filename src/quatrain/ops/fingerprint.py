@@ -25,7 +25,7 @@ def fingerprint(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     not on the sharding. Elements have 32 bits at most.
     """
     bits = _bits(array)
-    position = _positions(array.shape)
+    position = positions(array.shape)
     digest = jnp.stack(
         [_mixed(bits, position, *constants).sum(dtype=jnp.uint32) for constants in MULTIPLIERS]
     )
@@ -58,7 +58,7 @@ def _bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
-def _positions(shape: tuple[int, ...]) -> jax.Array:
+def positions(shape: tuple[int, ...]) -> jax.Array:
     """uint32 of `shape`: the index of each element in C order, modulo 2^32."""
     position = jnp.zeros(shape, jnp.uint32)
     stride = 1

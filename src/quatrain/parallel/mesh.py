@@ -141,7 +141,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     """The whole `array` on the host. All processes that hold a shard of it must call this together."""
     if array.is_fully_addressable:
         return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(multihost_utils.process_allgather(to_memory("device", array), tiled=True))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

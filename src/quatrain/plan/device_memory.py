@@ -55,6 +55,8 @@ class Placement:
     parts: tuple[Part, ...]
     device_memory: int | None = None
     warnings: tuple[str, ...] = ()
+    remedy: str = ""
+    """What to change if the plan does not fit (`plan.fit.remedy`)."""
 
     @property
     def role_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -122,6 +124,7 @@ class Placement:
             "device_memory_bytes": self.device_memory,
             "why": {part.key: part.why for part in self.parts},
             "warnings": list(self.warnings),
+            "remedy": self.remedy,
         }
 
 
@@ -140,8 +143,9 @@ def parse_bytes(text: str) -> int:
 
 
 def render(result: Placement) -> str:
-    """The plan as text: a table of the parameters, a table of the bytes on a device, and warnings."""
-    return "\n".join((*_parameter_table(result), "", *_part_table(result), *_warning_lines(result)))
+    """The plan as text: tables of the parameters and of the bytes on a device, warnings, and the remedy."""
+    lines = (*_parameter_table(result), "", *_part_table(result), *_warning_lines(result))
+    return "\n".join((*lines, result.remedy) if result.remedy else lines)
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:

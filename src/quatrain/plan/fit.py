@@ -10,14 +10,14 @@ import itertools
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
 from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
 from quatrain.plan.batches import GAP, WIDTH
-from quatrain.plan.device_memory import format_mesh, in_units
+from quatrain.plan.device_memory import Placement, format_mesh, in_units
 from quatrain.plan.placement import architecture, placement
 
 ROOM = 0.9
@@ -36,12 +36,33 @@ class _Cost(NamedTuple):
     remat: float
     halvings: float
     reference: float
+    policy: float
+    state_dtype: float
     optimizer: float
-    dtype: float
+    param_dtype: float
 
     def exceeds(self, other: _Cost) -> bool:
         """Whether it costs at least as much in everything."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class _Kept(NamedTuple):
+    """What is kept on the devices, and in which dtype."""
+
+    reference: bool
+    """Whether it is offloaded, as `policy` and `optimizer`."""
+    policy: bool
+    optimizer: bool
+    state_dtype: str
+    param_dtype: str
+
+
+class _Switches(NamedTuple):
+    """The switches beside the mesh; `halvings` of the budget of a micro-batch."""
+
+    remat: str
+    halvings: int
+    kept: _Kept
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class Combination:
     remat: str
     budget: str
     offloaded: str
+    state_dtype: str
     param_dtype: str
     peak: int
 
@@ -82,8 +104,10 @@ class Fits:
         }
 
 
-def fit(resolve: Resolve, *, devices: int, processes: int, device_memory: int) -> Fits:
-    """The cheapest combinations of `mesh`, `model.remat`, token budget, `offload` and `model.param_dtype`.
+def fit(
+    resolve: Resolve, *, devices: int, processes: int, device_memory: int, most_rows: int = MOST_ROWS
+) -> Fits:
+    """The `most_rows` cheapest combinations of mesh, `model.remat`, token budget, `offload` and dtypes.
 
     A combination fits if its peak is at most ROOM of `device_memory` bytes. They are tried in the order of
     their costs, a rough measure of the time that they add; those that cost at least as much as one found in
@@ -92,11 +116,7 @@ def fit(resolve: Resolve, *, devices: int, processes: int, device_memory: int) -
     """
     search = _Search(resolve, devices, processes, int(ROOM * device_memory))
     meshes = search.meshes()
-    smallest = {}
-    for mesh in meshes:
-        made = search.made(mesh, *search.frugal())
-        if made is not None:
-            smallest[mesh] = made[1]
+    smallest = {mesh: least for mesh in meshes if (least := search.smallest(mesh)) is not None}
     if not smallest:
         raise ValueError(
             f"no mesh of {devices} devices can shard the model; the meshes tried are {', '.join(meshes)}; "
@@ -105,19 +125,15 @@ def fit(resolve: Resolve, *, devices: int, processes: int, device_memory: int) -
     found: list[tuple[_Cost, Combination]] = []
     fitting = [mesh for mesh, each in smallest.items() if each.peak <= search.usable]
     for cost, mesh, switches in search.in_order(fitting):
-        if len(found) == MOST_ROWS:
+        if len(found) == most_rows:
             break
-        if any(cost.exceeds(other) for other, _ in found):
+        if any(cost.exceeds(other) for other, _ in found) or not search.may_fit(mesh, switches.kept):
             continue
-        made = search.made(mesh, *switches)
+        made = search.made(mesh, switches)
         if made is not None and made[0] and made[1].peak <= search.usable:
             found.append((cost, made[1]))
     least = min(smallest.values(), key=lambda each: each.peak)
     return Fits(device_memory, devices, tuple(each for _, each in found), least)
-
-
-_Switches = tuple[str, int, bool, bool, str]
-"""remat, halvings of the budget, whether reference and optimizer are offloaded, dtype of parameters."""
 
 
 class _Search:
@@ -130,6 +146,7 @@ class _Search:
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
         self._least = 1 if update.micro_batch_size else longest_sequence(self._config)
+        self._frugal: dict[tuple[str, _Kept], Combination | None] = {}
 
     def meshes(self) -> list[str]:
         """All meshes of the training devices, as `dp,fsdp,tp`."""
@@ -137,33 +154,61 @@ class _Search:
         sizes = [size for size in range(1, n + 1) if n % size == 0]
         return [f"{n // (f * t)},{f},{t}" for t in sizes for f in sizes if n % (f * t) == 0]
 
-    def frugal(self) -> _Switches:
-        """The switches that need the least memory."""
-        return "layer", self._halvings()[-1], self._config.copies_reference, True, "bfloat16"
+    def smallest(self, mesh: str) -> Combination | None:
+        """The combination on `mesh` that needs the least memory; None if the model cannot be sharded so."""
+        least = (self._least_with(mesh, kept) for kept in self._kept())
+        return min(filter(None, least), key=lambda each: each.peak, default=None)
+
+    def may_fit(self, mesh: str, kept: _Kept) -> bool:
+        """Whether there is a size of micro-batches and a `model.remat` with which `kept` fits."""
+        least = self._least_with(mesh, kept)
+        return least is not None and least.peak <= self.usable
+
+    def _least_with(self, mesh: str, kept: _Kept) -> Combination | None:
+        if (mesh, kept) not in self._frugal:
+            made = self.made(mesh, _Switches("layer", self._halvings()[-1], kept))
+            self._frugal[mesh, kept] = made and made[1]
+        return self._frugal[mesh, kept]
+
+    def _kept(self) -> list[_Kept]:
+        """All values of the switches of what is kept that this configuration may have."""
+        config = self._config
+        references = (False, True) if config.copies_reference else (False,)
+        policies = (False,) if config.rollout.max_staleness else (False, True)
+        moments = dict.fromkeys((config.optimizer.state_dtype, "bfloat16"))
+        if not all(own.has_first_moment for own in (config.optimizer, config.critic_optimizer)):
+            moments = {config.optimizer.state_dtype: None}
+        dtypes = dict.fromkeys((config.model.param_dtype, "bfloat16"))
+        every = itertools.product(references, policies, (False, True), moments, dtypes)
+        return [_Kept(*values) for values in every]
 
     def in_order(self, meshes: Sequence[str]) -> Iterator[tuple[_Cost, str, _Switches]]:
         """All combinations on `meshes`, the cheapest first."""
-        references = (False, True) if self._config.copies_reference else (False,)
-        dtypes = dict.fromkeys((self._config.model.param_dtype, "bfloat16"))
-        choices = itertools.product(REMATS, self._halvings(), references, (False, True), dtypes)
+        choices = itertools.starmap(_Switches, itertools.product(REMATS, self._halvings(), self._kept()))
         frozen = self._config.lora.rank > 0
         every = [
-            (_cost(mesh, *switches, frozen=frozen), mesh, switches) for switches in choices for mesh in meshes
+            (_cost(mesh, switches, frozen=frozen), mesh, switches) for switches in choices for mesh in meshes
         ]
         yield from sorted(every, key=lambda each: (sum(each[0]), each[1:]))
 
-    def made(
-        self, mesh: str, remat: str, halvings: int, reference: bool, optimizer: bool, dtype: str
-    ) -> tuple[bool, Combination] | None:
-        """(whether nothing warns, the combination); None if the model cannot be sharded so."""
-        now, budget = self._config, max(self._budget >> halvings, self._least)
+    def made(self, mesh: str, switches: _Switches) -> tuple[bool, Combination] | None:
+        """(whether nothing warns, the combination); None if it is not possible, as where a mesh is not."""
+        now, (remat, halvings, kept) = self._config, switches
+        budget = max(self._budget >> halvings, self._least)
+        optimizers = ["optimizer"]
+        if now.critic.enabled and kept.state_dtype == "bfloat16":
+            optimizers.append("critic_optimizer")
+        offloads = {"reference": kept.reference, "policy": kept.policy, "optimizer": kept.optimizer}
         overrides = [f"mesh={mesh}"]
         for key, value, current in (
             ("model.remat", remat, now.model.remat),
             (f"update.{self._key}", budget, self._budget),
-            ("offload.reference", str(reference).lower(), str(now.offload.reference).lower()),
-            ("offload.optimizer", str(optimizer).lower(), str(now.offload.optimizer).lower()),
-            ("model.param_dtype", dtype, now.model.param_dtype),
+            *(
+                (f"offload.{what}", str(on).lower(), str(getattr(now.offload, what)).lower())
+                for what, on in offloads.items()
+            ),
+            *((f"{o}.state_dtype", kept.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
+            ("model.param_dtype", kept.param_dtype, now.model.param_dtype),
         ):
             if value != current:
                 overrides.append(f"{key}={value}")
@@ -178,32 +223,52 @@ class _Search:
             )
         except ValueError:
             return None
-        offloaded = " ".join(name for name, on in (("reference", reference), ("optimizer", optimizer)) if on)
-        mesh = format_mesh(placed.roles.train.mesh)
         return not placed.warnings, Combination(
-            tuple(overrides), mesh, remat, str(budget), offloaded or "-", dtype, placed.peak
+            tuple(overrides),
+            format_mesh(placed.roles.train.mesh),
+            remat,
+            str(budget),
+            " ".join(what for what, on in offloads.items() if on) or "-",
+            kept.state_dtype,
+            kept.param_dtype,
+            placed.peak,
         )
 
     def _halvings(self) -> list[int]:
         return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
 
 
-def _cost(
-    mesh: str, remat: str, halvings: int, reference: bool, optimizer: bool, dtype: str, *, frozen: bool
-) -> _Cost:
+def _cost(mesh: str, switches: _Switches, *, frozen: bool) -> _Cost:
     """Tensor parallelism communicates in every layer, offloading copies over a slow bus.
 
-    bfloat16 parameters cost the most, because small updates are lost in them, unless they are `frozen`.
+    bfloat16 costs no time but accuracy: little in the first moment; in the parameters the noise of rounding
+    in every step, which costs the most, unless they are `frozen`.
     """
     _, fsdp, tp = map(int, mesh.split(","))
+    kept = switches.kept
     return _Cost(
         mesh=(fsdp > 1) + 4.0 * (tp > 1) * (tp.bit_length() - 1),
-        remat=2.0 * REMATS.index(remat),
-        halvings=0.5 * halvings,
-        reference=3.0 * reference,
-        optimizer=6.0 * optimizer,
-        dtype=(1.0 if frozen else 30.0) * (dtype == "bfloat16"),
+        remat=2.0 * REMATS.index(switches.remat),
+        halvings=0.5 * switches.halvings,
+        reference=3.0 * kept.reference,
+        policy=4.0 * kept.policy,
+        state_dtype=5.0 * (kept.state_dtype == "bfloat16"),
+        optimizer=6.0 * kept.optimizer,
+        param_dtype=(1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
     )
+
+
+def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int) -> str:
+    """A sentence for a plan that does not fit: the overrides of the cheapest that does, or that none does."""
+    assert placed.device_memory is not None
+    memory = placed.device_memory
+    found = fit(resolve, devices=devices, processes=processes, device_memory=memory, most_rows=1)
+    if not found.found:
+        return render(found)
+    (first,) = found.found
+    same = f"mesh={format_mesh(placed.roles.train.mesh)}"
+    changes = replace(first, overrides=tuple(each for each in first.overrides if each != same))
+    return f"it fits with: {changes.command}"
 
 
 def render(result: Fits) -> str:
@@ -216,9 +281,12 @@ def render(result: Fits) -> str:
             "or lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
         )
         return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
-    head = ("mesh", "remat", "budget", "offloaded", "param_dtype", "peak", "of a device")
+    head = ("mesh", "remat", "budget", "offloaded", "state", "params", "peak", "of a device")
     rows = [
-        (c.mesh, c.remat, c.budget, c.offloaded, c.param_dtype, in_units(c.peak), _share(c, result))
+        (
+            *(c.mesh, c.remat, c.budget, c.offloaded, c.state_dtype, c.param_dtype),
+            *(in_units(c.peak), _share(c, result)),
+        )
         for c in result.found
     ]
     widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]

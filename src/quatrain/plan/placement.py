@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -133,17 +134,16 @@ class _Plan:
         model = self.config.model
         weights, lora = self._weights(self.mesh, model.param_dtype), self.arch.lora
         trained = self._weights(self.mesh, model.param_dtype, trained=True) if lora else 0
-        yield Part(
-            "weights",
-            weights - trained,
-            f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}{FROZEN * bool(lora)}",
-        )
+        away = self.config.offload.policy
+        phases = (GRADIENT, STEP) if away else PHASES
+        why = f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}{FROZEN * bool(lora)}"
+        yield Part("weights", weights - trained, why + OFFLOADED * away, phases)
         if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
-            yield Part("adapters", trained, why)
+            yield Part("adapters", trained, why + OFFLOADED * away, phases)
         yield self._rollout_weights()
         host = self.config.offload.optimizer
-        why = f"{self.config.optimizer.name}, in float32{OFFLOADED * host}"
+        why = _in_words(self.config.optimizer) + OFFLOADED * host
         state = self._optimizer_state(self.config.optimizer, self.arch)
         yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
         yield from self._reward_model_parts()
@@ -178,7 +178,7 @@ class _Plan:
         why = f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}"
         weights = self._weights(self.mesh, dtype)
         yield Part("weights", weights, why + OFFLOADED * host, CRITIC_PHASES if host else PHASES)
-        why = f"{optimizer.name}, in float32{OFFLOADED * host}"
+        why = _in_words(optimizer) + OFFLOADED * host
         state = self._optimizer_state(optimizer, self.arch)
         yield Part("optimizer_state", state, why, (CRITIC_STEP,) if host else PHASES)
         sums = self._weights(self.mesh, "float32")
@@ -283,9 +283,10 @@ class _Plan:
     def _rollout_weights(self) -> Part:
         """The sampler's copies of the weights, in the dtype of activations except norms.
 
-        Arrays that training already has on the same devices in the same dtype are not copied, unless batches
-        are sampled ahead: then one copy is in use and one waits for each further batch. A frozen base is not
-        copied for that, but the matrices into which adapters are merged are always copies.
+        They are freed when a batch is complete. Arrays that training has on the same devices in the same
+        dtype are not copied, unless those wait in the host's memory, or batches are sampled ahead: then one
+        copy is in use and one waits for each further batch, and none is freed. A frozen base is not copied
+        for that, but the matrices into which adapters are merged are always copies.
         """
         model, key = self.config.model, "rollout_weights"
         lag, in_flight = self.config.rollout.max_staleness, self.config.rollout.in_flight
@@ -299,6 +300,7 @@ class _Plan:
             dtype = model.dtype if len(spec.shape) > 1 else spec.dtype or model.param_dtype
             frozen = bool(lora) and spec.dtype is None
             there = same and dtype == (spec.dtype or model.param_dtype) and (frozen or not lag)
+            there = there and not self.config.offload.policy
             elements = elements_on_device(spec.shape, place, self.rollout_mesh)
             copied = not there or getattr(path[-1], "key", None) in targets
             return elements * jnp.dtype(dtype).itemsize if copied else 0
@@ -314,12 +316,12 @@ class _Plan:
         if copies > 1:
             which = "in use and next" if in_flight else "rollout.max_staleness + 1"
             why = f"{copies} copies ({which}), each {why}"
-        return Part(key, copies * sum(jax.tree.leaves(copied)), why, role=ROLLOUT)
+        size = copies * sum(jax.tree.leaves(copied))
+        return Part(key, size, why, PHASES if lag else (ROLLOUT,), ROLLOUT)
 
     def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
         """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
-        optimizer = build_optimizer(config, total_steps=1)
-        state = jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
+        optimizer, state = _abstract_state(config, arch)
         own = optax.tree_map_params(
             optimizer,
             lambda x, place: elements_on_device(x.shape, place, self.mesh) * x.dtype.itemsize,
@@ -401,6 +403,18 @@ class _Plan:
         size = "micro_batch_size" if in_rows else "max_tokens_per_device"
         remat = "" if self.config.model.remat == "layer" else ", or set model.remat to layer"
         return f"raise fsdp or tp of mesh, or lower {section}.{size}{remat}"
+
+
+@lru_cache(maxsize=8)
+def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.GradientTransformation, Any]:
+    """The optimizer, and its state as shapes and dtypes; `plan/fit.py` asks for the same few many times."""
+    optimizer = build_optimizer(config, total_steps=1)
+    return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
+
+
+def _in_words(optimizer: OptimizerConfig) -> str:
+    moment = f", its first moment in {optimizer.state_dtype}" if optimizer.state_dtype != "float32" else ""
+    return f"{optimizer.name}, in float32{moment}"
 
 
 def _not_fitting(parts: list[Part], memory: int) -> Iterator[str]:

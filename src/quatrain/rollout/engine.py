@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
@@ -26,7 +26,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings
+from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.rollout.interface import Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
@@ -146,17 +146,25 @@ class RolloutEngine:
     def place(self, params: Any) -> Any:
         """`params` on this engine's mesh, with matrices in its dtype, copied from device to device.
 
-        Arrays that already have that sharding and dtype are not copied.
+        Arrays that already have that sharding and dtype are not copied. Arrays in the host's memory come to
+        the devices one at a time.
         """
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
-        return jax.block_until_ready(
-            jax.tree.map(
-                lambda x, place: reshard(x.astype(self.dtype) if x.ndim > 1 else x, place),
-                params,
-                self._places,
-            )
-        )
+        return jax.block_until_ready(jax.tree.map(self._place, params, self._places))
+
+    def _place(self, array: jax.Array, place: NamedSharding) -> jax.Array:
+        here = to_memory("device", array)
+        placed = reshard(here.astype(self.dtype) if here.ndim > 1 else here, place)
+        return placed if here is array else jax.block_until_ready(placed)
+
+    def release(self) -> None:
+        """Free the weights until the next `sync_weights`.
+
+        The KV cache is freed as soon as no group is in flight.
+        """
+        with self._interruption():
+            self._params = None
 
     def generate(
         self,

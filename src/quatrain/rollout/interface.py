@@ -90,6 +90,10 @@ class Rollouts(Protocol):
         """The batch of the prompts that were submitted for `ticket`, once all are finished."""
         ...
 
+    def release(self) -> None:
+        """Free the memory of the weights until the next `sync_weights`; no group may be in flight."""
+        ...
+
     def close(self) -> None:
         """Discard queued and running samples, and free the memory."""
         ...

@@ -23,7 +23,13 @@ from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memo
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
 from quatrain.update.table import TokenTable
-from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
+from quatrain.update.trainer import (
+    CRITIC_STREAM,
+    ModelState,
+    StepTotals,
+    Trainer,
+    mini_batches_of_step,
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,13 @@ class Critic:
         cut = partial(model.cutting, share_prompts=update.shares_prompts)
         self.forward_cutting = cut(config.forward_sizes)
         self.trainer = Trainer(
-            model, cut(config), optimizer, total_steps=total_steps, optimizer_memory=memory
+            model,
+            cut(config),
+            optimizer,
+            total_steps=total_steps,
+            seed=seed,
+            stream=CRITIC_STREAM,
+            optimizer_memory=memory,
         )
         self._memory = memory
 

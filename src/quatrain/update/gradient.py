@@ -19,6 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.metrics import Metric
+from quatrain.ops.rounding import round_tree
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
@@ -192,7 +193,13 @@ def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Obj
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "opt_state"))
 def _apply(
-    params: Any, opt_state: Any, total: Any, loss: jax.Array, *, optimizer: optax.GradientTransformation
+    params: Any,
+    opt_state: Any,
+    total: Any,
+    loss: jax.Array,
+    draw: np.ndarray | None = None,
+    *,
+    optimizer: optax.GradientTransformation,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     grads = jax.tree.map(lambda g: g.sum(axis=0), total)
     norm = optax.tree.norm(grads)
@@ -202,8 +209,7 @@ def _apply(
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         update = optax.with_extra_args_support(optimizer).update
         updates, opt_state = update(grads, opt_state, master, global_norm=norm)
-        new_params = jax.tree.map(lambda p, m, u: (m + u).astype(p.dtype), params, master, updates)
-        return new_params, opt_state
+        return round_tree(jax.tree.map(jnp.add, master, updates), params, draw), opt_state
 
     def leave(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         return params, opt_state
@@ -241,7 +247,7 @@ def sum_gradients(
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """Optimizer state with float32 moments, whatever the dtype of the parameters, each where its one lies."""
+    """Optimizer state as for float32 parameters, whatever the dtype of `params`, each where its one lies."""
     masters = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -267,18 +273,20 @@ def optimizer_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     residuals: ResidualMemory | None = None,
+    draw: np.ndarray | None = None,
 ) -> tuple[Any, Any, bool, dict[str, Metric]]:
     """One optimizer step: (params, optimizer state, applied, metrics). Donates what is trained, and state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
-    in the host's memory is brought to the devices for the step, and back.
+    in the host's memory is brought to the devices for the step, and back. New bfloat16 parameters are rounded
+    stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number.
     """
     grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
     trained = model.trained(params)
     places = jax.tree.map(lambda x: x.sharding, (trained, opt_state))
     with trim_after_compiling():
         trained, opt_state, norm, finite = _apply(
-            trained, to_memory("device", opt_state), grads, stats["sum"]["loss"], optimizer=optimizer
+            trained, to_memory("device", opt_state), grads, stats["sum"]["loss"], draw, optimizer=optimizer
         )
     trained, opt_state = reshard((trained, opt_state), places)
     params = model.with_trained(params, trained)

@@ -82,7 +82,8 @@ class Learner:
     are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
     not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
     that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
-    kept in `optimizer_memory` between its steps.
+    kept in `optimizer_memory` between its steps, the policy's parameters in `policy_memory` while they are
+    neither trained nor compute log-probabilities.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Learner:
         critic: Critic | None = None,
         kl_reward: KLReward | None = None,
         optimizer_memory: Literal["device", "host"] = "device",
+        policy_memory: Literal["device", "host"] = "device",
         logs_logprobs: bool = False,
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
@@ -113,8 +115,14 @@ class Learner:
         cut = partial(policy.cutting, share_prompts=update.shares_prompts)
         self.logprob_cutting = cut(logprob)
         self.trainer = Trainer(
-            policy, cut(update), optimizer, total_steps=total_steps, optimizer_memory=optimizer_memory
+            policy,
+            cut(update),
+            optimizer,
+            total_steps=total_steps,
+            seed=seed,
+            optimizer_memory=optimizer_memory,
         )
+        self.policy_memory = policy_memory
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.reference = reference
@@ -134,7 +142,8 @@ class Learner:
         if self.critic is not None:
             assert critic_params is not None, "a critic needs parameters"
             critic = self.critic.init(critic_params)
-        return TrainState(policy.params, policy.opt_state, critic=critic, reward_kl_coef=coef)
+        waiting = to_memory(self.policy_memory, policy.params)
+        return TrainState(waiting, policy.opt_state, critic=critic, reward_kl_coef=coef)
 
     @property
     def scores_tokens(self) -> bool:
@@ -226,6 +235,8 @@ class Learner:
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
     ) -> tuple[TrainState, dict[str, Metric]]:
         began = time.perf_counter()
+        waiting = state.params
+        state = replace(state, params=to_memory("device", waiting))
         group_ids = batch.rollouts.group_ids
         num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
         on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
@@ -251,6 +262,10 @@ class Learner:
             state = self.trainer.step(state, mini, objective, totals)
             if totals.bad and self._too_many_bad_steps(state):
                 break
+        # A base under adapters goes on waiting where it is: it is not copied again.
+        trained = to_memory(self.policy_memory, self.policy.trained(state.params))
+        base = state.params if self.policy_memory == "device" else waiting
+        state = replace(state, params=self.policy.with_trained(base, trained))
         return state, totals.metrics | {
             "update/learning_rate": Metric(self.trainer.rate(state)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
@@ -346,6 +361,7 @@ class Learner:
         return self._logprobs(params, rollouts)
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+        params = to_memory("device", params)
         return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:

@@ -34,14 +34,16 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW, Lion or SGD with momentum, at the scheduled learning rate."""
-    rate = learning_rate(config, total_steps)
+    """Global-norm clipping, then AdamW, Lion or SGD with momentum, at the scheduled learning rate.
+
+    The first moment is stored in `config.state_dtype`.
+    """
+    rate, moment, decay = learning_rate(config, total_steps), config.state_dtype, config.weight_decay
+    b1, b2 = config.beta1, config.beta2
     build = {
-        "adamw": lambda: optax.adamw(
-            rate, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay
-        ),
-        "lion": lambda: optax.lion(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
-        "sgd": lambda: optax.sgd(rate, momentum=config.beta1 or None),
+        "adamw": lambda: optax.adamw(rate, b1=b1, b2=b2, eps=config.eps, weight_decay=decay, mu_dtype=moment),
+        "lion": lambda: optax.lion(rate, b1=b1, b2=b2, weight_decay=decay, mu_dtype=moment),
+        "sgd": lambda: optax.sgd(rate, momentum=b1 or None, accumulator_dtype=moment),
     }[config.name]
     if config.max_grad_norm is None:
         return build()

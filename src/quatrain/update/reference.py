@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quatrain.parallel.mesh import reshard, unshared
+from quatrain.parallel.mesh import reshard, to_memory, unshared
 
 
 def followed(reference: Any, params: Any, mixup: float) -> Any:
@@ -25,6 +25,7 @@ def followed(reference: Any, params: Any, mixup: float) -> Any:
 
 
 def _followed(old: jax.Array, new: jax.Array, *, mixup: float) -> jax.Array:
+    new = to_memory("device", new)
     on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
     moved = reshard(new, on_device)
     if mixup == 1:

@@ -18,7 +18,7 @@ from quatrain.types import Demonstration
 from quatrain.update.cuts import Cutting
 from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
-from quatrain.update.trainer import ModelState, StepTotals, Trainer
+from quatrain.update.trainer import WARM_START_STREAM, ModelState, StepTotals, Trainer
 
 
 def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
@@ -30,7 +30,8 @@ def negative_log_likelihood(tokens: ScoredTokens) -> TokenLoss:
 class SupervisedLearner:
     """Trains on demonstrations with AdamW, warm-up and cosine decay to zero over `config.steps`.
 
-    The optimizer's state is kept in `optimizer_memory` between its steps.
+    The moments' dtype and the rounding of parameters are those of `optimizer`, the optimizer of training. The
+    state is kept in `optimizer_memory` between its steps. `seed` is the run's.
     """
 
     def __init__(
@@ -39,13 +40,25 @@ class SupervisedLearner:
         config: SFTConfig,
         cutting: Cutting,
         *,
+        seed: int,
+        optimizer: OptimizerConfig,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
         settings = OptimizerConfig(
-            learning_rate=config.learning_rate, schedule="cosine", warmup_steps=config.warmup_steps
+            learning_rate=config.learning_rate,
+            schedule="cosine",
+            warmup_steps=config.warmup_steps,
+            state_dtype=optimizer.state_dtype,
+            stochastic_rounding=optimizer.stochastic_rounding,
         )
         self.trainer = Trainer(
-            policy, cutting, settings, total_steps=config.steps, optimizer_memory=optimizer_memory
+            policy,
+            cutting,
+            settings,
+            total_steps=config.steps,
+            seed=seed,
+            stream=WARM_START_STREAM,
+            optimizer_memory=optimizer_memory,
         )
 
     def init(self, params: Any) -> ModelState:

@@ -25,6 +25,8 @@ from quatrain.update.specs import ModelSpec
 from quatrain.update.table import TokenTable, mini_batches
 
 logger = logging.getLogger(__name__)
+POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
+"""The streams of random numbers with which the parameters of each model are rounded."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Trainer:
 
     Parameters lie on the mesh of `model`, over whose data shards every micro-batch is spread. `total_steps`
     is the length of the learning-rate schedule in optimizer steps. The optimizer's state is kept in
-    `optimizer_memory` between its steps.
+    `optimizer_memory` between its steps. Stochastic rounding draws from `stream` of the run's `seed`.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Trainer:
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
+        seed: int,
+        stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
         self.model = model
@@ -87,6 +91,7 @@ class Trainer:
         self.learning_rate = learning_rate(optimizer, total_steps)
         self.optimizer_memory = optimizer_memory
         self.residuals = residual_memory(model.backend, model.remat)
+        self._draws = (seed, stream) if optimizer.stochastic_rounding else None
 
     def init(self, params: Any) -> ModelState:
         """A state at step 0; the trained part of `params` is the trainer's from here on (it is donated)."""
@@ -111,6 +116,7 @@ class Trainer:
             objective=objective,
             optimizer=self.optimizer,
             residuals=self.residuals,
+            draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
         )
         totals.add(metrics, applied)
         state = replace(state, params=params, opt_state=opt_state)

@@ -1,0 +1,81 @@
+"""Stochastic rounding of new parameters to bfloat16.
+
+Data flow: float32 parameters after an optimizer step -> `round_tree` -> parameters as they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from quatrain.ops.fingerprint import positions
+
+
+def stochastic_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """`x` rounded to one of the two nearest bfloat16 numbers, so that its mean over random `bits` is `x`.
+
+    bfloat16 has the upper 16 of the 32 bits of a float32. Added to the lower 16, uniformly random bits carry
+    into the upper with the probability (x - below) / (above - below), as the sign is a bit of its own. A
+    number that bfloat16 has is not changed, nor are infinities and NaN.
+
+    Args:
+        x: float32 of any shape.
+        bits: uint16 of the shape of `x`.
+
+    Returns:
+        bfloat16 of the shape of `x`.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
+    """
+    assert x.dtype == jnp.float32, x.dtype
+    assert bits.dtype == jnp.uint16, bits.dtype
+    carried = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
+    upper = jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), upper, x.astype(jnp.bfloat16))
+
+
+def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint16 of `shape`: random bits of each element, a function of `key` and its position in C order.
+
+    The position is mixed twice, each time after a word of the key was combined with it (xor): two functions
+    that are one to one in the position. Generators of `jax.random` need about ten times as many operations,
+    and on a CPU temporary arrays of several times the size.
+    Source of the mixing: C. Wellons, Prospecting for Hash Functions (2018), lowbias32.
+    """
+    bits = positions(shape)
+    for word in jax.random.key_data(key):
+        bits ^= word
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+        bits ^= bits >> 16
+    return (bits >> 16).astype(jnp.uint16)
+
+
+def round_tree(exact: Any, like: Any, draw: Any = None) -> Any:
+    """The tree `exact` of float32 arrays in the dtypes of the tree `like`.
+
+    With a `draw`, bfloat16 arrays are rounded stochastically, else to the nearest number. The random bits of
+    an element depend only on `draw`, the array's place in the tree and the element's place in the array,
+    however arrays are distributed over devices.
+
+    Args:
+        exact: tree of float32 arrays.
+        like: tree of arrays of the same structure and shapes.
+        draw: [3] uint32: the run's seed, the stream of random numbers, the optimizer step; or None.
+    """
+    if draw is None:
+        return jax.tree.map(lambda x, other: x.astype(other.dtype), exact, like)
+    key = jax.random.key(draw[0], impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, draw[1]), draw[2])
+
+    def rounded(place: int, x: jax.Array, dtype: Any) -> jax.Array:
+        if dtype != jnp.bfloat16:
+            return x.astype(dtype)
+        return stochastic_bfloat16(x, random_bits(jax.random.fold_in(key, place), x.shape))
+
+    leaves, structure = jax.tree.flatten(exact)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+    places = enumerate(zip(leaves, dtypes, strict=True))
+    return jax.tree.unflatten(structure, [rounded(place, x, dtype) for place, (x, dtype) in places])

@@ -1,0 +1,51 @@
+"""One optimizer step of bfloat16 parameters from the same gradient, on each mesh of argv[2:]; see argv[1]."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import OptimizerConfig
+from quatrain.models.architecture import Architecture
+from quatrain.models.params import init_params, partition
+from quatrain.parallel.mesh import make_mesh, place, shardings, to_host
+from quatrain.update.gradient import _apply, _copies, init_optimizer
+from quatrain.update.optimizer import build_optimizer
+
+ARCH = Architecture("qwen2", 64, 32, 48, 1, 4, 2, 8, 64, qkv_bias=True)
+CONFIG = OptimizerConfig(name="sgd", beta1=0.0, learning_rate=2.0**-10, max_grad_norm=None)
+"""Its new parameters have one rounding in float32 before that to bfloat16, the same in every program."""
+
+
+def results(shape: MeshShape) -> dict[str, np.ndarray]:
+    """The parameters after a step with and without stochastic rounding."""
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    optimizer = build_optimizer(CONFIG, 1)
+    params = init_params(ARCH, jax.random.key(0), jnp.bfloat16, mesh)
+    rng, found = np.random.default_rng(0), {}
+    places = shardings(mesh, _copies(partition(ARCH, shape)))
+    total = jax.tree.map(lambda x, sharding: _gradient(rng, x.shape, shape.dp, sharding), params, places)
+    for name, draw in (("stochastic", np.array([5, 0, 3], np.uint32)), ("nearest", None)):
+        own = jax.tree.map(jnp.copy, params)
+        new, *_ = _apply(
+            own, init_optimizer(optimizer, own), total, jnp.float32(1), draw, optimizer=optimizer
+        )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(new)[0]:
+            found[f"{name} {jax.tree_util.keystr(path)}"] = to_host(leaf).view(np.uint16)
+    return found
+
+
+def _gradient(rng, shape, copies, sharding):
+    """A gradient whose sum over copies of the model does not depend on their number: the others are 0."""
+    total = np.zeros((copies, *shape), np.float32)
+    total[0] = rng.normal(size=shape)
+    return place(total, sharding)
+
+
+target, *meshes = sys.argv[1:]
+found = {}
+for mesh in meshes:
+    found |= {f"{mesh} {k}": v for k, v in results(MeshShape(*map(int, mesh.split(",")))).items()}
+np.savez(target, **found)
