@@ -16,6 +16,11 @@ from quatrain.ops.logprobs import Tile
 
 LARGEST_TILE_BYTES = 2**29
 """Bytes of float32 logits in one tile on an accelerator, whose utilisation needs large products."""
+LARGEST_TILE_WORDS = 2**15
+"""Words in one tile on an accelerator: the more tokens then have their logits at one time, and the gradient
+of the head is read and written once for so many."""
+TILE_UNIT = 128
+"""Rows of logits are aligned for the products that read them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Backend:
     line_tokens: int | None = None
     """Longest buffer of packed sequences, in tokens, except for longer sequences; a micro-batch has as many
     buffers on each data shard as it needs. None: one."""
+    vocabulary_first: bool = False
+    """Whether sampling works on logits [V, B], with the vocabulary along the first dimension."""
+    decode_ends_early: bool = False
+    """Whether a decode call ends with its last live slot. XLA then does not know how many steps a call has,
+    and a GPU asks its host before each of them whether it is the last."""
     holds_residuals: bool = False
     """Whether a micro-batch's residuals take the memory of the one before (`update/residuals.py`)."""
     saves_in_background: bool = True
@@ -60,17 +70,26 @@ class Backend:
     def tile(self, vocab_size: int) -> Tile:
         """Tokens and vocabulary entries of the output head whose logits exist at one time.
 
-        Without a `fixed_tile`: the whole vocabulary, and as many tokens (a power of two, at least 1) as have
-        their logits in 512 MiB.
+        Without a `fixed_tile`: up to 32,768 words, and as many tokens (a power of two) as have their logits
+        in 512 MiB.
         """
         if self.fixed_tile is not None:
             return self.fixed_tile
-        most = max(1, LARGEST_TILE_BYTES // (4 * vocab_size))
-        return Tile(2 ** int(math.log2(most)), vocab_size)
+        words = min(vocab_size, LARGEST_TILE_WORDS)
+        unit = TILE_UNIT if words == LARGEST_TILE_WORDS else 1
+        return Tile(2 ** int(math.log2(LARGEST_TILE_BYTES // (4 * words))), words, unit=unit)
 
 
 ACCELERATOR = Backend()
-"""The settings for any GPU or TPU; `quatrain plan` assumes them."""
+"""The settings for any GPU, and of any TPU but for speed; `quatrain plan` assumes them."""
+
+TPU = Backend(
+    kind="tpu",
+    # The compiler copies logits [B, V] to other layouts, three times for each token.
+    vocabulary_first=True,
+    # The attention kernel takes the mask of a buffer, the square of its tokens: 16 MiB for 4,096.
+    line_tokens=4096,
+)
 
 CPU = Backend(
     kind="cpu",
@@ -80,6 +99,7 @@ CPU = Backend(
     fixed_tile=Tile(256, 2048, kept_bytes=2**28),
     # XLA rearranges the second factor of a product, which for a matrix costs as much as multiplying few rows.
     few_rows=64,
+    decode_ends_early=True,
     # Temporaries of a program are new pages at every call, which the system maps and clears one by one.
     holds_residuals=True,
     # The writer holds the saved arrays, so the next step would need memory for others of the same size.
@@ -87,14 +107,6 @@ CPU = Backend(
     # XLA for CPUs removes optimization barriers before it merges equal expressions and fuses: the backward
     # pass would keep what it is meant to recompute, and recompute what it is meant to keep.
     compiler_options=(("xla_disable_hlo_passes", "cse_barrier_expander"),),
-)
-
-
-TPU = replace(
-    ACCELERATOR,
-    kind="tpu",
-    # The attention kernel takes the mask of a buffer, the square of its tokens: 16 MiB for 4,096.
-    line_tokens=4096,
 )
 
 

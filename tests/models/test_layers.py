@@ -18,6 +18,7 @@ from quatrain.models.layers import (
     matmul_transposed,
     mlp_down,
     mlp_up,
+    product_in,
     rms_norm,
     rope_angles,
     rope_frequencies,
@@ -49,6 +50,22 @@ def test_products_of_few_rows_have_the_weights_first_on_a_cpu(rows):
     hlo = program.lower(x, weight).compile(DEFAULT_FUSION).as_text()
     products = re.findall(r" = f32\[([\d,]+)\]\S* dot\(", hlo)
     assert products == [f"48,{rows}" if rows <= CPU.few_rows else f"{rows},48"]
+
+
+def test_products_in_bfloat16_have_float32_sums_and_gradients():
+    """The result and both gradients are those of rounded factors, multiplied exactly."""
+    rng = np.random.default_rng(4)
+    x, weight, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 5), (7, 5), (6, 7)))
+    y, pull = jax.vjp(lambda x, weight: product_in(x, weight, jnp.bfloat16), x, weight)
+    assert (
+        len(re.findall(r"dot_general\[[^]]*preferred_element_type=float32", str(jax.make_jaxpr(pull)(dy))))
+        == 2
+    )
+    x, weight, dy_rounded = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, weight, dy))
+    expected = (x @ weight.T, dy_rounded @ weight, dy_rounded.T @ x)
+    for ours, theirs in zip((y, *pull(dy)), expected, strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_casts_weights_and_adds_a_bias_where_there_is_one():

@@ -1,6 +1,7 @@
 """Token log-probabilities: literal values, the gradient of the naive formula, memory of one tile."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from compiling import DEFAULT_FUSION
 
-from quatrain.ops.logprobs import Tile, kept_logits, token_logprobs
+from quatrain.models.layers import product_in
+from quatrain.ops.logprobs import Tile, even_parts, kept_logits, token_logprobs
 
 
 def dot(rows, hidden):
@@ -183,6 +185,38 @@ def test_softmax_is_float32_under_bfloat16_activations():
     assert gradient.dtype == jnp.bfloat16
 
 
+def test_float32_heads_under_bfloat16_activations_are_cast_once_and_have_float32_gradients():
+    """The gradients are sums of exact products of rounded factors, over all four tiles of two chunks."""
+    rng = np.random.default_rng(6)
+    hidden = jnp.asarray(rng.normal(size=(16, 24)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(64, 24)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 64, 16), jnp.int32)
+
+    def project(rows, chunk):
+        return product_in(chunk, rows, jnp.bfloat16)
+
+    def gradients(function, *arguments):
+        return jax.grad(lambda *a: function(*a)[0].sum(), (0, 1))(*arguments)
+
+    def ours(hidden, head):
+        return token_logprobs(project, head, hidden, targets, 1.0, tile=Tile(8, 16))
+
+    def exact(hidden, head):
+        return naive(hidden @ head.T, targets, 1.0)
+
+    to_hidden, to_head = gradients(ours, hidden, head)
+    rounded = hidden.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32)
+    by_hidden, by_head = gradients(exact, *rounded)
+    assert (to_hidden.dtype, to_head.dtype) == (jnp.bfloat16, jnp.float32)
+    # The gradients of logits, factors of both products, have eight leading bits.
+    for rounded, exactly in ((to_head, by_head), (to_hidden.astype(jnp.float32), by_hidden)):
+        np.testing.assert_allclose(rounded, exactly, atol=2**-8 * float(jnp.abs(exactly).max()))
+    program = str(jax.make_jaxpr(lambda *a: gradients(ours, *a))(hidden, head))
+    casts = re.findall(r":bf16\[(\d+),24\] = convert", program)
+    # The whole head once in the forward and once in the backward pass; tiles of it are in bfloat16 already.
+    assert casts.count("64") == 2
+
+
 def test_logits_wait_for_the_backward_pass_where_there_is_room():
     """Three products of a tile then: logits, gradients of head and hidden states; else logits once more."""
 
@@ -210,6 +244,14 @@ def test_no_tokens():
 def test_a_tile_has_a_token_and_a_word(sizes):
     with pytest.raises(ValueError, match=f"at least one token and one word, got {sizes[0]} and {sizes[1]}"):
         Tile(*sizes)
+
+
+def test_words_of_several_tiles_come_in_units():
+    assert even_parts(151936, 32768, 128) == (5, 30464)
+    assert even_parts(151936, 32768) == (5, 30388)
+    assert even_parts(300, 512, 128) == (1, 300)
+    with pytest.raises(ValueError, match="multiples of its unit, got 500 words and 128"):
+        Tile(1, 500, unit=128)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ALMOST_ONE = np.float32(1 - 2**-24)
 
 
-compiled_sample = jax.jit(sample, static_argnames=("temperature", "top_k", "top_p", "min_p"))
+compiled_sample = jax.jit(sample, static_argnames=(*OFF, "vocabulary_first"))
 
 
 def draw(logits, uniforms, **options):
@@ -235,3 +235,25 @@ def test_uniforms_are_uniform():
     assert values.min() >= 0
     assert values.max() < 1
     assert stats.kstest(values, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("vocab", [1, 384, 512, 700])
+def test_the_vocabulary_first_gives_the_same_tokens(options, vocab):
+    """In blocks that divide the vocabulary (384: of 128 words) and in blocks that do not."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=(64, vocab)) * 3
+    logits[:, rng.random(vocab) < 0.2] = -np.inf
+    logits[:, 0] = 1.0
+    uniforms = rng.random(64)
+    expected, logprobs = draw(logits, uniforms, **options)
+    tokens, same = draw(logits, uniforms, vocabulary_first=True, **options)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(same, logprobs, atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_show_with_the_vocabulary_first_too(bad):
+    tokens, logprobs = draw([[0.0, bad, 1.0]], [0.5], vocabulary_first=True)
+    assert 0 <= tokens[0] < 3
+    assert np.isnan(logprobs[0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
@@ -480,3 +481,23 @@ def test_weights_in_the_hosts_memory_are_sampled_from(make_engine, small_params)
 def _live_bytes():
     gc.collect()
     return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine, monkeypatch):
+    """As on accelerators: slots compute on after their sequences have ended, and nothing of that is kept."""
+    config = {"n": 3, "max_concurrency": 6, "max_new_tokens": 13}
+    expected = make_engine(**config).generate(_prompts())
+    monkeypatch.setattr("quatrain.backend.CPU", replace(CPU, decode_ends_early=False))
+    this_backend.cache_clear()
+    try:
+        batch = make_engine(**config).generate(_prompts())
+    finally:
+        monkeypatch.undo()
+        this_backend.cache_clear()
+    assert (
+        len(set(batch.completion_lengths)) > 3
+    )  # sequences end in the middle of calls, some at a stop token
+    assert _completion_ids(batch) == _completion_ids(expected)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-6)
+    wasted, least = (x.metrics["rollout/wasted_decode_fraction"].result() for x in (batch, expected))
+    assert wasted > least

@@ -29,6 +29,7 @@ from quatrain.models.layers import (
     matmul_transposed,
     mlp_down,
     mlp_up,
+    product_in,
     rms_norm,
     rope_angles,
     rope_frequencies,
@@ -184,13 +185,22 @@ def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Arr
 
 
 def project(
-    head_VD: jax.Array, arch: Architecture, hidden: jax.Array, *, backend: Backend = ACCELERATOR
+    head_VD: jax.Array,
+    arch: Architecture,
+    hidden: jax.Array,
+    *,
+    dtype: DTypeLike | None = None,
+    backend: Backend = ACCELERATOR,
 ) -> jax.Array:
     """Next-token logits [..., V] float32 of hidden states [..., D] that `forward` returned.
 
-    If the vocabulary is sharded over `tp` (`vocabulary_axis`), the logits are those of this device's shard.
+    The product and those of its gradients are in `dtype`, by default that of `hidden`. If the vocabulary is
+    sharded over `tp` (`vocabulary_axis`), the logits are those of this device's shard.
     """
-    scores = matmul_transposed(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
+    if dtype is None or dtype == jnp.float32:
+        scores = matmul_transposed(hidden, head_VD, jnp.float32, few_rows=backend.few_rows)
+    else:
+        scores = product_in(hidden, head_VD, dtype)
     return softcap(scores, arch.final_softcap)
 
 

@@ -80,6 +80,40 @@ def matmul_transposed(
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product_in(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x [n, in] times the transpose of `weight` [out, in], as [n, out] float32.
+
+    Both are cast to `dtype` and sums are in float32. So it is in the products of the gradients, for which the
+    gradient of the result is cast too; JAX itself would multiply in float32 there.
+    """
+    return _summed_in_float32(x.astype(dtype), weight.astype(dtype), (1, 1))
+
+
+def _summed_in_float32(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+
+
+def _product_in_forward(
+    x: jax.Array, weight: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product_in(x, weight, dtype), (x, weight)
+
+
+def _product_in_backward(
+    dtype: DTypeLike, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = residuals
+    dy = dy.astype(dtype)
+    dx = _summed_in_float32(dy, weight.astype(dtype), (1, 0))
+    dweight = _summed_in_float32(dy, x.astype(dtype), (0, 0))
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+product_in.defvjp(_product_in_forward, _product_in_backward)
+
+
 def linear(
     x: jax.Array,
     layer: Layer,

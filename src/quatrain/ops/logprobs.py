@@ -13,9 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 Project = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows [v, ...] of a head, hidden states [n, D]) -> logits [n, v]."""
+"""(rows [v, ...] of a head, hidden states [n, D]) -> logits [n, v].
+
+Differentiated at arguments in float32, so that gradients are not rounded before they are summed.
+"""
 Arrays = tuple[jax.Array, ...]
 
 LOWEST = -1e30
@@ -27,17 +31,24 @@ class Tile:
     """How many tokens, and how many words of the vocabulary, have their logits at one time.
 
     Logits of all tokens that take `kept_bytes` or less wait for the backward pass; others are made twice.
+    The words of a vocabulary that has several tiles come in multiples of `unit`.
     """
 
     tokens: int
     words: int
     kept_bytes: int = 0
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.words < 1:
             raise ValueError(
                 f"a tile of logits is of at least one token and one word, got {self.tokens} and "
                 f"{self.words}; see Backend.tile in backend.py"
+            )
+        if self.words % self.unit and self.unit > 1:
+            raise ValueError(
+                f"the words of a tile of logits come in multiples of its unit, got {self.words} words and "
+                f"{self.unit}; see Backend.tile in backend.py"
             )
 
 
@@ -47,10 +58,14 @@ def kept_logits(num_tokens: int, num_words: int, tile: Tile) -> int:
     return size if size <= tile.kept_bytes else 0
 
 
-def even_parts(total: int, most: int) -> tuple[int, int]:
-    """How many parts of at most `most` make `total`, and their size: less padding than full ones have."""
+def even_parts(total: int, most: int, unit: int = 1) -> tuple[int, int]:
+    """How many parts of at most `most` make `total`, and their size: less padding than full ones have.
+
+    The size of several parts is a multiple of `unit`, which divides `most`.
+    """
     count = -(-total // most)
-    return count, -(-total // count)
+    size = -(-total // count)
+    return count, size if count == 1 else -(-size // unit) * unit
 
 
 def token_logprobs(
@@ -71,7 +86,9 @@ def token_logprobs(
     entropy_n = logsumexp_v z[n, v] - sum_v softmax(z)[n, v] z[n, v], both in nats and float32.
 
     Forward and backward hold the logits of one tile, at the price of computing the logits (and nothing else)
-    twice, where the `tile` does not let all of them be kept. Gradients flow to `hidden` and `head`.
+    twice, where the `tile` does not let all of them be kept. Gradients flow to `hidden` and `head`; their
+    sums over tiles are in float32. A head that is wider than the hidden states (float32 parameters under
+    bfloat16 activations) is cast to their dtype, once for all tiles of a pass.
 
     Args:
         project: (rows [v, ...] of `head`, hidden [n, D]) -> logits [n, v]: of each token and word by itself.
@@ -106,7 +123,7 @@ def token_logprobs(
         return project(rows, chunk).astype(jnp.float32) / jnp.float32(temperature)
 
     keep = kept_logits(num_tokens, len(head), tile) > 0
-    own = partial(_by_tiles, scaled, tile.words, vocabulary_axis, keep, head_gradient)
+    own = partial(_by_tiles, scaled, tile, vocabulary_axis, keep, head_gradient)
     outputs = own(head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
@@ -135,8 +152,8 @@ class _Words:
     size: int
 
     @classmethod
-    def of(cls, total: int, most: int) -> _Words:
-        return cls(total, *even_parts(total, most))
+    def of(cls, total: int, tile: Tile) -> _Words:
+        return cls(total, *even_parts(total, tile.words, tile.unit))
 
     def first(self, j: jax.Array) -> jax.Array:
         """The first word of tile `j`."""
@@ -157,7 +174,7 @@ class _Words:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _by_tiles(
     project: Project,
-    most_words: int,
+    tile: Tile,
     axis: str | None,
     keep: bool,
     head_gradient: bool,
@@ -167,12 +184,12 @@ def _by_tiles(
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(project, most_words, axis, False, head_gradient, head, hidden, targets, live)[0]
+    return _forward(project, tile, axis, False, head_gradient, head, hidden, targets, live)[0]
 
 
 def _forward(
     project: Project,
-    most_words: int,
+    tile: Tile,
     axis: str | None,
     keep: bool,
     head_gradient: bool,
@@ -181,11 +198,12 @@ def _forward(
     targets: jax.Array,
     live: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    words = _Words.of(len(head), most_words)
+    words = _Words.of(len(head), tile)
     own_targets = targets - _first_own(len(head), axis)
+    narrow = _narrowed(head, hidden.dtype)
 
     def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        rows = lax.dynamic_slice_in_dim(head, words.first(j), words.size)
+        rows = lax.dynamic_slice_in_dim(narrow, words.first(j), words.size)
 
         def one_chunk(i: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             statistics, kept = carry
@@ -239,7 +257,7 @@ def _below(difference: jax.Array, total: jax.Array, weighted: jax.Array) -> tupl
 
 def _backward(
     project: Project,
-    most_words: int,
+    tile: Tile,
     axis: str | None,
     keep: bool,
     head_gradient: bool,
@@ -248,19 +266,20 @@ def _backward(
 ) -> Any:
     head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
-    words = _Words.of(len(head), most_words)
+    narrow = _narrowed(head, hidden.dtype)
+    words = _Words.of(len(head), tile)
 
     def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
         to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
         first = words.first(j)
-        rows = lax.dynamic_slice_in_dim(head, first, words.size)
+        rows = lax.dynamic_slice_in_dim(narrow, first, words.size)
 
         def one_chunk(i: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
             to_rows, to_hidden = grads
             if head_gradient:
-                logits, pull = jax.vjp(project, rows, hidden[i])
+                logits, pull = jax.vjp(project, _float32(rows), _float32(hidden[i]))
             else:
-                logits, pull = jax.vjp(partial(project, rows), hidden[i])
+                logits, pull = jax.vjp(partial(project, rows), _float32(hidden[i]))
             if keep:
                 logits = kept[0][j, i]
             logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
@@ -288,6 +307,17 @@ def _backward(
     to_head, to_hidden = lax.fori_loop(0, words.num_tiles, one_tile, zeros)
     by_head = to_head[0].astype(head.dtype) if head_gradient else None
     return by_head, to_hidden.astype(hidden.dtype), None, None
+
+
+def _narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`head` in `dtype` if that is narrower; the barrier keeps XLA from casting each tile in the loops."""
+    if head.dtype.itemsize <= jnp.dtype(dtype).itemsize:
+        return head
+    return lax.optimization_barrier(head.astype(dtype))
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def _first_own(num_words: int, axis: str | None) -> jax.Array | int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 256
-"""Width of the blocks the cumulative sum over the vocabulary is split into; about sqrt(V)."""
+"""Words of the blocks that the cumulative sum over the vocabulary is split into; about sqrt(V)."""
 
 
 def token_uniforms(
@@ -40,7 +40,14 @@ def token_uniforms(
 
 
 def sample(
-    logits: jax.Array, uniforms: jax.Array, *, temperature: float, top_k: int, top_p: float, min_p: float
+    logits: jax.Array,
+    uniforms: jax.Array,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    vocabulary_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row by inversion of the cumulative distribution, and its log-probability.
 
@@ -57,6 +64,9 @@ def sample(
         top_k: static, >= 0; 0 or >= V: off.
         top_p: static, in (0, 1]; 1: off.
         min_p: static, in [0, 1]; 0: off.
+        vocabulary_first: static; whether to work on the transpose of `logits`, in blocks that divide its
+            columns where they can. Sums are then rounded otherwise, in which a uniform that lies between
+            two tokens may choose the other.
 
     Returns:
         (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
@@ -67,19 +77,24 @@ def sample(
         ValueError: for an option out of range or shapes that do not fit.
     """
     _check(logits, uniforms, temperature, top_k, top_p, min_p)
+    num_words = logits.shape[1]
+    vocabulary_first = vocabulary_first and not 0 < top_k < num_words  # `top_k` takes rows
+    axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
     if temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
-        picked = jnp.take_along_axis(logits, tokens, axis=-1)
-        return tokens[:, 0], (picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True))[:, 0]
+        tokens = jnp.argmax(logits, axis=axis, keepdims=True).astype(jnp.int32)
+        picked = jnp.take_along_axis(logits, tokens, axis=axis)
+        logprobs = picked - jax.nn.logsumexp(logits, axis=axis, keepdims=True)
+        return tokens.squeeze(axis), logprobs.squeeze(axis)
     candidates, ids = logits / jnp.float32(temperature), None
-    if 0 < top_k < logits.shape[1]:
+    if 0 < top_k < num_words:
         candidates, ids = jax.lax.top_k(candidates, top_k)
+    size = 128 if vocabulary_first and num_words % BLOCK else BLOCK
     if top_p < 1:
-        candidates = _keep_nucleus(candidates, top_p)
+        candidates = _keep_nucleus(candidates, top_p, axis, size)
     if min_p > 0:
-        floor = candidates.max(axis=-1, keepdims=True) + jnp.float32(math.log(min_p))
+        floor = candidates.max(axis=axis, keepdims=True) + jnp.float32(math.log(min_p))
         candidates = jnp.where(candidates >= floor, candidates, -jnp.inf)
-    picks, logprobs = _invert_cdf(candidates, uniforms)
+    picks, logprobs = _invert_cdf(candidates, uniforms, axis, size)
     tokens = picks if ids is None else jnp.take_along_axis(ids, picks[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), logprobs
 
@@ -100,15 +115,19 @@ def _check(
             raise ValueError(f"sampling needs {rule}")
 
 
-def _keep_nucleus(logits: jax.Array, top_p: float) -> jax.Array:
+# In what follows the vocabulary is along `axis`, 0 or 1, of arrays [W, B] or [B, W], and is split into blocks
+# of `size` words: [W / size, size, B] or [B, W / size, size].
+
+
+def _keep_nucleus(logits: jax.Array, top_p: float, axis: int, size: int) -> jax.Array:
     """`logits` with -inf outside the smallest set of mass >= top_p, likeliest first, ties by position.
 
     Instead of sorting (on a CPU, hundreds of times the cost of the sampling itself), the least weight
     inside is found by bisection: float32 weights in [0, 1] order as their bit patterns, of which there are
     fewer than 2^30, and the mass of the weights at or above a pattern never grows with it.
     """
-    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    goal = jnp.float32(top_p) * weights.sum(axis=-1, keepdims=True)
+    weights = jnp.exp(logits - logits.max(axis=axis, keepdims=True))
+    goal = jnp.float32(top_p) * weights.sum(axis=axis, keepdims=True)
 
     def weight(pattern: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(pattern, jnp.float32)
@@ -116,59 +135,80 @@ def _keep_nucleus(logits: jax.Array, top_p: float) -> jax.Array:
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds  # the mass at or above low reaches the goal, that at or above high does not
         middle = low + (high - low) // 2
-        enough = jnp.where(weights >= weight(middle), weights, 0.0).sum(axis=-1, keepdims=True) >= goal
+        enough = jnp.where(weights >= weight(middle), weights, 0.0).sum(axis=axis, keepdims=True) >= goal
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     above_one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1
     bounds = (jnp.zeros_like(goal, jnp.int32), jnp.full_like(goal, above_one, jnp.int32))
     least = weight(jax.lax.fori_loop(0, 30, halve, bounds)[0])
     above, tied = weights > least, weights == least
-    missing = goal - jnp.where(above, weights, 0.0).sum(axis=-1, keepdims=True)
-    inside = above | (tied & (_running_count(tied) <= jnp.ceil(missing / least).astype(jnp.int32)))
+    missing = goal - jnp.where(above, weights, 0.0).sum(axis=axis, keepdims=True)
+    most = jnp.ceil(missing / least).astype(jnp.int32)
+    inside = above | (tied & (_running_count(tied, axis, size) <= most))
     return jnp.where(inside, logits, -jnp.inf)
 
 
-def _running_count(flags: jax.Array) -> jax.Array:
-    """[B, W] cumulative sum of `flags` along each row, by blocks: half the time of one long sum on a CPU."""
-    rows, width = flags.shape
-    blocks = jnp.pad(flags, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
-    inside = jnp.cumsum(blocks, axis=-1, dtype=jnp.int32)
-    before = jnp.cumsum(inside[:, :, -1], axis=-1) - inside[:, :, -1]
-    return (inside + before[:, :, None]).reshape(rows, -1)[:, :width]
+def _blocks(x: jax.Array, axis: int, size: int, fill: float | bool) -> jax.Array:
+    """`x` with `axis` split into blocks of `size`, the last of them filled up with `fill`."""
+    width = x.shape[axis]
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (0, -width % size)
+    padded = jnp.pad(x, padding, constant_values=fill)
+    return padded.reshape(*x.shape[:axis], -(-width // size), size, *x.shape[axis + 1 :])
 
 
-def _invert_cdf(logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Column of each row where the cumulative softmax first exceeds the uniform, and its log-probability.
+def _running_count(flags: jax.Array, axis: int, size: int) -> jax.Array:
+    """Cumulative sum of `flags`, by blocks: half the time of one long sum on a CPU."""
+    inside = jnp.cumsum(_blocks(flags, axis, size, False), axis=axis + 1, dtype=jnp.int32)
+    totals = jax.lax.index_in_dim(inside, size - 1, axis + 1, keepdims=False)
+    before = jnp.cumsum(totals, axis=axis) - totals
+    counts = (inside + jnp.expand_dims(before, axis + 1)).reshape(
+        *flags.shape[:axis], -1, *flags.shape[axis + 1 :]
+    )
+    return jax.lax.slice_in_dim(counts, 0, flags.shape[axis], axis=axis)
 
-    Two levels: sums of blocks of the vocabulary choose a block, a cumulative sum in it chooses the column.
+
+def _invert_cdf(logits: jax.Array, uniforms: jax.Array, axis: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """[B] word where the cumulative softmax first exceeds the uniform, and its log-probability.
+
+    Two levels: sums of blocks of the vocabulary choose a block, a cumulative sum in it chooses the word.
     """
-    rows, width = logits.shape
-    num_blocks = -(-width // BLOCK)
-    peak = logits.max(axis=-1, keepdims=True)
-    padded = jnp.pad(logits, ((0, 0), (0, num_blocks * BLOCK - width)), constant_values=-jnp.inf)
-    blocks = padded.reshape(rows, num_blocks, BLOCK)
-    sums = jnp.exp(blocks - peak[:, :, None]).sum(axis=-1)
-    ends = jnp.cumsum(sums, axis=-1)
-    goals = uniforms[:, None] * ends[:, -1:]
-    block = _first_above(ends, sums, goals)
-    goals_inside = goals - jnp.take_along_axis(ends - sums, block, axis=-1)
-    inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
+    peak = logits.max(axis=axis, keepdims=True)
+    blocks = _blocks(logits, axis, size, -jnp.inf)
+    sums = jnp.exp(blocks - jnp.expand_dims(peak, axis + 1)).sum(axis=axis + 1)
+    ends = jnp.cumsum(sums, axis=axis)
+    total = jax.lax.index_in_dim(ends, -1, axis)
+    goals = jnp.expand_dims(uniforms, axis) * total
+    block = _first_above(ends, sums, goals, axis)
+    goals_inside = goals - jnp.take_along_axis(ends - sums, block, axis=axis)
+    inside = _block_of_each(blocks, block, axis)
     weights = jnp.exp(inside - peak)
-    column = _first_above(jnp.cumsum(weights, axis=-1), weights, goals_inside)
-    picked = jnp.take_along_axis(inside, column, axis=-1)
-    logprobs = picked - peak - jnp.log(ends[:, -1:])
-    # The clip matters for a row of NaN alone, where no column is right and the log-probability is NaN.
-    return jnp.minimum(block * BLOCK + column, width - 1)[:, 0], logprobs[:, 0]
+    place = _first_above(jnp.cumsum(weights, axis=axis), weights, goals_inside, axis)
+    picked = jnp.take_along_axis(inside, place, axis=axis)
+    logprobs = picked - peak - jnp.log(total)
+    # The clip matters for a row of NaN alone, where no word is right and the log-probability is NaN.
+    words = jnp.minimum(block * size + place, logits.shape[axis] - 1)
+    return words.squeeze(axis), logprobs.squeeze(axis)
 
 
-def _first_above(ends: jax.Array, weights: jax.Array, goals: jax.Array) -> jax.Array:
-    """[B, 1] first column with weight > 0 whose cumulative sum exceeds the goal, else the last with weight.
+def _block_of_each(blocks: jax.Array, chosen: jax.Array, axis: int) -> jax.Array:
+    """[B, size] or [size, B]: the `chosen` block of each row."""
+    chosen = jnp.expand_dims(chosen, axis + 1)
+    if axis == 1:
+        return jnp.take_along_axis(blocks, chosen, axis=axis).squeeze(axis)
+    # For a gather along the first dimension, XLA for TPUs copies all of the blocks to another layout.
+    numbers = jax.lax.broadcasted_iota(jnp.int32, blocks.shape, axis)
+    return jnp.where(numbers == chosen, blocks, -jnp.inf).max(axis=axis)
+
+
+def _first_above(ends: jax.Array, weights: jax.Array, goals: jax.Array, axis: int) -> jax.Array:
+    """First place with weight > 0 whose cumulative sum exceeds the goal, else the last with weight; length 1.
 
     Asking for a weight keeps rounding (sums that are not monotone, or a goal rounded up to the total) from
-    ever choosing a column of probability 0.
+    ever choosing a word of probability 0.
     """
     positive = weights > 0
-    first = jnp.argmax(positive & (ends > goals), axis=-1, keepdims=True)
-    last = weights.shape[-1] - 1 - jnp.argmax(jnp.flip(positive, axis=-1), axis=-1, keepdims=True)
-    found = jnp.take_along_axis(positive & (ends > goals), first, axis=-1)
+    first = jnp.argmax(positive & (ends > goals), axis=axis, keepdims=True)
+    last = weights.shape[axis] - 1 - jnp.argmax(jnp.flip(positive, axis=axis), axis=axis, keepdims=True)
+    found = jnp.take_along_axis(positive & (ends > goals), first, axis=axis)
     return jnp.where(found, first, last).astype(jnp.int32)

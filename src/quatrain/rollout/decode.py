@@ -11,6 +11,7 @@ each replica. Results for the host hold the entries of all replicas and are repl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ class Program:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
+            vocabulary_first=self.backend.vocabulary_first,
         )
         return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
 
@@ -191,8 +193,8 @@ class Decoded(NamedTuple):
     num_steps: jax.Array
 
 
-_Carry = tuple[CachePart, jax.Array, jax.Array, jax.Array, Decoded]
-"""Cache of generated tokens, last tokens, live slots, whether any replica has a live slot, sampled tokens."""
+_Carry = tuple[CachePart, jax.Array, jax.Array, Decoded]
+"""Cache of generated tokens, last tokens, live slots, sampled tokens."""
 
 
 def _decode(
@@ -208,8 +210,9 @@ def _decode(
 ) -> tuple[CachePart, Decoded]:
     """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
 
-    Ends early once no slot of any replica is live. The first decode step writes `column` of the ring buffer
-    `generated`, which must have enough columns for the tokens that a slot has and will get.
+    With `Backend.decode_ends_early`, ends once no slot of any replica is live; otherwise slots whose sequence
+    has ended compute on, and what they sample does not count. The first decode step writes `column` of the
+    ring buffer `generated`, which must have enough columns for the tokens that a slot has and will get.
     """
     in_specs = (program.params, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
     run = shard_mapped(
@@ -237,12 +240,8 @@ def _decode_shard(
     zeros = jnp.zeros(shape, jnp.int32)
     empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
 
-    def unfinished(carry: _Carry) -> jax.Array:
-        *_, any_live, decoded = carry
-        return (decoded.num_steps < TOKENS_PER_CALL) & any_live
-
     def advance(carry: _Carry) -> _Carry:
-        generated, tokens, live, _, decoded = carry
+        generated, tokens, live, decoded = carry
         now = decoded.num_steps
         lengths = slots.lengths + now
         hidden, generated = decode_step.decode(
@@ -272,12 +271,32 @@ def _decode_shard(
             now + 1,
         )
         live = live & ~program.ends(tokens, lengths + 1)
-        return generated, tokens, live, any_shard(live.any()), decoded
+        return generated, tokens, live, decoded
 
-    begin = (generated, slots.tokens, slots.live, any_shard(slots.live.any()), empty)
-    generated, _, _, _, decoded = jax.lax.while_loop(unfinished, advance, begin)
+    begin = (generated, slots.tokens, slots.live, empty)
+    generated, _, _, decoded = _repeated(advance, begin, program)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
     return generated, Decoded(tokens, logprobs, counts, decoded.num_steps)
+
+
+def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:
+    """The decode steps of a call."""
+    if not program.backend.decode_ends_early:
+        steps = min(TOKENS_PER_CALL, max(program.sampling.max_new_tokens - 1, 1))
+        return jax.lax.fori_loop(0, steps, lambda _, carry: advance(carry), begin)
+
+    def any_live(carry: _Carry) -> jax.Array:
+        return any_shard(carry[2].any())
+
+    def unfinished(state: tuple[_Carry, jax.Array]) -> jax.Array:
+        (*_, decoded), more = state
+        return (decoded.num_steps < TOKENS_PER_CALL) & more
+
+    def advance_all(state: tuple[_Carry, jax.Array]) -> tuple[_Carry, jax.Array]:
+        carry = advance(state[0])
+        return carry, any_live(carry)
+
+    return jax.lax.while_loop(unfinished, advance_all, (begin, any_live(begin)))[0]
 
 
 def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:

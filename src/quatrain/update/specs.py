@@ -148,24 +148,19 @@ class PolicySpec(ModelSpec):
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
         """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
         hidden = self.hidden(params, batch)
+        axis = vocabulary_axis(self.arch)
+        if axis is not None:  # each device has the gradient of its part of the vocabulary
+            hidden = psum_backward(hidden, axis)
         # Those the list does not fill go last, where the tiles past the live ones are not computed.
         order = jnp.argsort(~batch.mask.reshape(-1), stable=True)
         first_positions = jnp.arange(len(hidden))[:, None] * hidden.shape[1]
         scored = (first_positions + batch.predictors).reshape(-1)[order]
-        head = output_head(params, self.arch, hidden.dtype)
-        axis = vocabulary_axis(self.arch)
-        if axis is not None:  # each device has the gradient of its part of the vocabulary
-            hidden = psum_backward(hidden, axis)
-        results = token_logprobs(
-            lambda rows, chunk: project(rows, self.arch, chunk, backend=self.backend),
-            head,
+        results = head_logprobs(
+            params,
+            self,
             hidden.reshape(-1, hidden.shape[-1])[scored],
             batch.targets.reshape(-1)[order],
-            self.temperature,
-            tile=self.backend.tile(self.arch.vocab_size),
-            num_live=batch.mask.sum(),
-            vocabulary_axis=axis,
-            head_gradient=self.arch.lora is None,
+            batch.mask.sum(),
         )
         back = jnp.argsort(order)
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
@@ -177,6 +172,28 @@ class PolicySpec(ModelSpec):
         """Log-probabilities and entropy with the columns, for a policy loss."""
         logprobs, entropy = predictions
         return ScoredTokens(logprobs, entropy, batch.mask, batch.sequence_ids, columns)
+
+
+def head_logprobs(
+    params: Any, policy: PolicySpec, hidden: jax.Array, targets: jax.Array, num_live: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [N] of `targets` [N], each after the hidden states [N, D] before it.
+
+    The first `num_live` are computed. In a function mapped over the mesh.
+    """
+    return token_logprobs(
+        lambda rows, chunk: project(
+            rows, policy.arch, chunk, dtype=jnp.dtype(policy.dtype), backend=policy.backend
+        ),
+        output_head(params, policy.arch, hidden.dtype),
+        hidden,
+        targets,
+        policy.temperature,
+        tile=policy.backend.tile(policy.arch.vocab_size),
+        num_live=num_live,
+        vocabulary_axis=vocabulary_axis(policy.arch),
+        head_gradient=policy.arch.lora is None,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,318 @@
+"""Compiles one of quatrain's programs for a device that is not here, and prints what it counts as JSON.
+
+    make test-hlo                                                   # installs the compilers, runs the tests
+    .venv/bin/python tests/hlo/compile_program.py h100 decode 0.5B --text decode.hlo
+
+The shapes are those of Qwen2.5, with few layers; matrices of the sampler and products are in bfloat16, and
+parameters of the update in float32. Decode: 256 slots in groups of 8, prompts of 256 tokens, 512 columns of
+own tokens. Prefill: 8 prompts. Update: a micro-batch of 16,384 tokens with shared prompts, recomputed layer
+by layer. Head: 12,288 scored tokens. Sampling: 256 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from devices import TARGETS, Target
+from read_hlo import MIB, describe
+
+LARGE_MIB = 64
+SLOTS, GROUP, PROMPT, OWN = 256, 8, 256, 512
+"""Sequences, sequences of a prompt, columns of a prompt, columns of a sequence's own tokens."""
+UPDATE_TOKENS, SCORED_TOKENS = 16_384, 12_288
+SIZES = {"0.5B": (896, 4864, 14), "1.5B": (1536, 8960, 12)}
+"""Hidden size, width of the MLP, and query heads of Qwen2.5."""
+
+
+def compiled(
+    target: str, program: str, size: str, layers: int = 2, attention: str | None = None
+) -> dict[str, Any]:
+    """The counts of a program, compiled in a process of its own."""
+    command = [sys.executable, __file__, target, program, size, "--layers", str(layers)]
+    ran = subprocess.run(
+        [*command, *(["--attention", attention] if attention else [])],
+        env=TARGETS[target].child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])} does not compile:\n{ran.stderr[-4000:]}")
+    counts: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return counts
+
+
+class Programs:
+    """The programs, lowered with abstract arrays for one device of a kind."""
+
+    def __init__(self, target: Target, size: str, layers: int, attention: str) -> None:
+        import jax.numpy as jnp
+
+        from quatrain.backend import backend_of
+        from quatrain.config.mesh import MeshShape
+        from quatrain.models.architecture import Architecture
+        from quatrain.parallel.mesh import make_mesh
+
+        hidden, mlp, heads = SIZES[size]
+        self.arch = Architecture(
+            family="qwen2",
+            vocab_size=151936,
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=2,
+            head_dim=hidden // heads,
+            max_position=32768,
+            rope_theta=1e6,
+            tie_embeddings=True,
+            qkv_bias=True,
+        )
+        self.backend = backend_of(target.kind)
+        self.attention = attention
+        self.mesh = make_mesh(MeshShape(1, 1, 1), target.devices()[:1])
+        self.dtype = jnp.dtype("bfloat16")
+
+    def _like(self, tree: Any) -> Any:
+        """Abstract arrays of the shapes and dtypes in `tree`, on the device."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        place = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    def _array(self, dtype: Any, *shape: int) -> Any:
+        import jax
+
+        return self._like(jax.ShapeDtypeStruct(shape, dtype))
+
+    def _params(self, dtype: Any) -> Any:
+        from quatrain.models.params import abstract_params
+
+        return abstract_params(self.arch, dtype, self.mesh)
+
+    def _cache(self, rows: int, columns: int) -> Any:
+        from quatrain.models.kv_cache import CachePart
+
+        heads, size, layers = self.arch.num_kv_heads, self.arch.head_dim, self.arch.num_layers
+        keys, values = (
+            (self._array(self.dtype, rows, heads, *shape),) * layers
+            for shape in ((size, columns), (columns, size))
+        )
+        return CachePart(keys, values)
+
+    def _sampler(self) -> Any:
+        from quatrain.rollout.decode import Program
+        from quatrain.rollout.interface import Sampling
+
+        sampling = Sampling(1, OWN)
+        return Program(self.arch, sampling, (1,), self.dtype, self.attention, self.mesh, self.backend)
+
+    def decode(self) -> Any:
+        """A call of the sampler: several tokens of every slot."""
+        import jax.numpy as jnp
+
+        from quatrain.models.decode_step import Sharing
+        from quatrain.rollout.decode import Slots, decode_program
+
+        prompts = SLOTS // GROUP
+        integers, flags = self._array(jnp.int32, SLOTS), self._array(jnp.bool_, SLOTS)
+        unsigned = self._array(jnp.uint32, SLOTS)
+        members, lengths = self._array(jnp.int32, prompts, GROUP), self._array(jnp.int32, prompts)
+        return decode_program(self.backend).lower(
+            self._params(self.dtype),
+            self._cache(SLOTS, OWN),
+            self._cache(prompts, PROMPT),
+            Slots(integers, integers, integers, unsigned, unsigned, flags),
+            Sharing(members, integers, lengths),
+            self._array(jnp.int32),
+            self._array(jnp.uint32),
+            program=self._sampler(),
+        )
+
+    def prefill(self) -> Any:
+        """The prompts of eight groups, packed into one row."""
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        from quatrain.models.attention import unpacks
+        from quatrain.rollout.decode import prefill_program
+        from quatrain.rollout.groups import Admitted, Group, pack_prompts
+        from quatrain.types import Prompt
+
+        ids = np.arange(8 * PROMPT, dtype=np.int32).reshape(8, PROMPT)
+        pack = [Admitted(Group(Prompt(i, row, ""), 0, []), i, i) for i, row in enumerate(ids)]
+        rows = SLOTS // GROUP
+        packed = self._like(pack_prompts([pack], GROUP, rows, unpack=unpacks(self.attention)))
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))
+        return prefill_program(self.backend).lower(
+            self._params(self.dtype),
+            self._cache(rows, PROMPT),
+            packed,
+            self._array(jnp.uint32),
+            program=self._sampler(),
+        )
+
+    def gradient(self) -> Any:
+        """The gradient of one micro-batch, added to the sum."""
+        import jax
+        import jax.numpy as jnp
+
+        from quatrain.config.schema import UpdateConfig
+        from quatrain.update.gradient import _zero_total, gradient_program
+        from quatrain.update.objective import PolicyObjective
+
+        model = self._policy()
+        objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
+        params, batch = self._params(jnp.float32), self._like(self._micro_batch(model))
+        total = self._like(
+            jax.eval_shape(partial(_zero_total, model=model, objective=objective), params, batch)
+        )
+        return gradient_program(self.backend).lower(params, total, batch, model=model, objective=objective)
+
+    def _policy(self) -> Any:
+        from quatrain.update.specs import PolicySpec
+
+        return PolicySpec(
+            self.arch,
+            dtype=self.dtype.name,
+            remat="layer",
+            attention=self.attention,
+            mesh=self.mesh,
+            backend=self.backend,
+        )
+
+    def _micro_batch(self, model: Any) -> Any:
+        """A micro-batch on the CPU: groups whose prompts are shared, completions of up to 1,024 tokens."""
+        import numpy as np
+
+        from quatrain.config.schema import LogprobConfig
+        from quatrain.parallel.mesh import one_device
+        from quatrain.update.micro_batch import fill
+        from quatrain.update.table import TokenTable
+
+        rng, groups = np.random.default_rng(0), 8
+        ids = np.repeat(np.arange(groups), GROUP)
+        lengths = PROMPT + np.clip(rng.lognormal(np.log(200), 0.6, len(ids)), 1, 1024).astype(int)
+        lengths[0] = PROMPT + 1024
+        columns = np.arange(lengths.max())
+        attention = columns < lengths[:, None]
+        completion = attention & (columns >= PROMPT)
+        tokens = np.where(completion, 3, ids[:, None]).astype(np.int32)
+        sampled = {"advantages": np.ones(attention.shape, np.float32) * completion}
+        sampled["rollout_logprobs"] = -sampled["advantages"]
+        table = TokenTable(tokens, attention, completion, sampled, ids).weighted("token_mean", 1024)
+        sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
+        cut = model.cutting(sizes, share_prompts=True).cut(table)[0]
+        whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
+        return fill(whole, table, one_device(), unpack=model.unpacks)
+
+    def head(self) -> Any:
+        """Log-probabilities and entropies of scored tokens, and their gradients by head and hidden states."""
+        import jax
+        import jax.numpy as jnp
+
+        from quatrain.update.specs import head_logprobs
+
+        def loss(head: Any, hidden: Any, targets: Any, num_live: Any) -> Any:
+            params = {"embed": head}
+            logprobs, entropy = head_logprobs(params, self._policy(), hidden, targets, num_live)
+            return logprobs.sum() + 1e-3 * entropy.sum()
+
+        arguments = (
+            self._params(jnp.float32)["embed"],
+            self._array(self.dtype, SCORED_TOKENS, self.arch.hidden_size),
+            self._array(jnp.int32, SCORED_TOKENS),
+            self._array(jnp.int32),
+        )
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*arguments)
+
+    def sampling(self) -> Any:
+        """Logits of the tokens of all slots, and a token drawn from each."""
+        import jax
+        import jax.numpy as jnp
+
+        from quatrain.models.decoder import logits
+
+        program = self._sampler()
+
+        def draw(params: Any, hidden: Any, seed: Any, slots: Any) -> Any:
+            return program.draw(
+                logits(params, self.arch, hidden, backend=self.backend), seed, slots, slots, slots
+            )
+
+        unsigned = self._array(jnp.uint32, SLOTS)
+        hidden = self._array(self.dtype, SLOTS, self.arch.hidden_size)
+        params = {"embed": self._params(self.dtype)["embed"]}
+        return jax.jit(draw).lower(params, hidden, self._array(jnp.uint32), unsigned)
+
+
+PROGRAMS: dict[str, Callable[[Programs], Any]] = {
+    name: getattr(Programs, name) for name in ("decode", "prefill", "gradient", "head", "sampling")
+}
+
+
+def main() -> None:
+    """Compiles the program that the arguments name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", choices=sorted(TARGETS))
+    parser.add_argument("program", choices=sorted(PROGRAMS))
+    parser.add_argument("size", choices=sorted(SIZES))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--attention", help="implementation, in place of the target's own")
+    parser.add_argument("--text", type=Path, help="where the compiled program's text goes")
+    arguments = parser.parse_args()
+    target = TARGETS[arguments.target]
+    if reason := target.missing:
+        parser.error(reason)
+    if any(os.environ.get(name) != value for name, value in target.environment.items()):
+        environment = target.child_environment()
+        raise SystemExit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+    began = time.perf_counter()
+    attention = arguments.attention or target.attention
+    if attention == "tokamax":
+        _pretend_devices(target)
+    programs = Programs(target, arguments.size, arguments.layers, attention)
+    program = PROGRAMS[arguments.program](programs).compile()
+    text, memory = program.as_text(), program.memory_analysis()
+    if arguments.text:
+        arguments.text.write_text(text)
+    counts = {
+        "temporary_mib": round(memory.temp_size_in_bytes / MIB),
+        **describe(text, limit_mib=LARGE_MIB),
+        "optimal_ms": _milliseconds(program.cost_analysis()),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    print(json.dumps(counts))
+
+
+def _pretend_devices(target: Target) -> None:
+    """tokamax asks which device this process has; it gets the one that is compiled for."""
+    from jax.extend import backend
+
+    device = target.devices()[0]
+    backend.get_default_device = lambda: device
+
+
+def _milliseconds(costs: Any) -> float | None:
+    """XLA's own estimate for TPUs, which counts a round of each loop once; None where it has none."""
+    costs = costs[0] if isinstance(costs, list) else costs
+    seconds = (costs or {}).get("optimal_seconds", 0.0)
+    return round(1e3 * seconds, 3) if seconds > 0 else None
+
+
+if __name__ == "__main__":
+    main()
