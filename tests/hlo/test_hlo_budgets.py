@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -102,6 +103,16 @@ def test_a_program_keeps_its_budget(target, program, size):
 def test_no_parameter_is_cast_in_a_loop(target, program, size):
     told = counts(target, program, size)
     assert {loop["source"]: loop["casts"] for loop in told["loops"] if loop["casts"]} == {}
+
+
+@pytest.mark.skipif(find_spec("tokamax") is None, reason="tokamax, of the extra gpu, is not installed")
+@pytest.mark.parametrize(("size", "temporary_mib"), [("0.5B", 2320), ("1.5B", 4100)])
+def test_unpacked_attention_has_no_loop(size, temporary_mib):
+    """Those of the output head are left: over its tiles, and over chunks of tokens, forward and backward."""
+    told = counts("h100", "gradient", size, attention="tokamax")
+    assert len(told["loops"]) == 4
+    assert {loop["trips"] for loop in told["loops"] if loop["depth"] == 0} == {5}
+    assert told["temporary_mib"] <= temporary_mib
 
 
 @pytest.mark.parametrize("size", SIZES)
