@@ -319,7 +319,7 @@ class Bench:
             engine = _engine(arch, scale.group, scale.gap_tokens, "float32")
             engine.sync_weights(params, 0)
             batch = engine.generate(random_prompts(arch, scale.gap_groups, scale.prompt_tokens))
-            figures |= describe_gap(PolicySpec(arch), params, batch, scale.max_tokens)
+            figures |= describe_gap(PolicySpec(arch, attention="xla"), params, batch, scale.max_tokens)
         largest = figures["logprob_diff_max"]
         if precision == "highest" and not largest < LARGEST_GAP:
             raise RuntimeError(
@@ -333,12 +333,23 @@ class Bench:
         batch, max_tokens = self.sampled[arch], self.scale.max_tokens
         rows = 2 * (max_tokens // int(batch.lengths.max()))
         params = init_params(arch, _key(), jnp.bfloat16)
-        figures |= describe_gap(PolicySpec(arch, dtype="bfloat16"), params, batch, max_tokens, rows)
+        figures |= describe_gap(
+            PolicySpec(arch, dtype="bfloat16", attention=_attention(arch, "bfloat16")),
+            params,
+            batch,
+            max_tokens,
+            rows,
+        )
 
 
 def _shares(rate: float, **limits: float | None) -> dict[str, float]:
     """`rate` over each limit that is known."""
     return {f"share_of_{name}": rate / limit for name, limit in limits.items() if limit}
+
+
+def _attention(arch: Architecture, dtype: str) -> str:
+    """The attention implementation that a run would use."""
+    return trusted_attention("auto", arch, platform=this_backend().kind, dtype=dtype)
 
 
 def _key() -> jax.Array:
@@ -349,7 +360,7 @@ def _engine(
     arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
 ) -> RolloutEngine:
     """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
-    attention = trusted_attention("auto", arch, platform=this_backend().kind, dtype=dtype)
+    attention = _attention(arch, dtype)
     config = RolloutConfig(n=n, max_new_tokens=new_tokens)
     return RolloutEngine(
         arch,

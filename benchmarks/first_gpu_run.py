@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,14 +51,14 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks
 from quatrain.models.attention.kernels import PLATFORMS, obstacle
 from quatrain.models.attention.probe import probe
-from quatrain.models.decoder import project
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
-from quatrain.ops.logprobs import Tile, token_logprobs
+from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import sample
 from quatrain.report.metrics import read_metrics
 from quatrain.update.micro_batch import fill
+from quatrain.update.specs import head_logprobs
 
 COMMAND_BUFFERS = {"default": "", "off": "--xla_gpu_enable_command_buffer=", "while": "+WHILE"}
 """XLA's settings of command buffers: its own, none, and with loops."""
@@ -148,19 +149,21 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
     ids = (batch.positions, batch.segment_ids, batch.branch_ids)
     blocks = spec.backend.attention_blocks
 
-    def attend(q: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array = k, v: jax.Array = v) -> jax.Array:
         pattern = attention_pattern(kernel, *ids, None, blocks, layout=batch.layout)
         return self_attention(kernel, q, k, v, pattern, window=None, cap=None)
 
     def with_backward(q: jax.Array) -> jax.Array:
-        y, pull = jax.vjp(attend, q)
-        return y + pull(dy)[0]
+        y, pull = jax.vjp(attend, q, k, v)
+        by_q, by_k, by_v = pull(dy)
+        # So that no gradient is left out of the program.
+        return y + by_q + (by_k + by_v).mean(axis=2, keepdims=True)
 
     return {
         f"{name} forward ms": 1e3 * chained(jax.jit(attend), q, scale.repeats),
         f"{name} with backward ms": 1e3 * chained(jax.jit(with_backward), q, scale.repeats),
         f"{name} line": list(line),
-        f"{name} rows": None if batch.layout is None else list(batch.layout.rows.shape),
+        f"{name} rows": None if batch.layout is None else [x.shape for x in batch.layout.blocks],
     }
 
 
@@ -182,15 +185,13 @@ def _head_s(scale: Scale, arch: Architecture, tile: Tile) -> float:
     hidden = jax.random.normal(keys[1], (tokens, arch.hidden_size), jnp.bfloat16)
     targets = jax.random.randint(keys[2], (tokens,), 0, arch.vocab_size)
 
+    backend = replace(this_backend(), fixed_tile=tile)
+    policy = accelerator.PolicySpec(
+        replace(arch, tie_embeddings=True), dtype="bfloat16", attention="xla", backend=backend
+    )
+
     def loss(matrix: jax.Array, hidden: jax.Array) -> jax.Array:
-        logprobs, entropy = token_logprobs(
-            lambda rows, chunk: project(rows, arch, chunk, backend=this_backend()),
-            matrix.astype(jnp.bfloat16),
-            hidden,
-            targets,
-            1.0,
-            tile=tile,
-        )
+        logprobs, entropy = head_logprobs({"embed": matrix}, policy, hidden, targets, jnp.int32(tokens))
         return logprobs.sum() + 0.01 * entropy.sum()
 
     gradient = jax.jit(lambda matrix: matrix + 1e-6 * jax.grad(loss, (0, 1))(matrix, hidden)[0])
@@ -236,7 +237,9 @@ def sections(run: Run, figures: Figures, pattern: str) -> None:
     """The sections of `accelerator.py` with this pattern."""
     path = run.out / f"accelerator_{pattern.split()[0]}.json"
     shape = list(run.scale.shapes)[-1 if pattern.startswith("update") else 0]
-    arguments = ["--json", str(path), "--only", f"{pattern} {shape}*", *["--small"] * run.small]
+    budget = str(0.8 * ITEMS[pattern if pattern == "update" else "rollout"].limit_s)
+    only = ["--only", f"{pattern} {shape}*", "--budget-s", budget]
+    arguments = ["--json", str(path), *only, *["--small"] * run.small]
     status = accelerator.main(arguments)
     kept = ("status", "seconds_per_step", "share_of_peak", "share_of_bandwidth", "why", "error")
     for name, section in json.loads(path.read_text("utf-8"))["sections"].items():
@@ -249,10 +252,11 @@ def train(run: Run, figures: Figures) -> None:
     """Steps of `quatrain train`: medians after the two first steps, which compile."""
     if run.model is None:
         raise NotPossible("training needs a model: give --model, and --data for prompts")
-    out = run.out / "runs"
-    data = run.data or "builtin:arithmetic"
+    out, name = run.out / "runs", f"train-{time.strftime('%Y%m%d-%H%M%S')}"
+    data = str(Path(run.data).resolve()) if run.data else "builtin:arithmetic"
+    model = str(Path(run.model).resolve()) if Path(run.model).exists() else run.model
     options = {
-        "run.name": "train", "run.dir": str(out), "run.steps": run.steps, "model.path": run.model,
+        "run.name": name, "run.dir": str(out), "run.steps": run.steps, "model.path": model,
         "model.dtype": "bfloat16", "data.train": data, "sft.steps": 0, "eval.before": "false",
         "eval.every_steps": 0, "checkpoint.every_steps": 0, "rollout.max_new_tokens": 256,
         "data.max_prompt_length": 512, "data.batch_size": 64, "rollout.n": 8,
@@ -265,7 +269,7 @@ def train(run: Run, figures: Figures) -> None:
     for key, value in options.items():
         command += ["--set", f"{key}={value}"]
     subprocess.run(command, check=True, cwd=ROOT)
-    figures |= describe_training(out / "train")
+    figures |= describe_training(out / name)
 
 
 def describe_training(folder: Path) -> Figures:
@@ -338,19 +342,22 @@ def in_a_process(name: str, run: Run, arguments: Sequence[str]) -> bool:
         flags = f"--xla_gpu_enable_command_buffer={flags}"
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     command = [sys.executable, __file__, *arguments, "--item", name]
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
     try:
-        with log.open("w", encoding="utf-8") as file:
-            ended = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=item.limit_s
-            )
+        status = process.wait(item.limit_s)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        process.wait()
         write(run.out, name, {"item": name, "status": "failed", "error": f"not done in {item.limit_s:g} s"})
         return False
     if not (run.out / f"{name}.json").exists():  # it crashed
         last = log.read_text("utf-8", errors="replace").strip().splitlines()[-1:]
-        error = f"ended with status {ended.returncode}: {' '.join(last)[:300]}"
+        error = f"ended with status {status}: {' '.join(last)[:300]}"
         write(run.out, name, {"item": name, "status": "failed", "error": error})
-    return ended.returncode == 0
+    return status == 0
 
 
 def table(out: Path) -> str:

@@ -490,13 +490,16 @@ class Programs:
         import jax
         import jax.numpy as jnp
 
+        from quatrain.ops.packing import buffers_per_shard
         from quatrain.parallel.mesh import data_sharding
         from quatrain.update.micro_batch import MicroBatch
 
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
         dtypes = dict.fromkeys((*integers, "sequence_ids"), jnp.int32) | {"mask": jnp.bool_}
         floats = ("weights", "advantages", "rollout_logprobs")
-        shape, place = (self.case.mesh.num_data_shards, self.case.tokens), data_sharding(self.mesh)
+        lines = buffers_per_shard([], self.case.tokens, self.policy.backend.line_tokens)
+        shape = (self.case.mesh.num_data_shards * lines, self.case.tokens // lines)
+        place = data_sharding(self.mesh)
         arrays, columns = (
             {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in each.items()}
             for each in (dtypes, dict.fromkeys(floats, jnp.float32))

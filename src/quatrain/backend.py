@@ -53,8 +53,8 @@ class Backend:
     """A product of at most this many rows with a weight matrix has the matrix as its first factor; see
     `layers.matmul_transposed`."""
     line_tokens: int | None = None
-    """Longest buffer of packed sequences, in tokens, except for longer sequences; a micro-batch has as many
-    buffers on each data shard as it needs. None: one."""
+    """Most tokens of a buffer of packed sequences, unless one sequence has more: this bounds the memory of
+    their mask. A micro-batch has as many buffers on each data shard as it needs. None: one."""
     vocabulary_first: bool = False
     """Whether sampling works on logits [V, B], with the vocabulary along the first dimension."""
     decode_ends_early: bool = False
@@ -81,7 +81,7 @@ class Backend:
 
 
 ACCELERATOR = Backend()
-"""The settings for any GPU, and of any TPU but for speed; `quatrain plan` assumes them."""
+"""The settings for any GPU, from which those for TPUs differ in few; `quatrain plan` assumes them."""
 
 TPU = Backend(
     kind="tpu",

@@ -30,6 +30,7 @@ ADAPTER = "adapter"
 """The folder of an exported adapter, in the folder of the merged model."""
 ANY_DEVICES = (
     "mesh=auto",
+    "model.attention=xla",
     "rollout.mesh=null",
     "rollout.max_concurrency=null",
     *(f"placement.{role}=null" for role in PlacementConfig.model_fields),

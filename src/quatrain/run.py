@@ -317,7 +317,7 @@ class Run:
         stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
         state = stages.update.init(params, self._critic_params(params))
         del params  # they may wait in the host's memory from here on
-        if config.needs_reference:
+        if config.needs_reference or self._saves_reference:
             self.learner.reference = self._reference(state.params)
         if self.folder.resumed:
             state = self._restore(state)
@@ -366,7 +366,7 @@ class Run:
     def _saves_reference(self) -> bool:
         """Whether checkpoints hold the reference: it follows the policy, or is the base and a warm start."""
         config = self.config
-        warm = config.needs_reference and config.lora.rank and config.sft.steps
+        warm = config.lora.rank and config.sft.steps
         return bool(config.update.reference_sync_steps or warm)
 
     def _reference(self, params: Any) -> Any:
@@ -845,8 +845,8 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
             if config.lora.rank
             else {}
         ),
-        # With adapters, a reference after a warm start is part of a checkpoint.
-        **({"sft.steps": config.sft.steps} if config.lora.rank and config.needs_reference else {}),
+        # With adapters, the reference after a warm start is part of a checkpoint.
+        **({"sft.steps": config.sft.steps} if config.lora.rank else {}),
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }

@@ -7,7 +7,7 @@ function of a reduction, and that does work: parameters, tuples, constants and b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -111,6 +111,14 @@ class Loop:
     """MiB of arrays, the same in every round, that are cast to another type in each, by the source."""
 
 
+def _largest(found: Iterable[tuple[str, float]]) -> dict[str, Any]:
+    """Of entries with the same source, the largest."""
+    most: dict[str, Any] = {}
+    for source, mib in found:
+        most[source] = max(mib, most.get(source, 0))
+    return most
+
+
 class Program:
     """A compiled program, of its text."""
 
@@ -168,7 +176,9 @@ class Program:
             body = x.named("body") or ""
             kernels = self.kernels(body)
             written = round(sum(kernel.written_mib for kernel in kernels))
-            large = {k.by.source: round(k.written_mib) for k in kernels if k.written_mib > limit_mib}
+            large = _largest(
+                (k.by.source, round(k.written_mib)) for k in kernels if k.written_mib > limit_mib
+            )
             casts = self._casts(body, cast_limit_mib)
             found.append(Loop(x.source, depth, _trips(x), len(kernels), written, large, casts))
         return found
@@ -186,11 +196,8 @@ class Program:
 
     def _casts(self, body: str, limit_mib: float) -> dict[str, float]:
         computation = self.computations[body]
-        return {
-            x.source: round(x.mib, 1)
-            for x in self._converts(computation, _constant_names(computation))
-            if x.mib >= limit_mib
-        }
+        found = self._converts(computation, _constant_names(computation))
+        return _largest((x.source, round(x.mib, 1)) for x in found if x.mib >= limit_mib)
 
     def _converts(self, computation: Computation, known: set[str]) -> Iterator[Instruction]:
         """Converts of what `known` names and of what is moved from it, in fusions and called ones too."""

@@ -48,7 +48,7 @@ def test_what_they_begin_with_stands_once_in_each_row():
     assert packed.branch_ids.reshape(2, -1)[0, :9].tolist() == [0, 0, 1, 2, 2, 2, 3, 3, 0]
     assert packed.starts.reshape(2, -1)[:, :3].tolist() == [[2, 3, 6], [2, 3, 0]]
     assert packed.lengths.reshape(2, -1)[:, :3].tolist() == [[3, 5, 4], [3, 3, 1]]
-    assert packed.layout.rows[0, :3, :5].tolist() == [[0, 1, 2, 0, 0], [0, 1, 3, 4, 5], [0, 1, 6, 7, 0]]
+    assert packed.layout.blocks[0][0, :3, :5].tolist() == [[0, 1, 2, 0, 0], [0, 1, 3, 4, 5], [0, 1, 6, 7, 0]]
 
 
 def test_rows_of_prompts_have_two_widths_for_each_power_of_two():

@@ -50,9 +50,8 @@ def make_learner(small_arch):
             optimizer,
             max_new_tokens=9,
             total_steps=10,
-            seed=3,
             reference=reference,
-            **knobs,
+            **{"seed": 3, **knobs},
         )
 
     return make
@@ -332,14 +331,15 @@ def test_offloaded_state_and_reference_wait_in_the_hosts_memory(make_learner, ma
 def test_bfloat16_parameters_are_rounded_by_seed_and_step(make_learner, make_batch, small_params):
     """The same step twice is the same to the bit; float32 parameters are not rounded at all."""
 
-    def stepped(dtype, *, step=0, **optimizer):
-        learner = make_learner(optimizer={"learning_rate": 1e-3, **optimizer})
+    def stepped(dtype, *, step=0, seed=3, **optimizer):
+        learner = make_learner(optimizer={"learning_rate": 1e-3, **optimizer}, seed=seed)
         state = learner.init(jax.tree.map(lambda x: x.astype(dtype), _copy(small_params)))
         return learner.step(replace(state, step=step), at_version(make_batch(4), step)).params
 
     first = stepped(jnp.bfloat16)
     assert _changes(first, stepped(jnp.bfloat16)) == 0
     assert _changes(first, stepped(jnp.bfloat16, step=1)) > 0
+    assert _changes(first, stepped(jnp.bfloat16, seed=1)) > 0
     nearest = stepped(jnp.bfloat16, stochastic_rounding=False)
     assert _changes(first, nearest) > 0
     exact = stepped(jnp.float32)

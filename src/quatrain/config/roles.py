@@ -93,7 +93,7 @@ def _check_room_for_rollout(config: Config, roles: Roles) -> None:
     if problem:
         raise ValueError(
             "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
-            f"{problem}; set it to false"
+            f"{problem}; set it to false, or remove that reason"
         )
 
 

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,17 @@ def _rungs(max_tokens: int, sixteenths: Iterable[float]) -> tuple[int, ...]:
     """Parts of `max_tokens`, ascending, each rounded up to a multiple of `WIDTH_UNIT` but never above it."""
     widths = (math.ceil(max_tokens * part / (16 * WIDTH_UNIT)) * WIDTH_UNIT for part in sixteenths)
     return tuple(sorted({min(width, max_tokens) for width in widths}))
+
+
+def buffers_per_shard(lengths: np.ndarray | Sequence[int], max_tokens: int, line_tokens: int | None) -> int:
+    """Into how many buffers a shard's `max_tokens` are split, each with room for the longest of `lengths`.
+
+    Buffers have at most `line_tokens` tokens, unless a sequence has more; None: one buffer.
+    """
+    longest = int(np.max(lengths, initial=1))
+    if line_tokens is None or longest > max_tokens:
+        return 1
+    return max(1, min(-(-max_tokens // line_tokens), max_tokens // longest))
 
 
 def plan_packing(

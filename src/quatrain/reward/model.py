@@ -27,7 +27,7 @@ from quatrain.models.decoder import forward, scores
 from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.params import partition
-from quatrain.ops.packing import plan_packing
+from quatrain.ops.packing import buffers_per_shard, plan_packing
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
@@ -73,10 +73,13 @@ def score_sequences(
     has no token or more than `max_tokens`.
     """
     result = np.zeros(len(sequences), np.float32)
+    lengths = [len(ids) for ids in sequences]
+    line_tokens = spec.backend.line_tokens if spec.attention == "splash" else None
+    lines = buffers_per_shard(lengths, max_tokens, line_tokens)
     packing = plan_packing(
-        [len(ids) for ids in sequences],
-        max_tokens,
-        mesh_shape(spec.mesh).num_data_shards,
+        lengths,
+        max_tokens // lines,
+        mesh_shape(spec.mesh).num_data_shards * lines,
         cost=packing_cost(spec.arch),
     )
     for bins, width in zip(packing.bins, packing.widths, strict=True):

@@ -120,6 +120,7 @@ class RolloutEngine:
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
         self._params: Any = None
+        self._copies_base = self.arch.lora is None
         self._version = -1
         self._sync_s = 0.0
         self._session: Session | None = None
@@ -151,7 +152,9 @@ class RolloutEngine:
         """
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
-        return jax.block_until_ready(jax.tree.map(self._place, params, self._places))
+        placed = jax.block_until_ready(jax.tree.map(self._place, params, self._places))
+        self._copies_base |= not _same_arrays(placed["embed"], params["embed"])
+        return placed
 
     def _place(self, array: jax.Array, place: NamedSharding) -> jax.Array:
         here = to_memory("device", array)
@@ -249,8 +252,8 @@ class RolloutEngine:
 
     def _new_session(self, sampling: Sampling) -> Session:
         if self._cache_bytes is None:
-            # Versions of a model with adapters beside its base differ in the adapters alone.
-            version = adapters_of(self._params) if self._more_copies and self.arch.lora else self._params
+            # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
+            version = self._params if self._copies_base else adapters_of(self._params)
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(version))
         sampler = Sampler(
             self.arch,
@@ -295,6 +298,12 @@ class RolloutEngine:
             "rollout/compilations": Metric(num_compilations() - compilations, reduction="sum"),
         }
         return replace(batch, metrics={**batch.metrics, **timings})
+
+
+def _same_arrays(placed: jax.Array, source: jax.Array) -> bool:
+    """Whether `placed` was not copied from `source`: dtype and sharding, memory included, are the same."""
+    same = placed.sharding.is_equivalent_to(source.sharding, source.ndim)
+    return same and placed.dtype == source.dtype
 
 
 def _bytes_here(params: Any) -> int:

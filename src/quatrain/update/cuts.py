@@ -19,6 +19,7 @@ from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import (
     DEFAULT_COST,
     PackingCost,
+    buffers_per_shard,
     common_tokens,
     plan_packing,
     useful_common_prefix,
@@ -84,7 +85,7 @@ class Cutting:
         return self._packed(table, self.max_tokens)
 
     def _packed(self, table: TokenTable, max_tokens: int) -> list[Cut]:
-        lines = self._lines(table, max_tokens)
+        lines = buffers_per_shard(table.lengths, max_tokens, self.line_tokens)
         max_tokens //= lines
         shared = _SharedPrefixes.of(table, max_tokens) if self.share_prompts else _SharedPrefixes.none(table)
         packing = plan_packing(
@@ -107,13 +108,6 @@ class Cutting:
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
-
-    def _lines(self, table: TokenTable, max_tokens: int) -> int:
-        """The number of buffers of a shard: each has room for the longest sequence."""
-        if self.line_tokens is None:
-            return 1
-        longest = int(table.lengths.max(initial=1))
-        return max(1, min(-(-max_tokens // self.line_tokens), max_tokens // longest))
 
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
         """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""

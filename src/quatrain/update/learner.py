@@ -18,7 +18,7 @@ import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.metrics import Metric
-from quatrain.models.lora import has_adapters
+from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import to_memory
@@ -165,7 +165,7 @@ class Learner:
         logprobs = {
             **rewarded.token_logprobs,
             "old_logprobs": self._old_logprobs(state.params, rollouts),
-            "ref_logprobs": self._reference_logprobs(rollouts),
+            "ref_logprobs": self._reference_logprobs(state.params, rollouts),
         }
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
         per_token = kl.sum(axis=1) / np.maximum(rollouts.completion_lengths, 1)
@@ -334,7 +334,7 @@ class Learner:
             columns["old_logprobs"] = self._old_logprobs(params, rollouts) if old is None else old
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
-            columns["ref_logprobs"] = self._reference_logprobs(rollouts) if ref is None else ref
+            columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
         return self._without_truncated(rollouts).with_columns(**columns)
 
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
@@ -364,13 +364,18 @@ class Learner:
         params = to_memory("device", params)
         return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
 
-    def _reference_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
+    def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+        """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"
-        mesh = jax.tree.leaves(self.reference)[0].sharding.mesh
-        lora = self.policy.arch.lora if has_adapters(self.reference) else None
+        reference = self.reference
+        mesh = jax.tree.leaves(reference)[0].sharding.mesh
+        lora = self.policy.arch.lora if has_adapters(reference) else None
+        if self.policy.arch.lora:
+            own = adapters_of(reference)
+            reference = with_trained(params, own, self.policy.arch) if lora else without_adapters(params)
         policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
         cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
-        params = to_memory("device", self.reference)
+        params = to_memory("device", reference)
         return predict_tokens(params, _table(rollouts), model=policy, cutting=cutting)
 
 

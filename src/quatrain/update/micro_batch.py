@@ -69,7 +69,7 @@ class MicroBatch:
     columns: dict[str, jax.Array]  # [R, K] float32 each
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
     packed: bool = False
-    """Lines may hold several segments; static."""
+    """Buffers may hold several segments; static."""
     shared: bool = False
     """Segments may have branches; static."""
 

@@ -63,9 +63,7 @@ def test_auto_takes_the_first_kernel_that_computes_what_xla_does(gpu, caplog):
     gpu(cudnn=without_plans, tokamax=right)
     with caplog.at_level(logging.INFO, module.logger.name):
         assert choose("auto") == "tokamax"
-    assert caplog.messages == [
-        "attention of cudnn, tokamax, xla: tokamax; not cudnn: RuntimeError: no execution plan"
-    ]
+    assert caplog.messages == ["attention: tokamax; not cudnn: RuntimeError: no execution plan"]
 
 
 def test_xla_is_left_where_no_kernel_can_be_trusted(gpu, caplog):

@@ -65,9 +65,7 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
     if kernel == "splash":
         return None
     if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:
-        return (
-            "be imported: it needs the package tokamax, of the extra quatrain[gpu], on Python 3.12 or later"
-        )
+        return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
     if arch.head_dim % 8:

@@ -1,0 +1,90 @@
+"""Gradient and samples with attention in rows of whole sequences, on meshes of 8 simulated devices.
+
+Writes them to the file argv[1]. XLA's causal attention stands for the kernel of a GPU.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+
+from quatrain.backend import backend_of
+from quatrain.config.mesh import MeshShape
+from quatrain.config.schema import RolloutConfig, UpdateConfig
+from quatrain.models import attention
+from quatrain.models.architecture import Architecture
+from quatrain.models.attention import kernels
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import make_mesh, to_host
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.types import Prompt
+from quatrain.update.cuts import Cutting
+from quatrain.update.gradient import predict_tokens, sum_gradients
+from quatrain.update.micro_batch import micro_batches
+from quatrain.update.objective import PolicyObjective
+from quatrain.update.specs import PolicySpec
+from quatrain.update.table import TokenTable
+
+ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True)
+OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
+kernels.obstacle = lambda *_: None
+attention._CAUSAL["cudnn"] = partial(kernels._causal_attention, implementation="xla")
+
+
+class _WithoutText:
+    def decode(self, tokens, skip_special_tokens):
+        return ""
+
+
+def table() -> TokenTable:
+    """Eight groups of four sequences with a prompt of 6 tokens, and completions of up to 20."""
+    rng, groups = np.random.default_rng(0), np.repeat(np.arange(8), 4)
+    lengths, columns = 6 + rng.integers(1, 21, 32), np.arange(26)
+    mask = columns < lengths[:, None]
+    completion = mask & (columns >= 6)
+    tokens = rng.integers(0, 64, mask.shape)
+    tokens = np.where(completion, tokens, tokens[::4].repeat(4, axis=0))
+    known = {"advantages": rng.normal(size=mask.shape), "rollout_logprobs": np.zeros(mask.shape)}
+    columns = {name: (values * completion).astype(np.float32) for name, values in known.items()}
+    ids = np.where(mask, tokens, 0).astype(np.int32)
+    return TokenTable(ids, mask, completion, columns, groups).weighted("token_mean", 20)
+
+
+def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    params = init_params(ARCH, jax.random.key(0), mesh=mesh)
+    model = PolicySpec(ARCH, attention=name, mesh=mesh, backend=replace(backend_of("cpu"), kind="gpu"))
+    cutting = Cutting(max_tokens=150, num_shards=shape.num_data_shards, share_prompts=True)
+    batches = [batch for _, batch in micro_batches(table(), cutting, mesh, unpack=model.unpacks)]
+    assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
+    grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
+    engine = RolloutEngine(
+        ARCH,
+        RolloutConfig(n=2, max_new_tokens=8),
+        _WithoutText(),
+        stop_ids=(0,),
+        seed=0,
+        attention=name,
+        mesh=mesh,
+    )
+    engine.sync_weights(params, 0)
+    prompts = [Prompt(i, np.arange(1, 9 + i, dtype=np.int32), "") for i in range(9)]
+    sampled = engine.generate(prompts)
+    leaves = jax.tree.leaves(jax.tree.map(lambda g: to_host(g).sum(axis=0), grads))
+    return {
+        "logprobs": predict_tokens(params, table(), model=model, cutting=cutting),
+        "gradient": np.concatenate([leaf.reshape(-1) for leaf in leaves]),
+        "tokens": sampled.input_ids,
+        "sampled logprobs": sampled.rollout_logprobs,
+    }
+
+
+if __name__ == "__main__":
+    every = {}
+    for text in sys.argv[2:]:
+        mesh, name = text.split("/")
+        found = results(MeshShape(*map(int, mesh.split(","))), name)
+        every |= {f"{text} {key}": value for key, value in found.items()}
+    np.savez(sys.argv[1], **every)
