@@ -11,8 +11,8 @@ from goldens import SCORE_CASES, read_golden
 from quatrain.config.schema import UpdateConfig
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
-from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained, without_adapters
-from quatrain.models.params import ADAPTED, init_params
+from quatrain.models.lora import adapters_of, changed, with_adapters, with_trained, without_adapters
+from quatrain.models.params import ADAPTED, LORA_A, LORA_B, init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
 from quatrain.update.cuts import Cutting
@@ -67,8 +67,15 @@ def _of_merged(arch, params, table):
     ((_, batch),) = micro_batches(table, ALL_ROWS, one_device())
 
     def loss(adapters):
-        whole = merged(with_trained(params, adapters, arch), arch)
-        return _weighted_loss(whole, batch, plain, OBJECTIVE)[0]
+        base = without_adapters(params)
+        layers = []
+        for layer, own in zip(base["layers"], adapters["layers"], strict=True):
+            change = {
+                name: changed(layer[name], own[name + LORA_A], own[name + LORA_B], arch.lora.scale)
+                for name in arch.lora.targets
+            }
+            layers.append({**layer, **change})
+        return _weighted_loss({**base, "layers": layers}, batch, plain, OBJECTIVE)[0]
 
     return jax.jit(jax.grad(loss))(adapters_of(params))
 

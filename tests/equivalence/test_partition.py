@@ -151,8 +151,15 @@ def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_param
 WINDOWED = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5}
 
 
-@pytest.mark.parametrize("change", [{}, WINDOWED], ids=["full", "windowed"])
-@pytest.mark.parametrize("num_common", [0, COMMON_PREFIX])
+@pytest.mark.parametrize(
+    ("change", "num_common"),
+    [
+        (WINDOWED, 0),
+        ({}, COMMON_PREFIX),
+        pytest.param({}, 0, marks=pytest.mark.slow),
+        pytest.param(WINDOWED, COMMON_PREFIX, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_in_rows_of_whole_sequences_does_not_change_the_gradient(
     small_arch, small_params, make_batch, monkeypatch, change, num_common
 ):

@@ -165,6 +165,11 @@ def _merged(
     matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float, dtype: jnp.dtype, sharding: NamedSharding
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
+    return jax.lax.with_sharding_constraint(changed(matrix, a, b, scale).astype(dtype), sharding)
+
+
+def changed(matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """W + scale B A in float32, for W [*out, in] as it is stored, with a block of A for each of its parts."""
     product = partial(jnp.einsum, precision="highest")
     if matrix.ndim == 4:  # qkv [K, G + 2, H, D]
         queries = product("kghr,rd->kghd", b[:, :-2], a[0])
@@ -174,5 +179,4 @@ def _merged(
         change = product("pfr,prd->pfd", b, a)
     else:
         change = product("or,ri->oi", b, a)
-    total = (matrix.astype(jnp.float32) + scale * change).astype(dtype)
-    return jax.lax.with_sharding_constraint(total, sharding)
+    return matrix.astype(jnp.float32) + scale * change
