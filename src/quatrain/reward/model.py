@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from quatrain.backend import Backend, this_backend
 from quatrain.config.schema import ModelConfig, RewardConfig
 from quatrain.data.tokenizer import load_tokenizer, render_completed
-from quatrain.models.attention import unpacks
+from quatrain.models.attention import longest_buffer, unpacks
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.decoder import forward, scores
@@ -74,8 +74,7 @@ def score_sequences(
     """
     result = np.zeros(len(sequences), np.float32)
     lengths = [len(ids) for ids in sequences]
-    line_tokens = spec.backend.line_tokens if spec.attention == "splash" else None
-    lines = buffers_per_shard(lengths, max_tokens, line_tokens)
+    lines = buffers_per_shard(lengths, max_tokens, longest_buffer(spec.attention, spec.backend))
     packing = plan_packing(
         lengths,
         max_tokens // lines,

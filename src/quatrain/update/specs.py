@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
-from quatrain.models.attention import unpacks
+from quatrain.models.attention import longest_buffer, unpacks
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
 from quatrain.models.families import Architecture
@@ -106,7 +106,7 @@ class ModelSpec(ABC):
             self.packing_cost,
             num_shards=self.mesh_shape.num_data_shards,
             share_prompts=share_prompts,
-            line_tokens=self.backend.line_tokens if self.kernel == "splash" else None,
+            line_tokens=longest_buffer(self.kernel, self.backend),
         )
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from quatrain.backend import BlockSizes
+from quatrain.backend import Backend, BlockSizes
 from quatrain.models.attention import kernels
 from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
 from quatrain.models.attention.unpacking import Unpacking, unpacked_attention
@@ -38,6 +38,11 @@ _CAUSAL: dict[str, Callable[..., jax.Array]] = {
 def unpacks(name: str) -> bool:
     """Whether the implementation `name` needs an `Unpacking` for packed rows."""
     return name in ("cudnn", "tokamax")
+
+
+def longest_buffer(name: str, backend: Backend) -> int | None:
+    """Most tokens of a packed buffer for the implementation `name`; None: any number."""
+    return backend.line_tokens if name == "splash" else None
 
 
 def attention_pattern(
