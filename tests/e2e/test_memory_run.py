@@ -34,11 +34,14 @@ def test_what_is_saved_has_the_dtypes_of_the_configuration(whole):
     assert kinds == {"params": {"bfloat16"}, "mu": {"bfloat16"}, "nu": {"float32"}}
 
 
-def test_stopped_resumed_and_offloaded_is_the_same_run_to_the_bit(whole, tmp_path):
-    options = (*SMALLER, "offload.policy=true")
+def _stopped_and_resumed(folder, *options):
     with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(tmp_path, "stopped", *options))
-    run = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+        train(small_run(folder, "stopped", *options))
+    return train(small_run(folder, "stopped", *options), resume="stopped").run
+
+
+def test_stopped_resumed_and_offloaded_is_the_same_run_to_the_bit(whole, tmp_path):
+    run = _stopped_and_resumed(tmp_path, *SMALLER, "offload.policy=true")
     assert _weights(run) == _weights(whole)
     assert steady_metrics(run) == steady_metrics(whole)
 
@@ -47,10 +50,7 @@ def test_stopped_resumed_and_offloaded_is_the_same_run_to_the_bit(whole, tmp_pat
 def test_adapters_and_their_base_may_wait_on_the_host(tmp_path):
     """Their rollout has merged copies; the reference is the base, with the adapters of a warm start."""
     plain = train(small_run(tmp_path, "plain", *ADAPTERS)).run
-    options = (*ADAPTERS, "offload.policy=true")
-    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
-        train(small_run(tmp_path, "stopped", *options))
-    run = train(small_run(tmp_path, "stopped", *options), resume="stopped").run
+    run = _stopped_and_resumed(tmp_path, *ADAPTERS, "offload.policy=true")
     assert _weights(run) == _weights(plain)
     assert steady_metrics(run) == steady_metrics(plain)
 
