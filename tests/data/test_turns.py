@@ -253,5 +253,6 @@ def test_smollm2_with_a_real_vocabulary():
     ids += template.suffix(ASK, sampled, [{"role": "user", "content": "Naïve 🙂"}])
     assert tokenizer.decode(ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n"
-        "<|im_start|>assistant\nThe pens<|im_end|>\n<|im_start|>user\nNaïve 🙂<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nThe pens<|im_end|>\n<|im_start|>user\nNaïve 🙂<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )

@@ -60,7 +60,7 @@ class TurnTemplate:
 
         Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
         """
-        return render(self._tokenizer, _conversation(messages), self._tools)
+        return render(self._tokenizer, conversation(messages), self._tools)
 
     def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
@@ -73,7 +73,7 @@ class TurnTemplate:
 
         Raises ValueError if the template rejects the messages, or leaves out the assistant's text.
         """
-        after = self._after_stand_in(_conversation(prompt), checked_messages(messages))
+        after = self._after_stand_in(conversation(prompt), checked_messages(messages))
         end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
         if end is None:
             return self._encode(after)
@@ -105,7 +105,7 @@ class TurnTemplate:
 
     def _own_end(self, prompt: PromptText) -> int | None:
         """The stop id that the template writes at the end of the assistant's turn, whatever follows."""
-        return self._end_token(self._after_stand_in(_conversation(prompt), []))
+        return self._end_token(self._after_stand_in(conversation(prompt), []))
 
     def _encode_after(self, end: int, text: str) -> list[int]:
         """The ids of a text that follows the token `end`, in front of which some tokenizers write a space."""
@@ -146,7 +146,8 @@ class TurnTemplate:
             )
 
 
-def _conversation(prompt: PromptText | Sequence[Message]) -> Sequence[Message]:
+def conversation(prompt: PromptText) -> tuple[Message, ...]:
+    """The messages of a prompt; raises ValueError for a prompt that is a text."""
     if isinstance(prompt, str):
         raise ValueError(
             "a prompt of an episode with an environment or tools must be a list of messages, because the "
