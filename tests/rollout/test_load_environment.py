@@ -6,6 +6,7 @@ import pytest
 
 from quatrain.rollout.environment import EnvironmentFault, Turn
 from quatrain.rollout.load_environment import load_environment, load_tools
+from quatrain.rollout.tools import Tools
 
 GAME = '''
 from __future__ import annotations
@@ -178,6 +179,32 @@ def test_get_reward_and_close_are_no_tools_and_inherited_methods_are():
     assert Rewarding.closed == 2
 
 
+def double(number: int) -> int:
+    """Doubles.
+
+    Args:
+        number: A number.
+    """
+    return 2 * number
+
+
+class Scored(Tools):
+    def __init__(self):
+        super().__init__(double)
+
+    def get_reward(self):
+        return 0.25 * self.counts["tool_calls"]
+
+
+@pytest.mark.parametrize("found", [Scored, lambda: Scored()])
+def test_an_environment_derived_from_tools(found):
+    environments = load_environment(found)
+    assert [tool.name for tool in environments.tools] == ["double"]
+    environment = environments()
+    assert environment.step('[{"name": "double", "arguments": {"number": 4}}]').messages[0]["content"] == "8"
+    assert environment.final_reward() == 0.25
+
+
 class Failing:
     def __init__(self):
         raise ConnectionError("no server")
@@ -188,7 +215,7 @@ class Failing:
 
 def test_an_environment_that_cannot_be_made_costs_its_episode():
     with pytest.raises(
-        EnvironmentFault, match="Failing cannot be made: ConnectionError: no server"
+        EnvironmentFault, match="Failing: making it raised ConnectionError: no server"
     ) as caught:
         load_environment(Failing)()
     assert caught.value.kind == "error"

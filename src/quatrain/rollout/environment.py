@@ -102,25 +102,25 @@ class CheckedEnvironment:
 
     def reset(self, columns: Mapping[str, Any]) -> Opening:
         """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
-        return self._faultless("reset", lambda: self._reset(columns))
+        return faultless(f"{self._name}: reset", lambda: self._reset(columns))
 
     def step(self, completion: str) -> Turn | None:
         """The answer to a completion: messages as dictionaries, and a finite reward."""
-        return self._faultless("step", lambda: self._step(completion))
+        return faultless(f"{self._name}: step", lambda: self._step(completion))
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None:
             return 0.0
-        return self._faultless("get_reward", lambda: self._number("get_reward", get_reward()))
+        return faultless(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
 
     def close(self) -> None:
         """Closes the environment; an error is a warning, because the episode has ended."""
         close = getattr(self._environment, "close", None)
         if close is not None:
             try:
-                self._faultless("close", close)
+                faultless(f"{self._name}: close", close)
             except EnvironmentFault as fault:
                 logger.warning("%s", fault)
 
@@ -129,21 +129,6 @@ class CheckedEnvironment:
         """What `Tools` counted in this episode, such as `tool_errors`; empty for other environments."""
         counts = getattr(self._environment, "counts", None)
         return Counter(counts) if isinstance(counts, Counter) else Counter()
-
-    def _faultless(self, method: str, work: Callable[[], T]) -> T:
-        """What `work` returns; whatever it raises is the environment's fault."""
-        try:
-            return work()
-        except KeyboardInterrupt:
-            raise
-        except EnvironmentFault as error:
-            fault = error.with_traceback(None)
-        except BaseException as error:  # includes SystemExit, which would end the run
-            detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
-            fault = EnvironmentFault(f"{self._name}: {method} raised {told(error)}", "error", detail)
-        # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
-        fault.__cause__ = fault.__context__ = None
-        raise fault
 
     def _reset(self, columns: Mapping[str, Any]) -> Opening:
         reset = getattr(self._environment, "reset", None)
@@ -206,6 +191,22 @@ class CheckedEnvironment:
         """Raises the fault of a value that breaks a rule."""
         text = f"a value of type {type(came).__name__}" if _is_longer(came, LONGEST_ERROR) else _shown(came)
         raise EnvironmentFault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
+
+
+def faultless(what: str, work: Callable[[], T]) -> T:
+    """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        raise
+    except EnvironmentFault as error:
+        fault = error.with_traceback(None)
+    except BaseException as error:  # includes SystemExit, which would end the run
+        detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
+        fault = EnvironmentFault(f"{what} raised {told(error)}", "error", detail)
+    # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
+    fault.__cause__ = fault.__context__ = None
+    raise fault
 
 
 def with_opening(prompt: PromptText, opening: Opening) -> PromptText:

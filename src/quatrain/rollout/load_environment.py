@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.rollout.environment import CheckedEnvironment, EnvironmentFault, Opening, Turn, told
+from quatrain.rollout.environment import CheckedEnvironment, Opening, Turn, faultless, told
 from quatrain.rollout.tools import Tool, Tools
 from quatrain.user_code import find_function, parameters_of
 
@@ -41,12 +41,7 @@ class Environments:
 
     def __call__(self) -> CheckedEnvironment:
         """A new environment; raises EnvironmentFault if it cannot be made."""
-        try:
-            environment = self.make()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # includes SystemExit, which would end the run
-            raise EnvironmentFault(f"{self.name} cannot be made: {told(error)}", "error") from error
+        environment = faultless(f"{self.name}: making it", self.make)
         return CheckedEnvironment(self.name, environment, self.accepts)
 
     @property
@@ -58,9 +53,10 @@ class Environments:
 def load_environment(spec: str | Callable[[], Any]) -> Environments:
     """The environments of a class, or of a function that makes one: `path.py:Class`, or the class itself.
 
-    It is called without arguments, for each sample. A function is called once here, to learn the form of what
-    it makes. Raises ValueError if there is no such class, if it cannot be made without arguments, and if it
-    has neither a method `step` nor public methods that can be tools.
+    It is called without arguments, for each sample. A function, and a class derived from `Tools`, is called
+    once here, to learn the form and the tools of what it makes. Raises ValueError if there is no such class,
+    if it cannot be made without arguments, and if it has neither a method `step` nor public methods that can
+    be tools.
     """
     name = f"environment {spec if isinstance(spec, str) else getattr(spec, '__qualname__', spec)}"
     found = _found(spec, "environment")
@@ -70,11 +66,13 @@ def load_environment(spec: str | Callable[[], Any]) -> Environments:
             f"{name} must be made without arguments; it needs {listed(needed)}; give them default values, or "
             "name a function that makes the environment"
         )
-    form = found if inspect.isclass(found) else _class_of_one(name, found)
+    made = None if inspect.isclass(found) and not issubclass(found, Tools) else _made(name, found)
+    form = found if inspect.isclass(found) else type(made)
     accepts, required = _columns(form)
     if callable(getattr(form, "step", None)):
         _check_step(name, form)
-        return Environments(name, found, (), accepts, required)
+        known = made.tools if isinstance(made, Tools) else ()
+        return Environments(name, found, known, accepts, required)
     tools = _methods(name, form)
     return Environments(name, lambda: ToolMethods(found(), tools), tools, accepts, required)
 
@@ -142,14 +140,14 @@ def _check_step(name: str, form: type) -> None:
         ) from error
 
 
-def _class_of_one(name: str, make: Callable[[], Any]) -> type:
-    """The class of what a function makes."""
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """One environment, closed again."""
     try:
         made = make()
     except Exception as error:
         raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
     CheckedEnvironment(name, made).close()
-    return type(made)
+    return made
 
 
 def _columns(form: type) -> tuple[frozenset[str] | None, tuple[str, ...]]:
