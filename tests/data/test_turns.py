@@ -9,6 +9,7 @@ import pytest
 from chat_templates import FAMILIES, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
@@ -175,6 +176,18 @@ def test_white_space_before_the_end_token_goes_with_it():
     start, end = template.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     suffix = TurnTemplate(template, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}])
     assert suffix == [start, *plain_ids(template, "a "), end]
+
+
+def test_no_space_is_written_that_stands_at_the_start_of_a_text_only():
+    """Newer conversions of SentencePiece put a space before a text, and none after a special token."""
+    tokenizer = tokenizer_of(FAMILIES["mistral"])
+    tokenizer.chat_template = FAMILIES["smollm2"].template.replace("<|im_end|>", "</s>")
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    end = tokenizer.eos_token_id
+    suffix = TurnTemplate(tokenizer, [end]).suffix(ASK, [end], [{"role": "user", "content": "a"}])
+    assert tokenizer.convert_ids_to_tokens(suffix[:3]) == ["<0x0A>", "<", "|"]
 
 
 def with_template(text):
