@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from quatrain.ops.tokens import with_mini_batch_columns as with_mini_batch_columns
     from quatrain.policy import LoadedPolicy as LoadedPolicy
     from quatrain.policy import load_policy as load_policy
+    from quatrain.rollout.environment import Environment as Environment
+    from quatrain.rollout.environment import Turn as Turn
     from quatrain.rollout.interface import Completion as Completion
     from quatrain.rollout.interface import Rollouts as Rollouts
     from quatrain.rollout.interface import Sampling as Sampling
     from quatrain.rollout.interface import rollout_batch as rollout_batch
+    from quatrain.rollout.tools import Tools as Tools
     from quatrain.stages import Stages as Stages
     from quatrain.stages import build_stages as build_stages
     from quatrain.train import train as train
@@ -49,7 +52,9 @@ _MODULES = {
     "ops.advantages": ("TokenAdvantages",),
     "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),
     "policy": ("LoadedPolicy", "load_policy"),
+    "rollout.environment": ("Environment", "Turn"),
     "rollout.interface": ("Completion", "Rollouts", "Sampling", "rollout_batch"),
+    "rollout.tools": ("Tools",),
     "stages": ("Stages", "build_stages"),
     "train": ("train",),
     "types": ("AdvantagedBatch", "Prompt", "RewardedBatch", "RolloutBatch"),

@@ -295,17 +295,26 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[i
     return tuple(sorted(ids))
 
 
-def render(tokenizer: PreTrainedTokenizerFast, prompt: PromptText | Sequence[Mapping[str, str]]) -> list[int]:
+def render(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: PromptText | Sequence[Mapping[str, str]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """The token ids of a prompt.
 
     A string is tokenised with the special tokens that the tokenizer adds around any text (for Llama a BOS in
     front, none for Qwen and SmolLM). Messages (`role`, `content`) are rendered with the chat template, which
-    writes all special tokens, up to the start of the assistant's answer.
+    writes all special tokens, up to the start of the assistant's answer. The template also gets `tools`, the
+    JSON schemas of functions that the model may call.
 
     Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
     template, and a prompt that has no tokens.
     """
-    ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else _render_messages(tokenizer, prompt)
+    if isinstance(prompt, str):
+        ids = encode(tokenizer, prompt)
+    else:
+        text = fill_template(tokenizer, checked_messages(prompt), add_generation_prompt=True, tools=tools)
+        ids = encode(tokenizer, text, add_special_tokens=False)
     if not ids:
         raise ValueError(f"a prompt must have at least one token; {shown(prompt)} has none")
     return ids
@@ -321,39 +330,37 @@ def render_completed(
     template, which writes all special tokens. Raises ValueError for messages that `render` refuses.
     """
     if isinstance(prompt, str):
-        return _encode(tokenizer, prompt + completion)
-    messages = [*_check_messages(prompt), {"role": "assistant", "content": completion}]
-    return _encode_messages(tokenizer, messages, add_generation_prompt=False)
+        return encode(tokenizer, prompt + completion)
+    messages = [*checked_messages(prompt), {"role": "assistant", "content": completion}]
+    text = fill_template(tokenizer, messages, add_generation_prompt=False)
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
-def _render_messages(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[Mapping[str, str]]) -> list[int]:
-    return _encode_messages(tokenizer, _check_messages(prompt), add_generation_prompt=True)
+def fill_template(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The text that the chat template makes of `messages`, with the start of the assistant's answer if asked.
 
-
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *, add_generation_prompt: bool
-) -> list[int]:
-    if not tokenizer.chat_template:
+    A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
+    templates do not. Raises ValueError if there is no template, and if it rejects the messages.
+    """
+    template, add = tokenizer.chat_template, add_generation_prompt
+    if not template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
-    text = _fill_template(tokenizer, messages, add_generation_prompt)
-    return _encode(tokenizer, text, add_special_tokens=False)
-
-
-def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], add: bool) -> str:
-    """The text that the chat template makes of `messages`; `add`: with the start of the assistant's answer.
-
-    A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
-    templates do not.
-    """
-    template = tokenizer.chat_template
     if template in (CHAT_TEMPLATE, CHATML):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
         return text
     # `chat_template.with_chat_template` sets them on the policy's tokenizer only.
     variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
+    if tools:
+        variables["tools"] = list(tools)
     request = [template, variables, messages, add]
     try:
         rendered, text = _templates.ask(request)
@@ -368,7 +375,8 @@ def _fill_template(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, 
 _templates = Child(Path(__file__).with_name("template_worker.py"))
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; raises ValueError for text that is too long or no valid Unicode."""
     reason = unfit_text(text)
     if reason:
         raise ValueError(f"a prompt {reason}")
@@ -377,7 +385,8 @@ def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens
     return ids
 
 
-def _check_messages(prompt: Any) -> list[dict[str, Any]]:
+def checked_messages(prompt: Any) -> list[dict[str, Any]]:
+    """The messages as dictionaries; raises ValueError for what no chat template can take."""
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
     for message in prompt:

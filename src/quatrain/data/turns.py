@@ -1,0 +1,157 @@
+"""Token in, token out: the ids that the chat template writes between two turns of the assistant.
+
+Data flow: messages of a prompt -> `TurnTemplate.prompt` -> the first ids of an episode; ids that the model
+sampled and an environment's messages -> `TurnTemplate.suffix` -> the ids between this turn and the next. The
+ids of an episode are those of the prompt, then sampled ids and suffixes in turn. Nothing sampled is rendered
+or encoded again: text does not determine the ids that were sampled, and templates change what stands in
+earlier turns (Qwen3's removes thoughts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quatrain.config.errors import shown
+from quatrain.data.tokenizer import checked_messages, encode, fill_template, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from quatrain.types import Message, PromptText
+
+logger = logging.getLogger(__name__)
+
+STAND_IN = "STANDIN"
+"""What is rendered in place of the assistant's text; letters that no template changes."""
+CALL_ID = "call00000"
+"""Id of a tool call: nine letters and digits, which Mistral's templates ask for."""
+_QUESTION = {"role": "user", "content": "QUESTION"}
+_RESULT = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": "RESULT"}
+
+
+class TurnTemplate:
+    """Renders the turns of episodes with a tokenizer's chat template.
+
+    `stop_ids` are the ids that end a completion, `tools` the JSON schemas of functions that the model may
+    call, which the template writes into the prompt. Raises ValueError if there are tools and the template
+    takes no message with the result of one; warns if it does not write the schemas. Call it from one thread
+    at a time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        self._tokenizer, self._stop_ids, self._tools = tokenizer, frozenset(stop_ids), tuple(tools)
+        added = tokenizer.added_tokens_decoder
+        self._ends = {index: added[index].content for index in self._stop_ids if index in added}
+        if self._tools:
+            self._check_results()
+            self._warn_of_schemas()
+
+    def prompt(self, messages: PromptText) -> list[int]:
+        """The ids of the prompt, up to the start of the assistant's first turn.
+
+        Raises ValueError for a prompt that is a text: only a chat template can write a further turn.
+        """
+        return render(self._tokenizer, conversation(messages), self._tools)
+
+    def suffix(self, prompt: PromptText, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The ids from the end of the assistant's turn to the start of its next, with `messages` between.
+
+        The template renders `prompt`, a fixed stand-in for the assistant's text, and `messages`; the suffix
+        is what it writes after the stand-in. `prompt` is the prompt of the episode; earlier turns are left
+        out, so an episode costs time in proportion to its length. `sampled` are the ids of the assistant's
+        turn. If the last of them is a stop id, it stands for the end token that the template writes there;
+        if none is (the turn was cut, or ended with a stop string), the template's own ends the turn.
+
+        Raises ValueError if the template rejects the messages, or leaves out the assistant's text.
+        """
+        after = self._after_stand_in(conversation(prompt), checked_messages(messages))
+        end = sampled[-1] if len(sampled) and sampled[-1] in self._stop_ids else None
+        if end is None:
+            return self._encode(after)
+        written = self._end_token(after)
+        # The token may be another of the stop ids, if it is not the start of the next message, as in GLM-4.
+        if written == end or (written is not None and written == self._own_end(prompt)):
+            after = after.lstrip().removeprefix(self._ends[written])
+        return self._encode_after(end, after)
+
+    def _after_stand_in(self, prompt: Sequence[Message], new: list[dict[str, Any]]) -> str:
+        """What the template writes after the assistant's text; up to its next turn, if anything is new."""
+        stand_in, taken = STAND_IN, json.dumps(new)
+        if stand_in in taken:
+            stand_in += hashlib.blake2b(taken.encode(), digest_size=8).hexdigest()
+        dialogue = [*checked_messages(prompt), {"role": "assistant", "content": stand_in}, *new]
+        _, found, after = self._fill(dialogue, add_generation_prompt=bool(new)).rpartition(stand_in)
+        if not found:
+            raise ValueError(
+                "a chat template must write the assistant's messages, for an episode of several turns; this "
+                "one leaves them out; set data.chat_template to one that writes them"
+            )
+        return after
+
+    def _end_token(self, text: str) -> int | None:
+        """The stop id whose text `text` starts with, after white space (Llama 2 writes a space before it)."""
+        text = text.lstrip()
+        starts = (index for index, end in self._ends.items() if text.startswith(end))
+        return max(starts, key=lambda index: len(self._ends[index]), default=None)
+
+    def _own_end(self, prompt: PromptText) -> int | None:
+        """The stop id that the template writes at the end of the assistant's turn, whatever follows."""
+        return self._end_token(self._after_stand_in(conversation(prompt), []))
+
+    def _encode_after(self, end: int, text: str) -> list[int]:
+        """The ids of a text that follows the token `end`, in front of which some tokenizers write a space."""
+        if end in self._ends:
+            ids = self._encode(self._ends[end] + text)
+            if ids[0] == end:
+                return ids[1:]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode(self._tokenizer, text, add_special_tokens=False)
+
+    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        return fill_template(
+            self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self._tools
+        )
+
+    def _check_results(self) -> None:
+        try:
+            written = _RESULT["content"] in self._after_stand_in([_QUESTION], [_RESULT])
+            reason = "leaves their text out"
+        except ValueError as error:
+            written, reason = False, f"does not: {error}"
+        if not written:
+            raise ValueError(
+                f"a chat template must take messages of the role `tool`, in which the results of tools come; "
+                f"this one {reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
+                "set data.chat_template, or give rollout.environment a class whose step answers as the user"
+            )
+
+    def _warn_of_schemas(self) -> None:
+        dialogue = [_QUESTION]
+        with_tools = self._fill(dialogue, add_generation_prompt=True)
+        if with_tools == fill_template(self._tokenizer, dialogue, add_generation_prompt=True):
+            logger.warning(
+                "the chat template does not write the descriptions of tools, so the model does not see them; "
+                "describe the tools in data.system_prompt, or use a model whose template writes them"
+            )
+
+
+def conversation(prompt: PromptText) -> tuple[Message, ...]:
+    """The messages of a prompt; raises ValueError for a prompt that is a text."""
+    if isinstance(prompt, str):
+        raise ValueError(
+            "a prompt of an episode with an environment or tools must be a list of messages, because the "
+            f"chat template writes the turns after it; got the text {shown(prompt)}; give messages, or set "
+            "data.question_column or data.system_prompt, which make messages of a text"
+        )
+    return prompt
