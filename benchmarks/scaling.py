@@ -586,8 +586,8 @@ class Programs:
             return CachePart(keys, values)
 
         each = partial(array, EACH_REPLICA)
-        integers = (each(jnp.int32, case.slots),) * 3
-        slots = Slots(*integers, *(each(jnp.uint32, case.slots),) * 2, each(jnp.bool_, case.slots))
+        integers = (each(jnp.int32, case.slots),) * 4
+        slots = Slots(*integers, *(each(jnp.uint32, case.slots),) * 3, each(jnp.bool_, case.slots))
         sharing = Sharing(
             each(jnp.int32, case.prompts, case.slots // case.prompts),
             each(jnp.int32, case.slots),

@@ -90,7 +90,7 @@ class Evaluator:
         self._own: RewardScorer | None = None
         if spec not in rewards.functions:
             rewards = rewards.model_copy(update={"functions": {spec: 1.0}})
-            self._own = RewardScorer(rewards, decide=decided_by_main)
+            self._own = RewardScorer(rewards, decide=decided_by_main, episodes=config.rollout.has_episodes)
         self._accuracy = short_names(rewards)[spec]
         try:
             self.sets = self._load_sets(config, loaded)
@@ -99,7 +99,7 @@ class Evaluator:
             raise
 
     def _load_sets(self, config: Config, loaded: LoadedPolicy) -> list[EvaluationSet]:
-        required = dict(self._scorer.required_by)
+        required = {**self._scorer.required_by, **loaded.required_by}
         if config.eval.accuracy is not None and self._own is not None:
             required |= dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
         return [
@@ -112,6 +112,7 @@ class Evaluator:
                     seed=config.seed,
                     required_columns=required,
                     check_prompt=self._scorer.check_prompt,
+                    turns=loaded.turns,
                 ),
             )
             for name, spec in config.data.eval_sets.items()

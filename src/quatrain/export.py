@@ -80,7 +80,7 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
         raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
     number = best_step(run) if step == BEST else None if step is None else int(step)
     config = load_config(config_file, ANY_DEVICES, environ={}).config
-    loaded = load_policy(config, critic=False)
+    loaded = load_policy(config, critic=False, environments=False)
     checkpointer = Checkpointer(run / "checkpoints")
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
     found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)

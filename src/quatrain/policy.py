@@ -5,7 +5,7 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,12 +14,13 @@ import jax
 from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
-from quatrain.cluster.processes import decided_by_main, num_processes
-from quatrain.config.derive import longest_sequence
+from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
+from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
+from quatrain.data.turns import TurnTemplate
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
 from quatrain.models.lora import with_adapters, with_lora
@@ -27,6 +28,9 @@ from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.engine import OnProgress, RolloutEngine
+from quatrain.rollout.environment_calls import in_threads, in_workers
+from quatrain.rollout.episodes import EpisodeRules
+from quatrain.rollout.load_environment import Environments, load_environment, load_tools
 from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model
 
@@ -62,22 +66,39 @@ class LoadedPolicy:
     """Sharded on the critic's mesh; None without a critic, or if it starts from the policy's weights."""
     attention: str = "xla"
     """The attention implementation of the policy, whose kernel was probed on these devices."""
+    environments: Environments | None = None
+    """What makes the environments of episodes; None if completions have one turn."""
+    turns: TurnTemplate | None = None
+    """What renders the turns of episodes."""
+
+    @property
+    def required_by(self) -> Mapping[str, str]:
+        """Data columns that the environments need -> what needs them, for error messages."""
+        if self.environments is None:
+            return {}
+        return dict.fromkeys(self.environments.required_columns, f"the {self.environments.name}")
 
 
 def load_policy(
-    config: Config, *, critic: bool = True, weights: bool = True, adapters: bool = True
+    config: Config,
+    *,
+    critic: bool = True,
+    weights: bool = True,
+    adapters: bool = True,
+    environments: bool = True,
 ) -> LoadedPolicy:
     """Loads `model.path` and `model.tokenizer`; a built-in model is initialised from the run's seed.
 
     With `critic`, it also loads the critic, if the configuration has one. Without `weights`, the parameters
     are None, and everything else is read and checked. With `adapters`, the policy has those of `lora`, if
-    the configuration has any, as they are before training.
+    the configuration has any, as they are before training. With `environments`, what makes the environments
+    of `rollout.environment` or `rollout.tools` is imported.
 
     Parameters are sharded by `mesh` over the devices of all processes. Raises ValueError if a mesh does not
     match the number of devices or cannot shard the model, the devices lack pinned host memory needed for
     offloading, the tokenizer has more tokens than the model's vocabulary, the longest sequence has more
-    tokens than the model has positions, the kernel `model.attention` cannot run the model, or it cannot have
-    the adapters of `lora`.
+    tokens than the model has positions, the kernel `model.attention` cannot run the model, it cannot have
+    the adapters of `lora`, or environments or tools cannot be used, with this chat template or at all.
     """
     meshes = role_meshes(config)
     if any(config.offload.model_dump().values()):
@@ -117,6 +138,40 @@ def load_policy(
         critic_arch,
         critic_params,
         attention,
+        *(_environments(config, tokenizer, stop_ids) if environments else (None, None)),
+    )
+
+
+def _environments(
+    config: Config, tokenizer: Any, stop_ids: Sequence[int]
+) -> tuple[Environments | None, TurnTemplate | None]:
+    """What makes the environments of episodes, and what renders their turns; None for single turns."""
+    rollout = config.rollout
+    if not rollout.has_episodes:
+        return None, None
+    spec = rollout.environment
+    environments = load_tools(rollout.tools) if spec is None else load_environment(spec)
+    return environments, TurnTemplate(tokenizer, stop_ids, environments.schemas)
+
+
+def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
+    """The rules of episodes, with their environments in threads or processes of the main process."""
+    rollout = config.rollout
+    if loaded.environments is None or loaded.turns is None:
+        return None
+    timeout_s, workers = rollout.environment_timeout_s, rollout.environment_workers
+    calls = None
+    if is_main_process() and workers:
+        calls = in_workers(rollout.environment or rollout.tools, workers, timeout_s)
+    elif is_main_process():
+        calls = in_threads(loaded.environments, timeout_s)
+    return EpisodeRules(
+        loaded.tokenizer,
+        loaded.turns,
+        calls,
+        max_turns=rollout.max_turns,
+        max_environment_tokens=environment_tokens(config),
+        max_tokens=min(longest_sequence(config), loaded.arch.max_position),
     )
 
 
@@ -217,6 +272,7 @@ def build_engine(
         mesh=loaded.meshes.rollout,
         on_progress=on_progress,
         usual_prompt=usual_prompt,
+        episodes=_episode_rules(config, loaded),
     )
 
 
@@ -258,7 +314,13 @@ def build_scorer(
         memory="host" if config.offload.reward_models else "device",
         longest=longest_sequence(config),
     )
-    return RewardScorer(config.reward, models=models, functions=functions, decide=decided_by_main)
+    return RewardScorer(
+        config.reward,
+        models=models,
+        functions=functions,
+        decide=decided_by_main,
+        episodes=config.rollout.has_episodes,
+    )
 
 
 def build_policy_spec(config: Config, loaded: LoadedPolicy, *, temperature: float) -> PolicySpec:

@@ -211,8 +211,9 @@ class Run:
             self.config.data,
             self.loaded.tokenizer,
             seed=self.config.seed,
-            required_columns=self.scorer.required_by,
+            required_columns={**self.scorer.required_by, **self.loaded.required_by},
             check_prompt=self.scorer.check_prompt,
+            turns=self.loaded.turns,
             by_pass_rate=True,
         )
 

@@ -16,9 +16,15 @@ import numpy as np
 
 from quatrain.metrics import Metrics
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
+"""Why a completion ended: a stop token or string, or its length; an episode also by its environment, by its
+number of turns, or by a fault of its environment (an error or a timeout)."""
+FAULTS = ("error", "timeout")
+"""Finish reasons of episodes that a fault of the environment ended."""
+EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
+"""Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
-"""Arguments of reward functions other than data columns; a data column must not have one of these names."""
+"""Arguments of reward functions other than columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
 
@@ -70,8 +76,9 @@ class RolloutBatch:
     with at least one prompt token. `completion_mask` is True for sampled tokens, the stop token included.
     `rollout_logprobs` are the log-probabilities (nats) of tokens in the sampled distribution, 0
     outside the mask. `policy_version` is the optimizer step of the weights that sampled a token, -1 outside
-    the mask. `finish_reason` is `stop` or `length` (cut at the maximum completion length). `baseline` has one
-    greedy completion per group, which is scored and not trained on; None if none were drawn.
+    the mask. `finish_reason` is one of FINISH_REASONS. In episodes of several turns, `completions` are the
+    texts of the last turns, and `columns` has EPISODE_COLUMNS. `baseline` has one greedy completion per
+    group, which is scored and not trained on; None if none were drawn.
 
     Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
     """

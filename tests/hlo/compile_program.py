@@ -133,7 +133,7 @@ class Programs:
             self._params(self.dtype),
             self._cache(SLOTS, OWN),
             self._cache(prompts, PROMPT),
-            Slots(integers, integers, integers, unsigned, unsigned, flags),
+            Slots(*(integers,) * 4, *(unsigned,) * 3, flags),
             Sharing(members, integers, lengths),
             self._array(jnp.int32),
             self._array(jnp.uint32),
@@ -152,7 +152,9 @@ class Programs:
         from quatrain.types import Prompt
 
         ids = np.arange(8 * PROMPT, dtype=np.int32).reshape(8, PROMPT)
-        pack = [Admitted(Group(Prompt(i, row, ""), 0, []), i, i) for i, row in enumerate(ids)]
+        pack = [
+            Admitted(Group.of(Prompt(i, row, ""), 0, range(GROUP), OWN), i, i) for i, row in enumerate(ids)
+        ]
         rows = SLOTS // GROUP
         packed = self._like(pack_prompts([pack], GROUP, rows, unpack=unpacks(self.attention)))
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))

@@ -15,7 +15,7 @@ def _short_common_prefixes(monkeypatch):
 
 def _pack(*prompts):
     return [
-        Admitted(Group(Prompt(i, np.array(ids, np.int32), "", {}), 7, []), i, i)
+        Admitted(Group.of(Prompt(i, np.array(ids, np.int32), "", {}), 7, (0,), 1), i, i)
         for i, ids in enumerate(prompts)
     ]
 

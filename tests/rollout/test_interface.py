@@ -38,7 +38,8 @@ def _turns(*turns: tuple[list[int], list[int]], reason: str = "stop") -> Complet
     completion = Completion(finish_reason=reason)
     for version, (sampled, given) in enumerate(turns):
         completion.extend(sampled, [-0.5] * len(sampled), version)
-        completion.extend_given(given)
+        if given:
+            completion.begin_turn(given)
     return completion
 
 
@@ -62,7 +63,7 @@ def test_tokens_of_an_environment_are_context_and_not_completion(batch, tokenize
     assert batch.rollout_logprobs[2].tolist() == [0, -0.5, 0, -0.5, 0, 0, -0.5, -0.5]
     assert batch.attention_mask.sum(axis=1).tolist() == [8, 4, 8, 3]
     assert batch.completion_lengths.tolist() == [3, 1, 4, 2]
-    assert batch.completions[0] == tokenizer.decode([10, 11, 20, 21, 12])
+    assert batch.completions[0] == tokenizer.decode([12])
     results = {name: metric.result() for name, metric in batch.metrics.items()}
     assert results["length/prompt/mean"] == 2.0
     assert results["length/completion/mean"] == 2.5

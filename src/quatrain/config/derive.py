@@ -46,6 +46,7 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
         "advantage.scale": ADVANTAGE_SCALES.get(config.advantage.estimator, (None,))[0],
+        "rollout.max_environment_tokens": environment_tokens(config) or None,
         "rollout.greedy_baseline": config.advantage.estimator == GREEDY_ESTIMATOR,
         **_overlong(config),
         "update.mini_batch_size": mini_batch_size(config),
@@ -80,9 +81,15 @@ def mini_batch_size(config: Config) -> int:
     )
 
 
+def environment_tokens(config: Config) -> int:
+    """The most tokens of an episode that its environment and the chat template add; 0 without one."""
+    rollout = config.rollout
+    return (rollout.max_environment_tokens or rollout.max_new_tokens) if rollout.has_episodes else 0
+
+
 def longest_sequence(config: Config) -> int:
-    """Length in tokens of the longest possible sequence: the longest prompt plus the longest completion."""
-    return config.data.max_prompt_length + config.rollout.max_new_tokens
+    """Length in tokens of the longest possible sequence: prompt, completion and an environment's tokens."""
+    return config.data.max_prompt_length + config.rollout.max_new_tokens + environment_tokens(config)
 
 
 def _micro_batches(config: Config) -> dict[str, int]:
@@ -131,7 +138,8 @@ def _reward_model_tokens(config: Config, sizes: Mapping[str, int]) -> int | None
 
 
 def _budgets_hold_a_sequence(config: Config) -> None:
-    longest = longest_sequence(config)
+    longest, added = longest_sequence(config), environment_tokens(config)
+    more = f" + rollout.max_environment_tokens ({added})" if added else ""
     budgets = {
         "update.max_tokens_per_device": config.update.max_tokens_per_device,
         "logprob.max_tokens_per_device": config.logprob.max_tokens_per_device,
@@ -141,8 +149,8 @@ def _budgets_hold_a_sequence(config: Config) -> None:
     }
     problems = [
         f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
-        f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}) = "
-        f"{longest} tokens; set it to at least {longest}"
+        f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}){more} "
+        f"= {longest} tokens; set it to at least {longest}"
         for key, budget in budgets.items()
         if budget is not None and budget < longest
     ]

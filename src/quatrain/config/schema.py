@@ -26,6 +26,8 @@ from pydantic_core import PydanticCustomError
 from quatrain.config.mesh import axis_sizes, device_numbers
 from quatrain.config.values import data_sets, evaluation_sets, plain_value, reward_entry
 
+EPISODE_KEYS = ("max_turns", "max_environment_tokens", "environment_timeout_s", "environment_workers")
+"""Keys of `rollout` that only episodes of several turns use."""
 LARGEST_COUNT = 2**31 - 1
 """Above it, a number does not fit the 32 bits of the arrays that it becomes part of."""
 
@@ -413,6 +415,36 @@ class RolloutConfig(Section):
         "samples of the next batch while the last ones of a batch decode. Faster where lengths differ much; "
         "tokens then depend on timing.",
     )
+    environment: Text | None = Field(
+        None,
+        description="Environment that answers each turn of the policy, as `path.py:Class`; null: completions "
+        "have one turn, or there are tools: [episodes.md](episodes.md).",
+    )
+    tools: tuple[Text, ...] = Field(
+        (),
+        strict=False,
+        description="Functions that the policy can call in its turns, each as `path.py:function`.",
+    )
+    max_turns: Count = Field(
+        8, description="Most turns of the policy in an episode with an environment or tools."
+    )
+    max_environment_tokens: Count | None = Field(
+        None,
+        description="Most tokens that an environment and the chat template may add to an episode; what would "
+        "be more ends it as `length`. Derived: `rollout.max_new_tokens`, which bounds the tokens that the "
+        "policy samples in all its turns.",
+    )
+    environment_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that one call of an environment may take: `reset`, `step` with its tools, or "
+        "the end. An episode whose environment takes longer ends with the reward of an error.",
+    )
+    environment_workers: NonNegative = Field(
+        0,
+        description="Processes in which environments run; 0: threads of the process that trains. Only a "
+        "process can be ended if an environment hangs, and without the run if one crashes.",
+    )
     mesh: Mesh | None = Field(
         None,
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
@@ -431,6 +463,11 @@ class RolloutConfig(Section):
         description="A warning is given if the mean absolute difference between the sampler's and the "
         "trainer's log-probabilities of a training step's tokens exceeds this, in nats; null: no warning.",
     )
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether samples are episodes of several turns, with an environment or tools."""
+        return self.environment is not None or bool(self.tools)
 
     @property
     def samples_the_policy(self) -> bool:
@@ -1201,6 +1238,36 @@ class Config(Section):
                 "a single sample never has; set 1, or raise rollout.n",
                 {"key": "rollout.dynamic_sampling_rounds", "value": rounds},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_are_possible(self) -> Self:
+        rollout = self.rollout
+        if rollout.environment is not None and rollout.tools:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty if rollout.environment is set: an environment has its own tools, as methods; "
+                "set one of the two",
+                {"key": "rollout.tools", "value": list(rollout.tools)},
+            )
+        if rollout.has_episodes:
+            return self
+        if "environment" in self.reward.functions:
+            raise PydanticCustomError(
+                "across_sections",
+                "names the reward of an environment, which there is not; set rollout.environment, or leave "
+                "the function out",
+                {"key": "reward.functions.environment", "value": self.reward.functions["environment"]},
+            )
+        for key in EPISODE_KEYS:
+            value = getattr(rollout, key)
+            if value != type(rollout).model_fields[key].default:
+                raise PydanticCustomError(
+                    "across_sections",
+                    "has no effect without rollout.environment or rollout.tools; set one of these, or leave "
+                    "this key at its default",
+                    {"key": f"rollout.{key}", "value": value},
+                )
         return self
 
     @model_validator(mode="after")

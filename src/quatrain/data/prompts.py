@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,14 +25,16 @@ from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
 from quatrain.config.secrets import redact
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
-from quatrain.data.columns import check_answer_column, prepared
+from quatrain.data.columns import MESSAGES, check_answer_column, prepared
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render, unfit_text
-from quatrain.types import REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
+from quatrain.types import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from quatrain.data.turns import TurnTemplate
 
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
@@ -145,6 +148,7 @@ def load_prompts(
     required_columns: Mapping[str, str] | Collection[str] = (),
     check_prompt: Callable[[PromptText], None] = lambda prompt: None,
     by_pass_rate: bool = False,
+    turns: TurnTemplate | None = None,
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
@@ -159,7 +163,9 @@ def load_prompts(
     `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
     needs each. `check_prompt` is called with each prompt and raises ValueError if the rewards cannot score
     it. With `by_pass_rate`, rows whose pass rate is below `data.min_pass_rate` or above `data.max_pass_rate`
-    are left out. Raises ValueError for invalid data, naming the data set and the row, and if processes have
+    are left out. `turns` renders the prompts of episodes.
+
+    Raises ValueError for invalid data, naming the data set and the row, and if processes have
     read different data.
     """
     by_pass_rate = by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None)
@@ -181,7 +187,13 @@ def load_prompts(
     def rows_of(spec: str) -> list[Row]:
         return prepared(spec, read_rows(spec), data)
 
-    reader = _Reader(data, tokenizer, rows_of, check_columns, _check_answers, check_prompt, keep)
+    def check_rows(spec: str, rows: Sequence[Row]) -> None:
+        _check_answers(spec, rows)
+        if turns is not None:
+            _check_episode_columns(spec, rows[0])
+
+    encode = turns.prompt if turns is not None else partial(render, tokenizer)
+    reader = _Reader(data, encode, rows_of, check_columns, check_rows, check_prompt, keep)
     return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
@@ -204,7 +216,8 @@ def load_demonstrations(
 
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
-    reader = _Reader(data, tokenizer, rows_of, check_columns, _check_completions)
+    encode = partial(render, tokenizer)
+    reader = _Reader(data, encode, rows_of, check_columns, _check_completions)
     return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
@@ -215,6 +228,7 @@ class _TokenRows(NamedTuple):
     filtered: int = 0
 
 
+_Encode = Callable[[PromptText], list[int]]
 _Keep = Callable[[str, int, Row], bool]
 """Whether a row is used, from the source, the row's number from 1, and the row."""
 
@@ -236,7 +250,7 @@ class _Reader:
     """
 
     data: DataConfig
-    tokenizer: PreTrainedTokenizerFast
+    encode: _Encode
     rows: Callable[[str], list[Row]]
     check_columns: Callable[[str, Row], None]
     check_rows: Callable[[str, Sequence[Row]], None]
@@ -246,7 +260,7 @@ class _Reader:
     def tokenised(self, spec: str, rows: list[Row]) -> _TokenRows:
         """The rows as tokens; their prompts are checked."""
         self.check_rows(spec, rows)
-        found = _tokenise(spec, rows, self.data, self.tokenizer, self.keep)
+        found = _tokenise(spec, rows, self.data, self.encode, self.keep)
         for row in found.rows:
             _check_prompt(spec, row, self.check_prompt)
         return found
@@ -377,6 +391,15 @@ def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
             )
 
 
+def _check_episode_columns(spec: str, row: Row) -> None:
+    for name in EPISODE_COLUMNS:
+        if name in row and name != MESSAGES:  # the dialogue begins with these messages
+            raise ValueError(
+                f"{spec}: a column is called `{name}`, in which episodes have rewards of their environment; "
+                "rename the column"
+            )
+
+
 def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collection[str]) -> None:
     for name in required:
         # Reward functions receive the prompt as `prompts`, not as a column.
@@ -418,13 +441,11 @@ def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> boo
     return (low is None or rate >= low) and (high is None or rate <= high)
 
 
-def _tokenise(
-    spec: str, rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerFast, keep: _Keep
-) -> _TokenRows:
+def _tokenise(spec: str, rows: list[Row], data: DataConfig, encode: _Encode, keep: _Keep) -> _TokenRows:
     limit = data.max_prompt_length
     kept = [(number, row) for number, row in enumerate(rows, start=1) if keep(spec, number, row)]
     filtered = len(rows) - len(kept)
-    tokenised = [_token_row(spec, number, row, data, tokenizer) for number, row in kept]
+    tokenised = [_token_row(spec, number, row, data, encode) for number, row in kept]
     long = [row for row in tokenised if len(row.input_ids) > limit]
     if not long:
         return _TokenRows(tokenised, filtered=filtered)
@@ -444,9 +465,7 @@ def _truncated(row: TokenRow, limit: int) -> TokenRow:
     return TokenRow(row.number, row.text, row.input_ids[-limit:], row.columns)
 
 
-def _token_row(
-    spec: str, number: int, row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerFast
-) -> TokenRow:
+def _token_row(spec: str, number: int, row: Row, data: DataConfig, encode: _Encode) -> TokenRow:
     deep = [name for name, value in row.items() if too_deep(value)]
     if deep:
         raise ValueError(
@@ -455,7 +474,7 @@ def _token_row(
         )
     try:
         text = _prompt_text(row, data)
-        ids = np.asarray(render(tokenizer, text), dtype=np.int32)
+        ids = np.asarray(encode(text), dtype=np.int32)
     except ValueError as error:
         raise ValueError(f"{spec}, row {number}: {error}") from error
     ids.setflags(write=False)

@@ -1,4 +1,4 @@
-"""The forward passes of the sampler: prefill of packed prompts, and decode steps of one token per sequence.
+"""The forward passes of the sampler: prefill of prompts, decode steps, and tokens after cached ones.
 
 Data flow: `rollout/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
 that writes and reads the KV cache. The cache has two parts: the prompt cache, with one row per prompt, shared
@@ -26,6 +26,17 @@ from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Continued:
+    """Tokens that continue sequences in rows of the prompt cache: at most T of each of N sequences."""
+
+    input_ids: jax.Array  # [N, T] int32
+    starts: jax.Array  # [N] int32: tokens of the sequence that are in its row before these
+    counts: jax.Array  # [N] int32: how many of the T tokens are real
+    rows: jax.Array  # [N] int32: row of the prompt cache; out of range for padding
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +99,57 @@ def prefill(
         backend=backend,
     )
     return hidden[0], CachePart.of_layers(new)
+
+
+def extend(
+    params: Params,
+    arch: Architecture,
+    continued: Continued,
+    prompts: CachePart,
+    *,
+    dtype: DTypeLike,
+    backend: Backend = ACCELERATOR,
+) -> tuple[jax.Array, CachePart]:
+    """(hidden states [N, D] of the last real tokens of `continued`, `prompts` with their keys and values)."""
+    N, T = continued.input_ids.shape
+    columns_S, ahead_T = jnp.arange(prompts.columns), jnp.arange(T)
+    positions_NT = continued.starts[:, None] + ahead_T
+    real_NT = ahead_T < continued.counts[:, None]
+    columns_NT = jnp.where(real_NT, positions_NT, prompts.columns)  # out of range: not written
+    rows_N1 = continued.rows[:, None]
+    back_NTS = positions_NT[:, :, None] - columns_S
+
+    def attend_within(window: int | None) -> Attend:
+        near = back_NTS >= 0
+        mask_NTS = near if window is None else near & (back_NTS < window)
+
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: LayerCache
+        ) -> tuple[jax.Array, LayerCache]:
+            B, T, heads, H = q_BTNH.shape
+            K = k_BTKH.shape[2]
+            keys, values = cache
+            keys = keys.at[rows_N1, :, :, columns_NT].set(k_BTKH.astype(keys.dtype), mode="drop")
+            values = values.at[rows_N1, :, columns_NT].set(v_BTKH.astype(values.dtype), mode="drop")
+            own_keys, own_values = (jnp.take(x, continued.rows, axis=0, mode="clip") for x in (keys, values))
+            q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
+            y_BTKGH, _ = _attend(q_BTKGH, own_keys, own_values, mask_NTS, arch.attention_softcap)
+            return y_BTKGH.reshape(B, T, heads, H).astype(q_BTNH.dtype), (keys, values)
+
+        return attend
+
+    hidden, new = run_layers(
+        params,
+        arch,
+        continued.input_ids,
+        positions_NT,
+        attend_within,
+        prompts.layers,
+        dtype=dtype,
+        backend=backend,
+    )
+    last_N = jnp.maximum(continued.counts - 1, 0)
+    return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
 
 
 def decode(

@@ -21,7 +21,7 @@ from quatrain.reward.functions import RewardFunction
 from quatrain.reward.pool import Failure, Kind, Pool
 from quatrain.reward.values import plain_rewards
 from quatrain.reward.worker import failure
-from quatrain.types import RolloutBatch
+from quatrain.types import FAULTS, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,12 @@ class Samples:
             return list(every)
         values = self.arguments[DATA_SOURCE]
         return [row for row in every if isinstance(values[row], str) and values[row] in sources]
+
+    @property
+    def faults(self) -> frozenset[int]:
+        """The rows of episodes that a fault of their environment ended."""
+        reasons = self.arguments["finish_reasons"]
+        return frozenset(row for row in range(len(self)) if reasons[row] in FAULTS)
 
     def part(self, rows: Rows) -> Samples:
         """The samples `rows`."""
@@ -199,13 +205,17 @@ def score_function(
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
 
     Samples of other sources than the function's are abstentions. The first calls get the samples that
-    `per_call` says. The samples of a failing call are called again, the groups of a batch one by one, then
+    `per_call` says. An episode that a fault of its environment ended is no sample of any call; its reward is
+    ERROR_REWARD. The samples of a failing call are called again, the groups of a batch one by one, then
     the samples of a failing group. After a call that took too long, these further calls have little time, so
     that a function that hangs does not hold the step. Raises ValueError if the function returns the wrong
     number of values or values that are no numbers.
     """
     rows = samples.of_sources(function.sources)
     values = np.full(len(samples), np.nan, np.float32)
+    faults = samples.faults
+    values[rows] = ERROR_REWARD
+    rows = [row for row in rows if row not in faults]
     own = samples.part(rows) if len(rows) < len(samples) else samples
     scoring = _Scoring(function, own)
     try:

@@ -56,9 +56,15 @@ def overlong(completions: list[str], completion_ids: list[list[int]], limit: int
     return [-min(max((len(ids) - limit + buffer) / buffer, 0.0), 1.0) for ids in completion_ids]
 
 
+def environment(environment_reward: list[float], **_: Any) -> list[float]:
+    """What the environment of an episode gave for its turns, and at its end, in all."""
+    return environment_reward
+
+
 BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {
     "correct": correct,
     "format": format,
     "tag_count": tag_count,
     "overlong": overlong,
+    "environment": environment,
 }

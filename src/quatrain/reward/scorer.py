@@ -24,6 +24,7 @@ from quatrain.config.secrets import redact
 from quatrain.metrics import Metric, combine, describe
 from quatrain.reward.calls import (
     DATA_SOURCE,
+    ERROR_REWARD,
     Caller,
     Function,
     InProcess,
@@ -35,7 +36,15 @@ from quatrain.reward.calls import (
 from quatrain.reward.forms import prepared
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
 from quatrain.reward.pool import Failure, Pool, default_workers
-from quatrain.types import REWARD_ARGUMENTS, Prompt, PromptText, RewardedBatch, RolloutBatch
+from quatrain.types import (
+    EPISODE_COLUMNS,
+    FAULTS,
+    REWARD_ARGUMENTS,
+    Prompt,
+    PromptText,
+    RewardedBatch,
+    RolloutBatch,
+)
 from quatrain.user_code import find_function, parameters_of
 
 if TYPE_CHECKING:
@@ -69,7 +78,8 @@ class RewardScorer:
     names there; they are called in this process. `decide` calls its argument and returns the result. In a run
     of several processes it must do so in one process and broadcast the result
     (`cluster.processes.decided_by_main`), because users' functions may return different values in different
-    processes; only that process has worker processes. `close` ends them; otherwise they end with the scorer
+    processes; only that process has worker processes. With `episodes`, rollouts bring the columns
+    EPISODE_COLUMNS, which the data need not have. `close` ends them; otherwise they end with the scorer
     or with this process. Raises ValueError if a function cannot be imported or called, and if `models` lacks
     a reward model.
     """
@@ -81,6 +91,7 @@ class RewardScorer:
         models: Mapping[str, RewardModel] = MappingProxyType({}),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         decide: Decide = lambda f: f(),
+        episodes: bool = False,
     ):
         self._decide, self._per_call = decide, config.per_call
         missing = config.models.keys() - models.keys()
@@ -105,6 +116,9 @@ class RewardScorer:
             self.close()
             raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
+        self._episodes = episodes
+        if episodes:
+            needs = {column: reward for column, reward in needs.items() if column not in EPISODE_COLUMNS}
         if self._sources:
             needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
@@ -150,7 +164,7 @@ class RewardScorer:
             if prompt is None or function.spec in BUILTIN_FUNCTIONS:
                 continue
             try:
-                problem = try_function(function, _made_up(prompt, completion_ids))
+                problem = try_function(function, _made_up(prompt, completion_ids, self._episodes))
             except ValueError as error:
                 raise ValueError(
                     f"{error} (it was tried on a made-up completion of a training prompt)"
@@ -224,6 +238,8 @@ class RewardScorer:
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
         scores = model.score(rollouts)
+        faults = np.isin(rollouts.finish_reason, FAULTS)
+        scores = scores._replace(values=np.where(faults, ERROR_REWARD, np.asarray(scores.values, np.float32)))
         if name not in self._sources:
             return scores
         own = np.zeros(len(rollouts), np.bool_)
@@ -243,10 +259,14 @@ class RewardScorer:
         return called
 
 
-def _made_up(prompt: Prompt, completion_ids: list[int]) -> Samples:
+def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool) -> Samples:
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
+    columns = dict(prompt.columns)
+    if episodes:
+        answer = {"role": "assistant", "content": MADE_UP}
+        columns |= {"messages": [*text, answer], "environment_reward": 0.0, "turn_rewards": [0.0]}
     arguments = {
-        **{name: [value] for name, value in prompt.columns.items()},
+        **{name: [value] for name, value in columns.items()},
         "prompts": [text],
         "completions": [MADE_UP],
         "completion_ids": [completion_ids],

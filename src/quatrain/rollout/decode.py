@@ -1,5 +1,8 @@
 """The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
 
+For further turns of an episode: `keep_turns` moves keys and values of a turn to the row of the prompt cache
+that has those before it, and the extension computes the tokens that follow a row.
+
 Called by `session.py`. Shapes: B slots, R rows of S columns in the prompt cache, C columns per slot in the
 cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens, and n
 samples per prompt.
@@ -25,7 +28,7 @@ from quatrain.backend import Backend, this_backend
 from quatrain.models import decode_step
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.unpacking import Unpacking
-from quatrain.models.decode_step import Sharing
+from quatrain.models.decode_step import Continued, Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
@@ -57,6 +60,7 @@ class Packed(NamedTuple):
     rows: jax.Array  # [N] int32, row of the prompt cache; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
+    offsets: jax.Array  # [N] uint32, index of the next token in the completion
     layout: Unpacking | None = None  # of [1, T] tokens
 
 
@@ -108,10 +112,9 @@ class Program:
         )
         return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
 
-    def ends(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """[B] bool: whether completions of `lengths` tokens whose last tokens are `tokens` are finished."""
-        stopped = jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
-        return stopped | (lengths >= self.sampling.max_new_tokens)
+    def stops(self, tokens: jax.Array) -> jax.Array:
+        """[B] bool: which `tokens` end a completion."""
+        return jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
 
 
 def _prefill(
@@ -165,17 +168,58 @@ def _prefill_shard(
         seed,
         jnp.repeat(packed.steps, n),
         packed.sequence_ids.reshape(-1),
-        jnp.zeros(packed.sequence_ids.size, jnp.uint32),
+        jnp.repeat(packed.offsets, n),
     )
     return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+
+
+class Extended(NamedTuple):
+    """N sequences that go on after rows of the prompt cache: tokens, and what one more is drawn from."""
+
+    continued: Continued
+    sequence_ids: jax.Array  # [N] uint32
+    steps: jax.Array  # [N] uint32
+    offsets: jax.Array  # [N] uint32, index of the next token in the completion
+
+
+def _extend(
+    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, *, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    """(prompt cache with the tokens in their rows, next tokens [N], their log-probabilities [N])."""
+    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
+    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
+    per_shard = partial(_extend_shard, program=program)
+    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, extended, seed)
+
+
+extend_program = jit_for_backend(_extend, static_argnames=("program",), donate_argnames=("prompts",))
+"""`extend_program(backend)` is the jitted `_extend`."""
+
+
+def _extend_shard(
+    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    hidden_ND, prompts = decode_step.extend(
+        params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
+    )
+    tokens, logprobs = program.draw(
+        logits(params, program.arch, hidden_ND, backend=program.backend),
+        seed,
+        extended.steps,
+        extended.sequence_ids,
+        extended.offsets,
+    )
+    return prompts, *all_gather_shards((tokens, logprobs))
 
 
 class Slots(NamedTuple):
     """The sequences in the slots, [B] each; values are valid but arbitrary where `live` is False."""
 
     tokens: jax.Array  # int32, the last one sampled
-    lengths: jax.Array  # int32, completion tokens so far, at least 1
-    prompt_lengths: jax.Array  # int32
+    lengths: jax.Array  # int32, tokens of this turn so far, at least 1
+    limits: jax.Array  # int32, the most tokens that this turn may have
+    prompt_lengths: jax.Array  # int32, tokens before this turn
+    offsets: jax.Array  # uint32, completion tokens before this turn; 0 in the first turn
     sequence_ids: jax.Array  # uint32
     steps: jax.Array  # uint32
     live: jax.Array  # bool
@@ -262,7 +306,7 @@ def _decode_shard(
             seed,
             slots.steps,
             slots.sequence_ids,
-            lengths.astype(jnp.uint32),
+            slots.offsets + lengths.astype(jnp.uint32),
         )
         decoded = Decoded(
             jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),
@@ -270,7 +314,7 @@ def _decode_shard(
             decoded.counts + live,
             now + 1,
         )
-        live = live & ~program.ends(tokens, lengths + 1)
+        live = live & ~program.stops(tokens) & (lengths + 1 < slots.limits)
         return generated, tokens, live, decoded
 
     begin = (generated, slots.tokens, slots.live, empty)
@@ -297,6 +341,48 @@ def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Progr
         return carry, any_live(carry)
 
     return jax.lax.while_loop(unfinished, advance_all, (begin, any_live(begin)))[0]
+
+
+class Turns(NamedTuple):
+    """Turns of N sequences whose keys and values are moved to rows of the prompt cache; [N] int32 each."""
+
+    slots: np.ndarray
+    columns: np.ndarray  # column of a turn's first token in its slot
+    counts: np.ndarray  # tokens of the turn whose keys and values are moved
+    sources: np.ndarray  # row of the prompt cache with the tokens before the turn
+    lengths: np.ndarray  # tokens before the turn
+    rows: np.ndarray  # the row that all are moved to; out of range for padding
+
+
+def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mesh) -> CachePart:
+    """`prompts` with tokens before these turns, and those of the turns, in their rows.
+
+    Indices count from 0 on each replica; one small program serves all arrays.
+    """
+    keys, values = (
+        tuple(_keep(to, by, turns, axis, mesh) for to, by in zip(rows, slots, strict=True))
+        for rows, slots, axis in ((prompts.keys, generated.keys, 3), (prompts.values, generated.values, 2))
+    )
+    return CachePart(keys, values)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
+def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mesh: Mesh) -> jax.Array:
+    def keep_shard(prompts: jax.Array, generated: jax.Array, turns: Turns) -> jax.Array:
+        lengths_N1, columns_N1 = (jnp.asarray(x)[:, None] for x in (turns.lengths, turns.columns))
+        after_NS = jnp.arange(prompts.shape[axis]) - lengths_N1
+        columns_NS = (columns_N1 + after_NS) % generated.shape[axis]
+
+        def per_column(x_NS: jax.Array) -> jax.Array:
+            return x_NS[:, None, None] if axis == 3 else x_NS[:, None, :, None]
+
+        turn = jnp.take_along_axis(generated[turns.slots], per_column(columns_NS), axis=axis)
+        moved = jnp.where(per_column(after_NS) < 0, prompts[turns.sources], turn)
+        return prompts.at[turns.rows].set(moved, mode="drop")
+
+    return shard_mapped(keep_shard, mesh, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC)(
+        prompts, generated, turns
+    )
 
 
 def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:

@@ -11,8 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from quatrain.models.lora import adapters_of, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
+from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
 from quatrain.rollout.interface import Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
@@ -56,12 +58,13 @@ class RolloutProgress:
 
 
 OnProgress = Callable[[RolloutProgress], None]
+AnySession = Session | EpisodeSession
 
 
 class Ticket(NamedTuple):
     """Prompts that were submitted together: the numbers of their groups in a session."""
 
-    session: Session
+    session: AnySession
     groups: tuple[int, ...]
 
 
@@ -73,7 +76,8 @@ class RolloutEngine:
     memory (`CACHE_SHARE`). `attention` is the implementation of attention in the prefill
     (`models.attention`). `on_progress` is called after each decode call of `generate` or `wait`, in the
     thread that called these. The prompt cache always has room for prompts of `usual_prompt` tokens: programs
-    are compiled for that size, which changes only for longer prompts.
+    are compiled for that size, which changes only for longer prompts. With `episodes`, each sample is an
+    episode of several turns with an environment of its own, which `close` ends.
 
     Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora`
     says.
@@ -101,6 +105,7 @@ class RolloutEngine:
         cache_bytes: int | None = None,
         on_progress: OnProgress | None = None,
         usual_prompt: int = 1,
+        episodes: EpisodeRules | None = None,
     ):
         self._with_adapters = arch
         self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
@@ -119,11 +124,12 @@ class RolloutEngine:
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
+        self._episodes = episodes
         self._params: Any = None
         self._copies_base = self.arch.lora is None
         self._version = -1
         self._sync_s = 0.0
-        self._session: Session | None = None
+        self._session: AnySession | None = None
         self._between_calls = threading.Lock()
         self._one_interruption = threading.Lock()
         self._running = threading.Event()
@@ -191,8 +197,8 @@ class RolloutEngine:
         return batch
 
     def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
-        session = self._new_session(sampling)
-        return self._collect(Ticket(session, session.submit(prompts, step)))
+        with closing(self._new_session(sampling)) as session:
+            return self._collect(Ticket(session, session.submit(prompts, step)))
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
         """Queue `prompts`; `wait` returns their completions for the ticket that this returns.
@@ -236,7 +242,11 @@ class RolloutEngine:
         """Discard groups in flight, the KV cache and the weights."""
         with self._interruption():
             self._closed, self._paused = True, False
+            if self._session is not None:
+                self._session.close()
             self._session = self._params = None
+            if self._episodes is not None:
+                self._episodes.close()
 
     @contextmanager
     def _interruption(self) -> Iterator[None]:
@@ -250,7 +260,7 @@ class RolloutEngine:
                 if not self._paused:
                     self._running.set()
 
-    def _new_session(self, sampling: Sampling) -> Session:
+    def _new_session(self, sampling: Sampling) -> AnySession:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._params if self._copies_base else adapters_of(self._params)
@@ -266,7 +276,11 @@ class RolloutEngine:
             self._cache_bytes,
             self._usual_prompt,
         )
-        return Session(sampler, sampling, self._max_concurrency)
+        if self._episodes is None:
+            return Session(sampler, sampling, self._max_concurrency)
+        between_turns = sampling.max_new_tokens + self._episodes.max_environment_tokens
+        sampler = replace(sampler, more_context=between_turns)
+        return EpisodeSession(self._episodes, partial(Session, sampler, sampling, self._max_concurrency))
 
     def _collect(self, ticket: Ticket) -> RolloutBatch:
         session, groups = ticket
@@ -286,11 +300,9 @@ class RolloutEngine:
                 self._on_progress(RolloutProgress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
         with self._between_calls:
-            taken = session.take(groups)
-        samples = [(group.prompt, completion) for group in taken for completion in group.completions]
-        batch = rollout_batch(
-            samples, self.tokenizer, _work_metrics(session.tally - before, generated - began)
-        )
+            samples, metrics = session.take(groups)
+        worked = _work_metrics(session.tally - before, generated - began)
+        batch = rollout_batch(samples, self.tokenizer, {**worked, **metrics})
         timings = {
             "time/rollout_sync_s": Metric(self._sync_s),
             "time/rollout_generate_s": Metric(generated - began, reduction="sum"),

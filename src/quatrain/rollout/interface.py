@@ -111,6 +111,20 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = "length"
+    turns: list[int] = field(default_factory=lambda: [0])
+    """The index of the first token of each turn of the policy."""
+    num_given: int = 0
+    """How many of the tokens the policy did not sample."""
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of the tokens the policy sampled."""
+        return len(self.tokens) - self.num_given
+
+    @property
+    def last_turn(self) -> list[int]:
+        """The tokens of the policy's last turn."""
+        return self.tokens[self.turns[-1] :]
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append `tokens` that were sampled from weights of one `version`."""
@@ -118,9 +132,12 @@ class Completion:
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
 
-    def extend_given(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` that the policy did not sample."""
+    def begin_turn(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` that the policy did not sample, after which its next turn begins."""
         self.extend(tokens, [0.0] * len(tokens), -1)
+        self.num_given += len(tokens)
+        self.turns.append(len(self.tokens))
+        self.finish_reason = "length"
 
     def cut(self, length: int) -> None:
         """Drop all tokens after the first `length`."""
@@ -132,7 +149,8 @@ def rollout_batch(
 ) -> RolloutBatch:
     """The batch of finished `samples`, in the given order, with `metrics` and metrics of the lengths added.
 
-    `tokenizer` decodes completions, without special tokens, to the text that reward functions get.
+    `tokenizer` decodes completions, without special tokens, to the text that reward functions get; in an
+    episode of several turns, the last turn.
     """
     lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
     shape = (len(samples), max((sum(both) for both in lengths), default=0))
@@ -154,7 +172,7 @@ def rollout_batch(
         finish_reason=reasons,
         group_ids=np.array([prompt.group_id for prompt, _ in samples], np.int64),
         prompts=tuple(prompt.text for prompt, _ in samples),
-        completions=tuple(tokenizer.decode(c.tokens, skip_special_tokens=True) for _, c in samples),
+        completions=tuple(tokenizer.decode(c.last_turn, skip_special_tokens=True) for _, c in samples),
         columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
         metrics={**_length_metrics(lengths, (versions >= 0).sum(axis=1), reasons), **metrics},
     )

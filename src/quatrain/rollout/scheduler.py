@@ -5,6 +5,10 @@ cache to as many groups as the free slots can take, `fill` assigns their samples
 slot, and `take` returns finished groups. A group keeps its row until its last sample is finished, so it may
 have more samples than there are slots.
 
+A sample whose episode may go on after this turn is held: `hold` frees its slot and makes it a group of its
+own, with a row for its keys and values if one is free. `resume` queues it again; `drop` forgets it. A held
+group whose row another group needs loses it, and is queued like a new one when it is resumed.
+
 All replicas of the sampler have the same number of slots and of rows, and a sample stays on the replica that
 it was assigned to. While more sequences wait than there are free slots, a group is assigned to one replica,
 unless it has more samples than a replica has slots. Once all remaining sequences fit into the slots, groups
@@ -18,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quatrain.ops.ladder import round_up
+from quatrain.ops.ladder import power_of_two, round_up
 
 _T = TypeVar("_T")
 FEWEST_SLOTS = 4
@@ -36,11 +40,15 @@ class _Part:
 
 @dataclass
 class _Group:
-    """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica."""
+    """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica.
+
+    `resumed`: whether it is a sample that was held.
+    """
 
     ticket: int
     waiting: deque[int]
     unfinished: int
+    resumed: bool = False
     parts: dict[int, _Part] = field(default_factory=dict)
 
 
@@ -70,6 +78,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
         self._open: dict[int, _Group] = {}
+        self._held: dict[int, None] = {}
         self._finished: dict[int, None] = {}
         self._next_ticket = 0
 
@@ -90,12 +99,11 @@ class Scheduler:
         admitted = []
         for group, replica, count in list(self._assignments(self.num_slots)):
             if replica not in group.parts:
-                rows = self._on_replica(self.rows, replica)
-                if None not in rows:
+                row = self._free_row(replica)
+                row = self._lent_row(replica) if row is None else row
+                if row is None:
                     break
-                row = replica * self.num_rows + rows.index(None)
-                self.rows[row] = group.ticket
-                group.parts[replica] = _Part(row, deque(), 0)
+                self._give_row(group, row)
                 admitted.append((group.ticket, row))
             part = group.parts[replica]
             part.waiting.extend(group.waiting.popleft() for _ in range(count))
@@ -134,6 +142,48 @@ class Scheduler:
         self.slots[slot] = None
         self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
+    def hold(self, slot: int) -> tuple[int, int | None]:
+        """Frees `slot` and holds its sample as a group of one: (its ticket, its row or None).
+
+        The row of the sample's prompt, if no other sample uses it; else a free one, and None without one.
+        """
+        occupant = self.slots[slot]
+        assert occupant is not None
+        self.finish(slot)
+        own_row = self.rows[occupant.row] is None
+        return self._hold(occupant.row if own_row else self._free_row(slot // self.num_slots))
+
+    def hold_waiting(self, ticket: int, sample: int) -> int:
+        """Holds a sample without a slot as a group of one without a row; its ticket."""
+        self.finish_waiting(ticket, sample)
+        return self._hold(None)[0]
+
+    def resume(self, ticket: int) -> bool:
+        """The held sample waits for a slot on the replica that holds its row; whether it still has one.
+
+        If not, it is queued, before the groups that were never admitted.
+        """
+        del self._held[ticket]
+        group = self._open[ticket]
+        for part in group.parts.values():
+            part.waiting.append(0)
+            part.unfinished = 1
+            return True
+        group.waiting.append(0)
+        self._queue.insert(sum(queued.resumed for queued in self._queue), group)
+        return False
+
+    def row(self, ticket: int) -> int:
+        """The row of a resumed sample that still has one."""
+        [part] = self._open[ticket].parts.values()
+        return part.row
+
+    def drop(self, ticket: int) -> None:
+        """Forgets a held sample, whose episode has ended."""
+        del self._held[ticket]
+        for part in self._open.pop(ticket).parts.values():
+            self.rows[part.row] = None
+
     def is_finished(self, ticket: int) -> bool:
         """Whether all samples of the group are finished, and it was not taken yet."""
         return ticket in self._finished
@@ -168,9 +218,14 @@ class Scheduler:
         return len(self._open)
 
     @property
+    def num_held(self) -> int:
+        """Samples that are held."""
+        return len(self._held)
+
+    @property
     def demand(self) -> int:
-        """Unfinished samples: those in slots, and all that wait."""
-        return sum(self._loads()) + sum(len(group.waiting) for group in self._queue)
+        """Unfinished samples: those in slots, all that wait, and held ones."""
+        return sum(self._loads()) + sum(len(group.waiting) for group in self._queue) + len(self._held)
 
     def wanted_slots(self) -> int:
         """The number of slots per replica for the current demand; few if only a few sequences remain.
@@ -182,7 +237,7 @@ class Scheduler:
         demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
         if demand > self.num_slots:
             return min(round_up(demand, minimum=1), max(self.max_slots, demand))
-        return min(max(FEWEST_SLOTS, _power_of_two(demand)), self.num_slots)
+        return min(max(FEWEST_SLOTS, power_of_two(demand)), self.num_slots)
 
     def wanted_rows(self, num_slots: int) -> int:
         """Rows per replica that are enough to fill `num_slots` slots: a power of two, never fewer than now.
@@ -193,7 +248,7 @@ class Scheduler:
         needed = list(in_use)
         for group, replica, _ in self._assignments(num_slots):
             needed[replica] += replica not in group.parts
-        rows = max(_power_of_two(max(*needed, 1)), self.num_rows)
+        rows = max(power_of_two(max(*needed, 1)), self.num_rows)
         return min(rows, max(num_slots, *in_use))
 
     def resize(self, num_slots: int, num_rows: int) -> tuple[list[int], list[int]]:
@@ -264,6 +319,32 @@ class Scheduler:
         each = [self._on_replica(items, replica) for replica in range(self.num_replicas)]
         return [len(here) - here.count(None) for here in each]
 
+    def _hold(self, row: int | None) -> tuple[int, int | None]:
+        group = _Group(self._next_ticket, deque(), 1, resumed=True)
+        self._next_ticket += 1
+        self._open[group.ticket] = group
+        self._held[group.ticket] = None
+        if row is not None:
+            self._give_row(group, row)
+        return group.ticket, row
+
+    def _give_row(self, group: _Group, row: int) -> None:
+        self.rows[row] = group.ticket
+        group.parts[row // self.num_rows] = _Part(row, deque(), 0)
+
+    def _free_row(self, replica: int) -> int | None:
+        """A row of `replica` that is not in use."""
+        rows = self._on_replica(self.rows, replica)
+        return replica * self.num_rows + rows.index(None) if None in rows else None
+
+    def _lent_row(self, replica: int) -> int | None:
+        """The row on `replica` of the sample that is held the longest, which loses it."""
+        for ticket in self._held:
+            part = self._open[ticket].parts.pop(replica, None)
+            if part is not None:
+                return part.row
+        return None
+
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
         """(ticket, part) for each sample that waits for a slot on `replica`, oldest group first."""
         for ticket in sorted(self._open):
@@ -294,8 +375,3 @@ class Scheduler:
         if not group.unfinished:
             del self._open[group.ticket]
             self._finished[group.ticket] = None
-
-
-def _power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`."""
-    return 1 << max(size - 1, 0).bit_length()

@@ -1,51 +1,66 @@
 """Continuous batching: applies the scheduler's decisions to the caches on the device, round by round.
 
-Called by `engine.py`. A round assigns waiting samples to free slots, prefills prompts that are not in the
-prompt cache yet, and runs up to TOKENS_PER_CALL decode steps of all slots. Weights may change between rounds.
+Called by `engine.py`, and by `episodes.py` for episodes of several turns. A round assigns waiting samples to
+free slots, prefills prompts that are not in the prompt cache yet, and runs up to TOKENS_PER_CALL decode steps
+of all slots. Weights may change between rounds.
+
+Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a row
+of the prompt cache, where the next turn finds them. Other turns may take the row if none is free; then the
+next turn computes them again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from quatrain.metrics import Metrics
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
-from quatrain.ops.ladder import round_up
+from quatrain.ops.ladder import power_of_two, round_up, round_up_coarsely
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
     Program,
     Slots,
+    Turns,
     decode_program,
+    extend_program,
+    keep_turns,
     prefill_program,
     rearrange,
 )
 from quatrain.rollout.groups import (
     FEWEST_COLUMNS,
     Admitted,
+    Continuation,
     Group,
     Pack,
     as_jit_arguments,
+    extension,
     pack_prompts,
     prompt_columns,
-    sequence_id,
     split_into_packs,
 )
 from quatrain.rollout.interface import Completion, Sampling
-from quatrain.rollout.scheduler import Scheduler
+from quatrain.rollout.scheduler import Occupant, Scheduler
 from quatrain.types import Prompt
+
+EXTENDED_TOKENS = 1024
+"""Most tokens of one call that computes what follows rows of the prompt cache."""
+FEWEST_EXTENDED, MOST_EXTENDED = 8, 128
+"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole row."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class Sampler:
     """What a session needs besides weights and `Sampling`.
 
     `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
+    Before its last turn, a sequence may have `more_context` tokens more than its prompt.
     """
 
     arch: Architecture
@@ -64,6 +80,7 @@ class Sampler:
     mesh: Mesh
     cache_bytes: int
     usual_prompt: int = 1
+    more_context: int = 0
 
     @property
     def num_replicas(self) -> int:
@@ -99,6 +116,21 @@ class Tally:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
 
 
+class TurnEnd(NamedTuple):
+    """A turn that has ended, of a sample of the group `ticket`; `held`: the sample's ticket if it is held."""
+
+    ticket: int
+    sample: int
+    completion: Completion
+    held: int | None
+
+
+GoesOn = Callable[[Completion], bool]
+"""Whether the episode of a completion whose turn has ended may have another turn."""
+_Live = tuple[int, Group, int]
+"""A slot, the group of its sample, and the index of the sample in its group."""
+
+
 @dataclass(frozen=True)
 class _Cache:
     """The KV cache: `prompts` and `generated`, a ring buffer whose next decode step writes `column`.
@@ -117,10 +149,21 @@ class Session:
 
     With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
     `max_concurrency` sequences does not fit.
+
+    With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
+    `goes_on` returned True is then held until `resume` or `drop` is called; another one is finished.
     """
 
-    def __init__(self, sampler: Sampler, sampling: Sampling, max_concurrency: int | None):
+    def __init__(
+        self,
+        sampler: Sampler,
+        sampling: Sampling,
+        max_concurrency: int | None,
+        goes_on: GoesOn | None = None,
+    ):
         self.sampling, self.tally = sampling, Tally()
+        self._goes_on, self._ends = goes_on, list[TurnEnd]()
+        self._resumed: list[int] = []
         self._sampler, self._limit = sampler, max_concurrency
         self._program = sampler.program(sampling)
         self._unpack = unpacks(sampler.attention)
@@ -142,16 +185,57 @@ class Session:
         return self._scheduler.num_live
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
-        """Queue a group for each prompt; their numbers. Raises ValueError if the cache does not fit."""
-        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        columns = max(self._prompt_columns, prompt_columns(longest))
-        demand = self._scheduler.demand + len(prompts) * self.sampling.n
-        self._scheduler.max_slots = self._max_concurrent(columns, demand)
-        self._prompt_columns = columns
-        tickets = tuple(self._scheduler.submit(self.sampling.n) for _ in prompts)
-        for ticket, prompt in zip(tickets, prompts, strict=True):
-            self._groups[ticket] = Group(prompt, step, [Completion() for _ in range(self.sampling.n)])
+        """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
+        limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
+        return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
+
+    def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """Queue groups in their first turn; their tickets. Raises ValueError if the cache does not fit."""
+        longest = max((len(group.context) for group in groups), default=1)
+        self.reserve(longest, sum(len(group.completions) for group in groups))
+        tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
+        self._groups |= zip(tickets, groups, strict=True)
         return tickets
+
+    def reserve(self, longest: int, samples: int) -> None:
+        """Sizes the cache for more samples, of prompts of at most `longest` tokens.
+
+        Raises ValueError if it does not fit.
+        """
+        columns = max(self._prompt_columns, prompt_columns(longest))
+        self._scheduler.max_slots = self._max_concurrent(columns, self._scheduler.demand + samples)
+        self._prompt_columns = columns
+
+    def take_ends(self) -> list[TurnEnd]:
+        """The turns that have ended since this was last called."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def resume(self, held: int, tokens: Sequence[int], limit: int) -> None:
+        """The held sample goes on: `tokens` follow its last turn, then it samples the next.
+
+        `limit` is the most tokens that its completion may have, of those that the policy samples; more than
+        it has.
+        """
+        group = self._groups[held]
+        group.begin_turn(tokens, limit)
+        self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
+        if self._scheduler.resume(held):
+            self._resumed.append(held)
+
+    def drop(self, held: int) -> None:
+        """Forget a held sample, whose episode has ended."""
+        self._scheduler.drop(held)
+        del self._groups[held]
+        self._free_cache()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a round has nothing to do: every unfinished sample is held."""
+        return self._scheduler.num_unfinished == self._scheduler.num_held
+
+    def close(self) -> None:
+        """Nothing to end; episodes have environments."""
 
     def holds(self, tickets: Sequence[int]) -> bool:
         """Whether all these groups were submitted, and not taken yet."""
@@ -161,16 +245,18 @@ class Session:
         """Whether all these groups are finished."""
         return all(self._scheduler.is_finished(ticket) for ticket in tickets)
 
-    def take(self, tickets: Sequence[int]) -> list[Group]:
-        """Removes and returns these finished groups."""
+    def take(self, tickets: Sequence[int]) -> tuple[list[tuple[Prompt, Completion]], Metrics]:
+        """Removes these finished groups: (their samples, no metrics)."""
         for ticket in tickets:
             self._scheduler.take(ticket)
-        return [self._groups.pop(ticket) for ticket in tickets]
+        taken = [self._groups.pop(ticket) for ticket in tickets]
+        return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
     def advance(self, params: Any, version: int) -> None:
         """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
         self._resize()
         began = time.perf_counter()
+        self._extend(params, version)
         while admitted := self._scheduler.admit():
             for packs in self._packs(admitted):
                 self._prefill(packs, params, version)
@@ -180,18 +266,24 @@ class Session:
             self._decode(params, version)
         ended = time.perf_counter()
         self.tally = self.tally.plus(prefill_s=decoding - began, decode_s=ended - decoding)
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Frees the cache if no group is in flight."""
         if not self._scheduler.num_unfinished:
             self._cache = None
             self._scheduler.resize(0, 0)
 
-    def _max_concurrent(self, prompt_columns: int, demand: int) -> int:
+    def _max_concurrent(self, longest: int, demand: int) -> int:
         """The maximum number of sequences that one replica decodes at once.
 
-        `demand` is the number of sequences of all replicas. Raises ValueError if the cache of that many
+        `longest` is the length of the longest prompt, `demand` the number of sequences of all replicas.
+        Raises ValueError if the cache of that many
         sequences, at most `max_concurrency`, does not fit into the memory for it.
         """
         sampler, replicas = self._sampler, self._sampler.num_replicas
-        columns = prompt_columns + _generated_columns(self.sampling.max_new_tokens, self.sampling)
+        columns = prompt_columns(longest + sampler.more_context)
+        columns += _generated_columns(self.sampling.max_new_tokens, self.sampling)
         each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
         fitting = sampler.cache_bytes // each
         most = self._limit // replicas if self._limit else max(fitting, 1)
@@ -216,8 +308,9 @@ class Session:
         scheduler, sampler = self._scheduler, self._sampler
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
-        lengths = [len(self._completion(slot).tokens) for slot in self._live_slots()]
-        used = max(lengths, default=1) - 1
+        if self._goes_on is not None:
+            rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
+        used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
         shape = (
             slots,
             rows,
@@ -275,8 +368,9 @@ class Session:
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
-                if not group.completions[0].tokens:
-                    self._begin(group, ticket, tokens[i], logprobs[i], version)
+                if not group.turn_length(0):
+                    own = slice(len(group.completions))
+                    self._begin(group, ticket, tokens[i][own], logprobs[i][own], version)
 
     def _begin(
         self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
@@ -284,9 +378,51 @@ class Session:
         """Appends the first token of each sample, from the first replica that computed the prompt."""
         for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
             completion.extend([token], [logprob], version)
-        for sample in self._ended(group.completions):
-            self._scheduler.finish_waiting(ticket, sample)
-        self.tally = self.tally.plus(decoded_tokens=self.sampling.n)
+        for index in self._ended([(group, index) for index in range(len(tokens))]):
+            held = None
+            if self._is_held(group.completions[index]):
+                held = self._scheduler.hold_waiting(ticket, index)
+                self._groups[held] = group.held(index)
+            else:
+                self._scheduler.finish_waiting(ticket, index)
+            self._end_turn(ticket, index, held)
+        self.tally = self.tally.plus(decoded_tokens=len(tokens))
+
+    def _extend(self, params: Any, version: int) -> None:
+        """Computes what follows the rows of resumed samples, and draws the first token of their turns."""
+        scheduler = self._scheduler
+        given: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
+        for ticket in self._resumed:
+            replica, row = divmod(scheduler.row(ticket), scheduler.num_rows)
+            group = self._groups[ticket]
+            given[replica].append(Continuation(group, ticket, row, group.kept))
+        self._resumed = []
+        while any(given):
+            longest = max(item.left for items in given for item in items)
+            width = min(round_up_coarsely(longest, FEWEST_EXTENDED), MOST_EXTENDED)
+            batch = [items[: EXTENDED_TOKENS // width] for items in given]
+            tokens, logprobs = self._extend_by(batch, width, params)
+            for replica, items in enumerate(batch):
+                for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
+                    item.done += min(width, item.left)
+                    if not item.left:
+                        self._begin(item.group, item.ticket, [tokens[i]], [logprobs[i]], version)
+                given[replica] = [item for item in given[replica] if item.left]
+
+    def _extend_by(
+        self, batch: list[list[Continuation]], width: int, params: Any
+    ) -> tuple[list[int], list[float]]:
+        """Computes `width` more tokens of each continuation: (tokens drawn after them, log-probabilities)."""
+        assert self._cache is not None
+        extended = extension(batch, self.sampling.n, width, self._cache.shape[1])
+        computed = int(np.sum(extended.continued.counts))
+        self.tally = self.tally.plus(prefilled_tokens=computed)
+        prompts, *drawn = extend_program(self._program.backend)(
+            params, self._cache.prompts, extended, self._seed, program=self._program
+        )
+        self._cache = replace(self._cache, prompts=prompts)
+        tokens, logprobs = jax.device_get(drawn)
+        return tokens.tolist(), logprobs.tolist()
 
     def _decode(self, params: Any, version: int) -> None:
         assert self._cache is not None
@@ -304,17 +440,16 @@ class Session:
         decoded = jax.device_get(decoded)
         steps = int(decoded.num_steps)
         self._cache = replace(cache, generated=generated, column=(cache.column + steps) % cache.shape[3])
-        live = self._live_slots()
-        completions = [self._completion(slot) for slot in live]
-        before = sum(len(completion.tokens) for completion in completions)
-        for slot, completion in zip(live, completions, strict=True):
+        live = self._live()
+        begins = {slot: cache.column + 1 - group.turn_length(index) for slot, group, index in live}
+        before = sum(group.turn_length(index) for _, group, index in live)
+        for slot, group, index in live:
             count = decoded.counts[slot]
-            completion.extend(
-                decoded.tokens[slot, :count].tolist(), decoded.logprobs[slot, :count].tolist(), version
-            )
-        for i in self._ended(completions):
-            self._scheduler.finish(live[i])
-        useful = sum(len(completion.tokens) for completion in completions) - before
+            tokens, logprobs = decoded.tokens[slot, :count], decoded.logprobs[slot, :count]
+            group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
+        ended = [live[i] for i in self._ended([(group, index) for _, group, index in live])]
+        useful = sum(group.turn_length(index) for _, group, index in live) - before
+        self._free_slots(ended, begins)
         self.tally = self.tally.plus(
             decoded_tokens=useful,
             slot_steps=steps * len(self._scheduler.slots),
@@ -322,15 +457,73 @@ class Session:
             widest_slot_steps=steps * self._most_slots * self._sampler.num_replicas,
         )
 
-    def _ended(self, completions: list[Completion]) -> list[int]:
-        """Indices of finished `completions`, which are counted, and truncated after a stop string."""
+    def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
+        """Frees the slots of samples whose turn has ended; held ones keep their keys and values in a row.
+
+        `begins` has the column of the turn's first token for each slot.
+        """
+        held = []
+        for slot, group, index in ended:
+            if self._is_held(group.completions[index]):
+                held.append((slot, group, index))
+            else:
+                ticket = self._occupant(slot).ticket
+                self._scheduler.finish(slot)
+                self._end_turn(ticket, index, None)
+        moves = []
+        for slot, group, index in held:
+            before = self._occupant(slot)
+            ticket, row = self._scheduler.hold(slot)
+            own = self._groups[ticket] = group.held(index)
+            if row is not None:
+                count = group.turn_length(index) - 1
+                moves.append((slot, begins[slot], count, before.row, own.kept - count, row))
+            self._end_turn(before.ticket, index, ticket)
+        if moves:
+            self._keep_turns(moves)
+
+    def _keep_turns(self, moves: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+        """Moves keys and values of turns to rows of the prompt cache; each move has the fields of `Turns`."""
+        assert self._cache is not None
+        cache, scheduler = self._cache, self._scheduler
+        slots, rows, columns, generated = cache.shape
+        needed = prompt_columns(max(count + length for _, _, count, _, length, _ in moves))
+        if needed > columns:
+            self._prompt_columns = max(needed, self._prompt_columns)
+            each = range(self._sampler.num_replicas)
+            same = ([*range(slots)] * len(each), [*range(rows)] * len(each))
+            cache = self._rearranged(cache, (slots, rows, needed, generated), *same, 0)
+        given: list[list[tuple[int, ...]]] = [[] for _ in range(self._sampler.num_replicas)]
+        for slot, column, count, source, length, row in moves:
+            own = (slot % slots, column, count, source % rows, length, row % rows)
+            given[slot // scheduler.num_slots].append(own)
+        size = power_of_two(max(map(len, given)))
+        padding = (0, 0, 0, 0, 0, rows)
+        table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
+        turns = Turns(*table.reshape(-1, len(padding)).T.copy())
+        prompts = keep_turns(cache.prompts, cache.generated, turns, self._sampler.mesh)
+        self._cache = replace(cache, prompts=prompts)
+
+    def _is_held(self, completion: Completion) -> bool:
+        return self._goes_on is not None and self._goes_on(completion)
+
+    def _end_turn(self, ticket: int, index: int, held: int | None) -> None:
+        """Notes the end of a turn, and forgets the group if no other turn of it goes on."""
+        if self._goes_on is not None:
+            self._ends.append(TurnEnd(ticket, index, self._groups[ticket].completions[index], held))
+            if self._scheduler.is_finished(ticket):
+                self.take([ticket])
+
+    def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
+        """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""
         if self.sampling.stop:
-            self._cut_at_stop_strings(completions)
+            self._cut_at_stop_strings([group.completions[index] for group, index in samples])
         ended = []
-        for i, completion in enumerate(completions):
+        for i, (group, index) in enumerate(samples):
+            completion = group.completions[index]
             if completion.tokens[-1] in self._sampler.stop_ids:
                 completion.finish_reason = "stop"
-            if completion.finish_reason == "stop" or len(completion.tokens) >= self.sampling.max_new_tokens:
+            if completion.finish_reason == "stop" or group.left(index) <= 0:
                 ended.append(i)
         self.tally = self.tally.plus(completions=len(ended))
         return ended
@@ -342,40 +535,45 @@ class Session:
             return any(stop in text for stop in self.sampling.stop)
 
         tokenizer = self._sampler.tokenizer
-        texts = tokenizer.batch_decode([completion.tokens for completion in completions])
+        texts = tokenizer.batch_decode([completion.last_turn for completion in completions])
         for completion, text in zip(completions, texts, strict=True):
             if not matches(text):
                 continue
-            length = len(completion.tokens)
-            while length > 1 and matches(tokenizer.decode(completion.tokens[: length - 1])):
+            turn = completion.last_turn
+            length = len(turn)
+            while length > 1 and matches(tokenizer.decode(turn[: length - 1])):
                 length -= 1
-            completion.cut(length)
+            completion.cut(completion.turns[-1] + length)
             completion.finish_reason = "stop"
 
-    def _live_slots(self) -> list[int]:
-        return [slot for slot, occupant in enumerate(self._scheduler.slots) if occupant is not None]
+    def _live(self) -> list[_Live]:
+        """The slots in use, each with the group and the index of its sample."""
+        return [
+            (slot, self._groups[occupant.ticket], occupant.sample)
+            for slot, occupant in enumerate(self._scheduler.slots)
+            if occupant is not None
+        ]
 
-    def _completion(self, slot: int) -> Completion:
+    def _occupant(self, slot: int) -> Occupant:
         occupant = self._scheduler.slots[slot]
         assert occupant is not None
-        return self._groups[occupant.ticket].completions[occupant.sample]
+        return occupant
 
     def _slots(self) -> Slots:
         """The last token, lengths, sequence id and step of the sequence in each slot, as arrays."""
         count = len(self._scheduler.slots)
-        tokens, steps = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        lengths, prompt_lengths = (np.ones(count, np.int32) for _ in range(2))
-        sequence_ids, live = np.zeros(count, np.uint32), np.zeros(count, bool)
-        for slot, occupant in enumerate(self._scheduler.slots):
-            if occupant is None:
-                continue
-            group = self._groups[occupant.ticket]
-            completion = group.completions[occupant.sample]
-            tokens[slot], lengths[slot] = completion.tokens[-1], len(completion.tokens)
-            prompt_lengths[slot] = len(group.prompt.input_ids)
-            sequence_ids[slot] = sequence_id(group.prompt, self.sampling.n, occupant.sample)
+        tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
+        lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
+        offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
+        for slot, group, index in self._live():
+            tokens[slot], lengths[slot] = group.completions[index].tokens[-1], group.turn_length(index)
+            limits[slot] = lengths[slot] + group.left(index)
+            prompt_lengths[slot], offsets[slot] = len(group.context), group.offset
+            sequence_ids[slot] = group.sequence_ids(self.sampling.n)[index]
             steps[slot], live[slot] = group.step, True
-        return Slots(*as_jit_arguments(tokens, lengths, prompt_lengths, sequence_ids, steps, live))
+        return Slots(
+            *as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
+        )
 
     def _sharing(self) -> Sharing:
         """Which slots attend to which row of the prompt cache, as indices on their replica."""
@@ -388,7 +586,7 @@ class Session:
                 place[slot] = occupant.row % scheduler.num_rows * most + len(members[occupant.row])
                 members[occupant.row].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
-        lengths = [0 if t is None else len(self._groups[t].prompt.input_ids) for t in scheduler.rows]
+        lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.rows]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
 
 

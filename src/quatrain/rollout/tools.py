@@ -116,7 +116,7 @@ class Tools:
                 f"got {f'{listed(twice)} twice' if twice else 'none'}; correct the list of tools"
             )
         self._functions = dict(zip(names, functions, strict=True))
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(tool_calls=0, malformed_calls=0, tool_errors=0)
 
     def reset(self, **columns: Any) -> None:
         """Begins an episode; the prompt is as it is in the data."""
