@@ -16,7 +16,7 @@ import numpy as np
 
 from quatrain.metrics import Metrics
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments of reward functions other than data columns; a data column must not have one of these names."""
 Message = Mapping[str, str]
