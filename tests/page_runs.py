@@ -80,6 +80,48 @@ def step_samples(step: int) -> list[dict[str, Any]]:
     ]
 
 
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def episode_sample(group: int, reward: float, turns: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The row of an episode; its completion is the assistant's last turn."""
+    said = [each["content"] for each in turns if each["role"] == "assistant"]
+    given = sum(each.get("reward", 0) for each in turns)
+    row = sample(group, reward, completion=said[-1] if said else "", finish_reason="environment")
+    return row | {"turns": turns, "environment_reward": given} | more
+
+
+def episode_tokens() -> dict[str, Any]:
+    """Tokens of two turns, with those of a tool's result and of the template between them."""
+    texts = [
+        "<call>",
+        "mul(6, 7)",
+        "</call>",
+        "<|end|>\n<|tool|>",
+        "42",
+        "<|end|>\n<|assistant|>",
+        "It is",
+        " 42.",
+    ]
+    sampled = [each not in (3, 4, 5) for each in range(len(texts))]
+    values = tokens(texts)
+    numbers = {
+        key: [number if own else None for number, own in zip(values[key], sampled, strict=True)]
+        for key in ("sampler_logprobs", "trainer_logprobs", "advantages")
+    }
+    return values | numbers | {"sampled": sampled}
+
+
+def tool_turns(result: str = "42") -> list[dict[str, Any]]:
+    """Two turns of the assistant with a tool's result between them."""
+    return [
+        turn("assistant", "Let me multiply.\n<call>mul(6, 7)</call>", reward=0.25),
+        turn("tool", result, name="mul", tool_call_id="call_0"),
+        turn("assistant", "It is 42.", reward=1.0),
+    ]
+
+
 def eval_sample(prompt: int, right: int, **more: Any) -> dict[str, Any]:
     base = sample(prompt, float(right), correct=right, strict=right, greedy=True, sample=0, set="")
     del base["group_id"], base["advantage"]

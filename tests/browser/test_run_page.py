@@ -6,7 +6,18 @@ import threading
 import time
 
 import pytest
-from page_runs import SCRIPT, make_run, sample, step_samples, write_rows
+from page_runs import (
+    SCRIPT,
+    episode_sample,
+    episode_tokens,
+    eval_sample,
+    make_run,
+    sample,
+    step_samples,
+    tool_turns,
+    turn,
+    write_rows,
+)
 
 from quatrain.report.page import Page
 from quatrain.report.page_server import address, server
@@ -234,6 +245,102 @@ def test_a_live_page_takes_up_a_step_and_keeps_the_readers_place(browser, tmp_pa
         finally:
             http.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def episode_page(browser, tmp_path):
+    """A run of one step with three episodes: a hostile tool, a flood of text, a fault."""
+    flood = [turn("tool", "z" * 2**20 + " end of the flood", name="flood"), turn("assistant", "so much")]
+    rows = [
+        episode_sample(0, 1.25, tool_turns(SCRIPT), tokens=episode_tokens()),
+        episode_sample(0, 0.5, flood, finish_reason="turns"),
+        episode_sample(0, -1.0, [], finish_reason="error", rewards={"environment": -1.0}),
+    ]
+    write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", rows)
+    for step, right in ((0, 0), (1, 1)):
+        row = eval_sample(0, right) | {
+            "turns": tool_turns(f"tool of step {step}"),
+            "environment_reward": 1.25,
+        }
+        write_rows(tmp_path / "run" / "samples" / f"eval_{step:06d}.jsonl", [row])
+    write_rows(tmp_path / "run" / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    browser.open((tmp_path / "run.html").as_uri())
+    browser.wait("return document.querySelectorAll('#group .card').length === 3")
+    return browser
+
+
+def test_an_episode_is_a_conversation_in_which_the_policys_turns_stand_out(episode_page):
+    first = "#group .card:nth-child(1)"
+    assert episode_page.texts(f"{first} .turn-head") == [
+        "assistantturn 1reward +0.25",
+        "toolmul",
+        "assistantturn 2reward +1",
+    ]
+    assert episode_page.texts(f"{first} .turn.given .text") == [SCRIPT]
+    assert episode_page.js("return window.broken") is None
+    assert episode_page.js("return document.querySelectorAll('main img, main script').length") == 0
+    assert episode_page.texts(f"{first} .badges .badge")[1:] == [
+        "ended by the environment",
+        "7 tokens",
+        "2 turns",
+    ]
+    border = f"return getComputedStyle(document.querySelector('{first} .turn.%s')).borderLeftColor"
+    assert episode_page.js(border % "own") != episode_page.js(border % "given")
+    assert "environment1.25" in episode_page.text(f"{first} .numbers")
+    assert episode_page.text("#group .card:nth-child(3) .body") == "empty"
+    assert episode_page.texts("#group .card:nth-child(3) .badge.bad")[-1] == "environment error"
+    assert episode_page.text("#group .card:nth-child(3) .numbers").count("environment") == 1
+
+
+def test_a_long_text_is_folded_until_the_reader_asks_or_the_search_finds_its_end(episode_page):
+    text = "return document.querySelector('.given .text').textContent.length"
+    button = "#group .card:nth-child(2) .fold"
+    length = episode_page.js(
+        f"return document.querySelector('{button[:-6]} .given .text').textContent.length"
+    )
+    assert length < 1100
+    assert episode_page.text(button) == "show all 1,048,593 characters"
+    episode_page.js(f"document.querySelector('{button}').focus()")
+    episode_page.keys("\ue007")  # enter
+    assert (
+        episode_page.js(f"return document.querySelector('{button}').getAttribute('aria-expanded')") == "true"
+    )
+    assert episode_page.js(f"return document.activeElement === document.querySelector('{button}')") is True
+    episode_page.click(button)
+    episode_page.type("#search", "END of the flood")
+    episode_page.wait("return document.querySelectorAll('#group .card').length === 1")
+    assert episode_page.js(text) == 2**20 + 17
+    assert episode_page.texts("#group mark") == ["end of the flood"]
+    episode_page.wait("return document.querySelectorAll('#results mark').length === 1")
+
+
+def test_tokens_of_an_episode_leave_out_what_the_policy_did_not_sample(episode_page):
+    episode_page.choose("#colour", "advantage")
+    first = "#group .card:nth-child(1)"
+    assert episode_page.texts(f"{first} .turn-head") == [
+        "assistantturn 1reward +0.25",
+        "environment and template",
+        "assistantturn 2reward +1",
+    ]
+    assert episode_page.texts(f"{first} .given .text") == ["<|end|>\n<|tool|>42<|end|>\n<|assistant|>"]
+    over = "new PointerEvent('pointerover', {bubbles: true})"
+    episode_page.js(f"[...document.querySelectorAll('{first} [data-token]')].at(-1).dispatchEvent({over})")
+    assert "token7, id 7" in episode_page.text("#tip")
+    colours = (
+        f"return [...document.querySelectorAll('{first} [data-token]')].map((e) => e.style.backgroundColor)"
+    )
+    assert len(episode_page.js(colours)) == 5
+    assert all("--high" in colour for colour in episode_page.js(colours))
+
+
+def test_episodes_are_found_by_what_a_tool_wrote_and_by_a_fault_of_their_environment(episode_page):
+    assert "environment failed 1" in episode_page.texts("#filters button")
+    episode_page.click("[data-filter=failed]")
+    assert len(episode_page.texts("#group .card")) == 1
+    assert episode_page.texts("#pairs .given .text") == ["tool of step 0", "tool of step 1"]
+    labels = "return [...document.querySelectorAll('#pairs .body')].map((e) => e.getAttribute('aria-label'))"
+    assert episode_page.js(labels) == ["Episode before", "Episode after"]
 
 
 def test_a_thousand_steps_of_64_samples_open_soon(browser, tmp_path, capsys):

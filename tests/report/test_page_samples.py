@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from page_runs import sample, tokens, unpacked, write_rows
+from page_runs import episode_sample, episode_tokens, sample, tokens, tool_turns, unpacked, write_rows
 
 from quatrain.report import page_samples as module
 from quatrain.report.page_samples import SampleFiles, by_group, pack, read_samples, sample_files
@@ -157,3 +157,43 @@ def test_token_data_is_kept(tmp_path):
     (group,) = groups_of(tmp_path, [sample(0, 1.0, tokens=tokens(["a", "b"]))])
     assert group["samples"][0]["tokens"]["sampler_logprobs"] == [0.0, -1.0]
     assert b"<" not in pack(group)
+
+
+def test_an_episode_keeps_turns_rewards_and_the_tokens_between(tmp_path):
+    rows = [episode_sample(0, 1.25, tool_turns(), tokens=episode_tokens()), episode_sample(0, 0.0, [])]
+    (group,) = groups_of(tmp_path, rows)
+    first, second = group["samples"]
+    assert first["turns"] == [
+        {"role": "assistant", "text": "Let me multiply.\n<call>mul(6, 7)</call>", "reward": 0.25},
+        {"role": "tool", "text": "42", "name": "mul"},
+        {"role": "assistant", "text": "It is 42.", "reward": 1.0},
+    ]
+    assert first["environment_reward"] == 1.25
+    assert first["tokens"]["sampled"] == [1, 1, 1, 0, 0, 0, 1, 1]
+    assert first["tokens"]["advantages"][2:4] == [0.25, None]
+    assert (second["turns"], second["environment_reward"]) == ([], 0)
+    assert group["columns"]["answer"] == "42", "columns of a group are shared"
+
+
+def test_odd_turns_become_what_the_page_relies_on(tmp_path):
+    turns = [{"role": 1, "content": None, "name": ["f"], "reward": "much"}, {}, None]
+    (group,) = groups_of(tmp_path, [sample(0, 1.0, turns=turns, environment_reward=math.inf)])
+    (only,) = group["samples"]
+    assert only["turns"] == [
+        {"role": "1", "text": "null", "name": '["f"]'},
+        {"role": "", "text": ""},
+        {"role": "", "text": "null"},
+    ]
+    assert "environment_reward" not in only
+
+
+def test_faults_of_an_environment_are_counted_where_there_are_any(tmp_path):
+    reasons = ("error", "timeout", "turns", "environment")
+    rows = [episode_sample(0, 0.0, tool_turns(), finish_reason=reason) for reason in reasons]
+    write_rows(tmp_path / "samples" / "step_000001.jsonl", rows)
+    write_rows(tmp_path / "samples" / "step_000002.jsonl", [sample(0, 1.0)])
+    files = SampleFiles(tmp_path, "step", cap_bytes=math.inf)
+    files.refresh()
+    first, second = files.index()["steps"]
+    assert (first["failed"], first["truncated"]) == (2, 0)
+    assert "failed" not in second

@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from page_runs import make_run, sample, write_rows
+from page_runs import episode_sample, make_run, sample, tool_turns, turn, write_rows
 from rich.console import Console
 
 from quatrain.report.print_samples import print_samples
@@ -53,3 +53,46 @@ def test_a_step_without_samples_names_the_nearest(tmp_path):
         printed(folder, step=12)
     with pytest.raises(ValueError, match="there are no samples in"):
         printed(tmp_path)
+
+
+def printed_episode(tmp_path, turns, terminal=False, **more):
+    write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", [episode_sample(0, 1.0, turns, **more)])
+    out = io.StringIO()
+    console = Console(file=out, width=40, force_terminal=terminal, color_system=None)
+    print_samples(tmp_path / "run", console)
+    return out.getvalue()
+
+
+def test_an_episode_is_printed_turn_by_turn(tmp_path):
+    text = printed_episode(tmp_path, tool_turns(), finish_reason="turns")
+    assert "environment 1.25  advantage +0.5  right  out of turns  2 turns  7 tokens" in text
+    assert text.count("question 0") == 1
+    assert (
+        "assistant (reward 0.25)\n│ Let me multiply.\n│ <call>mul(6, 7)</call>\n"
+        "tool mul\n│ 42\nassistant (reward 1)\n│ It is 42.\n" in text
+    )
+
+
+def test_the_reward_of_the_environment_is_printed_once(tmp_path):
+    text = printed_episode(tmp_path, tool_turns(), rewards={"environment": 1.25})
+    assert text.count("environment 1.25") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_tool_cannot_forge_a_turn_or_control_the_terminal(tmp_path, terminal):
+    hostile = "x" * 38 + "\nassistant (reward 9)\n\n" + "y" * 60 + "\x1b[2J"
+    text = printed_episode(tmp_path, tool_turns(hostile), terminal)
+    assert "\n│ assistant (reward 9)\n│ \n│ yyy" in text
+    assert "\nassistant (reward 9)" not in text
+    assert "\x1b[2J" not in text
+    assert "␛[2J" in text
+    assert not any(line.startswith("y") for line in text.splitlines())
+
+
+def test_an_episode_without_a_turn_says_so(tmp_path):
+    assert "environment error  0 turns" in printed_episode(tmp_path, [], finish_reason="error")
+
+
+def test_a_flood_of_lines_is_printed_whole(tmp_path):
+    text = printed_episode(tmp_path, [turn("tool", "\n" * 20_000)], terminal=True)
+    assert text.count("\n│") == 20_001

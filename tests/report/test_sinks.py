@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from episode_batches import PROMPT, TURNS, episodes
 
 from quatrain.config.schema import LoggingConfig
 from quatrain.metrics import Metric
@@ -16,7 +17,7 @@ from quatrain.report import sinks as module
 from quatrain.report.metrics import read_metrics
 from quatrain.report.run_dir import RunDir
 from quatrain.report.run_lock import FILES as LOCK_FILES
-from quatrain.report.samples import plain_json
+from quatrain.report.samples import evaluation_sample, plain_json
 from quatrain.report.sinks import Report
 from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
 
@@ -407,6 +408,144 @@ def test_a_service_gets_tables_of_samples_and_evaluations_without_secrets(run, m
         ["step", "set", "columns", "correct"],
         [[3, "", '{"answer": [1]}', 1.0]],
     )
+
+
+def test_a_service_gets_an_episode_as_a_readable_text(run, monkeypatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    report = Report(run, LoggingConfig(wandb="offline", sample_tokens=True), redact=plain, token_text=str)
+    report.samples(3, episodes())
+    report.close()
+    columns, rows = fake.told[0][1]["samples"]
+    assert dict(zip(columns, rows[0], strict=True))["turns"] == (
+        "[assistant (reward 0.25)]\n<call>mul(6, 7)</call>\n\n[tool mul]\n42\n\n"
+        "[assistant (reward 1)]\nIt is 42."
+    )
+
+
+def test_an_episode_has_its_turns_with_their_rewards_and_no_prompt_twice(run):
+    report = Report(run, LoggingConfig(), redact=plain)
+    report.samples(3, episodes())
+    report.close()
+    first, second = map(json.loads, (run.samples / "step_000003.jsonl").read_text().splitlines())
+    assert first == {
+        "step": 3,
+        "group_id": 4,
+        "prompt": list(PROMPT),
+        "completion": "It is 42.",
+        "turns": [TURNS[0] | {"reward": 0.25}, TURNS[1], TURNS[2] | {"reward": 1.0}],
+        "environment_reward": 1.25,
+        "columns": {"answer": "42"},
+        "rewards": {"environment": 1.25},
+        "reward": 1.25,
+        "advantage": 1.0,
+        "finish_reason": "environment",
+        "completion_tokens": 4,
+    }
+    assert second["turns"] == [{"role": "assistant", "content": "<call>mul(", "reward": 0.0}]
+    assert second["finish_reason"] == "error"
+
+
+def test_tokens_between_two_turns_have_no_numbers(run):
+    advantaged = episodes()
+    known = {"trainer_logprobs": np.full((2, 8), -0.25, np.float32)}
+    advantaged = replace(advantaged, rewarded=replace(advantaged.rewarded, token_logprobs=known))
+    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text="<{}>".format)
+    report.samples(1, advantaged)
+    report.close()
+    first, second = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
+    assert first["tokens"] == {
+        "texts": ["<3>", "<4>", "<5>", "<6>", "<7>", "<8>"],
+        "ids": [3, 4, 5, 6, 7, 8],
+        "sampler_logprobs": [-0.5, -0.5, None, None, -0.5, -0.5],
+        "trainer_logprobs": [-0.25, -0.25, None, None, -0.25, -0.25],
+        "advantages": [1.0, 1.0, None, None, 1.0, 1.0],
+        "sampled": [True, True, False, False, True, True],
+    }
+    assert second["tokens"]["ids"] == [3]
+    assert "sampled" not in second["tokens"]
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [
+        ({"role": "user", "content": "2 times 2?"}, {"role": "assistant", "content": "4"}),
+        ({"role": "user", "content": "a row of its own"},),
+    ],
+)
+def test_messages_of_a_reset_are_turns_and_examples_among_them_have_no_reward(run, examples):
+    messages = [*PROMPT, *examples, *TURNS]
+    report = Report(run, LoggingConfig(samples_per_step=1), redact=plain)
+    report.samples(1, episodes(messages=(messages, messages)))
+    report.close()
+    (record,) = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
+    assert [(turn["content"], turn.get("reward")) for turn in record["turns"]] == [
+        *((message["content"], None) for message in examples),
+        (TURNS[0]["content"], 0.25),
+        ("42", None),
+        ("It is 42.", 1.0),
+    ]
+
+
+def test_a_prompt_that_is_a_text_is_one_message_of_the_user():
+    advantaged = episodes()
+    messages = [{"role": "user", "content": "6*7"}, *TURNS]
+    rollouts = replace(
+        advantaged.rollouts,
+        prompts=("6*7", "6*7"),
+        columns={**advantaged.rollouts.columns, "messages": (messages, messages)},
+    )
+    rewarded = replace(advantaged.rewarded, rollouts=rollouts)
+    record = evaluation_sample(rewarded, 0, greedy=True, right=None, strict=None)
+    assert [turn["role"] for turn in record["turns"]] == ["assistant", "tool", "assistant"]
+    assert (record["prompt"], record["environment_reward"], record["columns"]) == (
+        "6*7",
+        1.25,
+        {"answer": "42"},
+    )
+
+
+def test_a_data_column_called_messages_is_a_column_as_any_other():
+    rewarded = episodes().rewarded
+    columns = {"messages": ([{"role": "user", "content": "x"}],) * 2}
+    plain_batch = replace(rewarded, rollouts=replace(rewarded.rollouts, columns=columns))
+    record = evaluation_sample(plain_batch, 0, greedy=True, right=None, strict=None)
+    assert record["columns"] == {"messages": [{"role": "user", "content": "x"}]}
+    assert "turns" not in record
+    assert "environment_reward" not in record
+
+
+def test_an_episode_without_a_turn_has_no_tokens(run):
+    batch = episodes(turn_rewards=([], []), messages=([*PROMPT], [*PROMPT]))
+    none = np.zeros_like(batch.rollouts.completion_mask)
+    rollouts = replace(
+        batch.rollouts,
+        completion_mask=none,
+        rollout_logprobs=np.zeros(none.shape, np.float32),
+        policy_version=np.full(none.shape, -1, np.int32),
+        completions=("", ""),
+    )
+    rewarded = replace(batch.rewarded, rollouts=rollouts)
+    report = Report(run, LoggingConfig(sample_tokens=True), redact=plain, token_text=str)
+    report.samples(1, AdvantagedBatch(rewarded, np.zeros(none.shape, np.float32)))
+    report.close()
+    record = json.loads((run.samples / "step_000001.jsonl").read_text().splitlines()[0])
+    assert (record["turns"], record["tokens"]["ids"], record["advantage"]) == ([], [], None)
+
+
+def test_secrets_of_turns_are_redacted_and_their_tokens_left_out(run):
+    secret = [*PROMPT, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "key 56"}]
+    report = Report(
+        run,
+        LoggingConfig(sample_tokens=True, samples_per_step=1),
+        redact=lambda text: text.replace("56", "***"),  # ids 5 and 6 stand between the two turns
+        token_text=str,
+    )
+    report.samples(1, episodes(messages=(secret, secret)))
+    report.close()
+    (record,) = map(json.loads, (run.samples / "step_000001.jsonl").read_text().splitlines())
+    assert record["turns"][1]["content"] == "key ***"
+    assert "tokens" not in record
 
 
 def test_trackio_gets_the_run_and_continues_it(run, monkeypatch, capsys):

@@ -32,6 +32,7 @@ SCRIPTS = (
     "charts.js",
     "curves.js",
     "text.js",
+    "episodes.js",
     "completions.js",
     "evaluation.js",
     "tables.js",

@@ -30,8 +30,10 @@ RIGHT = 0.5
 _FLAT = 1e-9
 """Advantages and rewards that differ by less are taken as equal."""
 _JUDGES = re.compile("correct|accura", re.IGNORECASE)
+_FAULTS = ("error", "timeout")
+"""Finish reasons of an episode that a fault of its environment ended."""
 _FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
-_TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages")
+_TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages", "sampled")
 _SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index")
 
 
@@ -233,7 +235,9 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     sample |= {key: _finite(row[key]) for key in _SAMPLE_KEYS if row.get(key) is not None}
     if isinstance(row.get("turns"), list):
-        sample["turns"] = [_turn(turn) for turn in row["turns"]]
+        sample["turns"] = [_turn_of_episode(turn) for turn in row["turns"]]
+    if (given := number(row.get("environment_reward"))) is not None:
+        sample["environment_reward"] = given
     if (tokens := _tokens(row.get("tokens"))) is not None:
         sample["tokens"] = tokens
     return sample
@@ -254,6 +258,17 @@ def _turn(turn: Any) -> dict[str, str]:
     if not isinstance(turn, dict):
         return {"role": "", "text": _text(turn)}
     return {"role": _text(turn.get("role", "")), "text": _text(turn.get("text", turn.get("content", "")))}
+
+
+def _turn_of_episode(turn: Any) -> dict[str, Any]:
+    """The message, with `name` (of a tool) and `reward` where the row has them."""
+    row = turn if isinstance(turn, dict) else {}
+    name, reward = row.get("name"), number(row.get("reward"))
+    return {
+        **_turn(turn),
+        **({} if name is None else {"name": _text(name)}),
+        **({} if reward is None else {"reward": reward}),
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -310,6 +325,7 @@ def _flags(sample: Mapping[str, Any]) -> list[str]:
             ("wrong_rewarded", wrong and (sample["reward"] or 0) > 0),
             ("wrong_pushed", wrong and (sample["advantage"] or 0) > 0),
             ("truncated", sample.get("finish_reason") == "length"),
+            ("failed", sample.get("finish_reason") in _FAULTS),
         )
         if holds
     ]
@@ -344,6 +360,7 @@ def _summary(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "judged": sum(sample["correct"] is not None for sample in samples if _is_greedy(sample)),
         "correct": sum(sample["correct"] == 1 for sample in samples if _is_greedy(sample)),
         "tokens": any("tokens" in sample for sample in samples),
+        **({"failed": failed} if (failed := flagged("failed")) else {}),
     }
 
 

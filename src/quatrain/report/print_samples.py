@@ -9,17 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from quatrain.report.page_samples import EVAL, STEP, by_group, read_samples, sample_files
+from quatrain.report.samples import ASSISTANT, ENDINGS, num_turns, turn_heading
 
 # Control characters of a completion could move the cursor, or rename the terminal: they are shown as symbols.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 _C1, _SURROGATES = range(0x80, 0xA0), range(0xD800, 0xE000)
 _BIDIRECTIONAL = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they reverse the text around them
 _VISIBLE |= dict.fromkeys((*_C1, *_SURROGATES, *_BIDIRECTIONAL), 0xFFFD)
+_BAR = "│ "
 
 
 def print_samples(
@@ -69,22 +72,37 @@ def _print_group(console: Console, step: int, group: dict[str, Any]) -> None:
         _line(console, _facts(sample), _style(sample))
         if "prompt" not in group:
             _print_text(console, sample["prompt"])
-        _print_text(console, sample.get("turns") or sample["completion"])
+        if "turns" in sample:
+            _print_turns(console, sample["turns"])
+        else:
+            _print_text(console, sample["completion"])
     console.print()
 
 
 def _facts(sample: dict[str, Any]) -> str:
     rewards = [f"{name} {_number(value)}" for name, value in sample["rewards"].items()]
     advantage = sample["advantage"]
+    given = sample.get("environment_reward")
     facts = [
         f"reward {_number(sample['reward'])}",
         *rewards,
+        *([] if given is None or "environment" in sample["rewards"] else [f"environment {_number(given)}"]),
         *([] if advantage is None else [f"advantage {advantage:+.3g}"]),
         *([] if sample["correct"] is None else ["right" if sample["correct"] else "wrong"]),
-        *([str(sample["finish_reason"])] if "finish_reason" in sample else []),
+        *([_ended(sample)] if "finish_reason" in sample else []),
+        *([_counted(num_turns(sample["turns"]))] if "turns" in sample else []),
         *([f"{sample['completion_tokens']} tokens"] if "completion_tokens" in sample else []),
     ]
     return "  ".join(facts)
+
+
+def _ended(sample: dict[str, Any]) -> str:
+    reason = str(sample["finish_reason"])
+    return ENDINGS.get(reason, reason)
+
+
+def _counted(turns: int) -> str:
+    return f"{turns} turn" if turns == 1 else f"{turns} turns"
 
 
 def _style(sample: dict[str, Any]) -> str:
@@ -106,6 +124,23 @@ def _print_text(console: Console, text: str | list[dict[str, str]]) -> None:
     for turn in text:
         _line(console, turn["role"], "magenta")
         _line(console, turn["text"])
+
+
+def _print_turns(console: Console, turns: list[dict[str, Any]]) -> None:
+    """The messages of an episode; a bar before each line of their texts, which so cannot forge a turn."""
+    for turn in turns:
+        _line(console, turn_heading(turn), "bold magenta" if turn["role"] == ASSISTANT else "magenta")
+        lines = _shown(turn["text"]).expandtabs().split("\n")
+        if console.is_terminal:
+            lines = [part for line in lines for part in _wrapped(console, line)]
+        _line(console, "\n".join(f"{_BAR}{line}" for line in lines))
+
+
+def _wrapped(console: Console, line: str) -> list[str]:
+    width = console.width - len(_BAR)
+    if cell_len(line) <= width:
+        return [line]
+    return [part.plain for part in Text(line).wrap(console, width)]
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

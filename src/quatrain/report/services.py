@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from quatrain.config.schema import LoggingConfig
 from quatrain.report.run_dir import RunDir
+from quatrain.report.samples import transcript
 
 Records = Sequence[Mapping[str, Any]]
 LEFT_OUT = "tokens"
@@ -171,7 +172,7 @@ class _TensorBoard:
 
 
 def table(records: Records) -> tuple[list[str], list[list[Any]]]:
-    """(columns, rows) of a table of samples; rewards have a column each, and nested values are JSON text."""
+    """(columns, rows) of a table: a column for each reward, turns as a text, other nested values as JSON."""
     flat = [_flat(record) for record in records]
     columns = list(dict.fromkeys(name for record in flat for name in record))
     return columns, [[record.get(name) for name in columns] for record in flat]
@@ -182,6 +183,8 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in record.items():
         if name == "rewards":
             flat |= {f"reward/{function}": reward for function, reward in value.items()}
+        elif name == "turns":
+            flat[name] = transcript(value)
         elif isinstance(value, Mapping | list | tuple):
             flat[name] = json.dumps(value, ensure_ascii=False)
         else:

@@ -5,6 +5,7 @@ const FILTERS = {
   wrong_rewarded: ["wrong but rewarded", "The answer is wrong and the reward is above 0."],
   wrong_pushed: ["wrong but pushed up", "The answer is wrong and the advantage is above 0: the update makes it more likely."],
   truncated: ["truncated", "The completion was cut at rollout.max_new_tokens."],
+  failed: ["environment failed", "An error or a timeout of the environment ended the episode."],
   no_signal: ["no signal", "Every advantage of the group is 0: nothing is learned from it."],
 };
 const MOST_RESULTS = 200;
@@ -78,7 +79,7 @@ function showFilters() {
   const steps = stepSummaries();
   const judged = steps.some((s) => s.judged);
   const button = ([name, [text, meaning]]) => {
-    const number = name === "all" ? null : steps.reduce((sum, s) => sum + s[name], 0);
+    const number = name === "all" ? null : steps.reduce((sum, s) => sum + (s[name] ?? 0), 0);
     const unknown = name.startsWith("wrong") && !judged;
     return el("button", {
       type: "button", "data-filter": name, "aria-pressed": String(view.filter === name), disabled: unknown,
@@ -86,7 +87,8 @@ function showFilters() {
       onclick: () => setFilter(name),
     }, text, number === null ? null : el("span", { class: "number tally" }, ` ${number.toLocaleString("en")}${name === "no_signal" ? " groups" : ""}`));
   };
-  $("filters").replaceChildren(...Object.entries(FILTERS).map(button));
+  const offered = ([name]) => name !== "failed" || view.filter === name || steps.some((s) => s.failed);
+  $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(button));
 }
 
 function setFilter(name) {
@@ -201,14 +203,14 @@ function showGroup() {
     el("button", { type: "button", class: "small", "aria-pressed": String(view.tall), onclick: () => { view.tall = !view.tall; showGroup(); } }, "full height"));
   const prompt = group.prompt === undefined ? null : el("div", { class: "prompt" }, conversation(group.prompt, view.query));
   const columns = group.columns ? columnList(group.columns, view.query) : null;
-  host.replaceChildren(...[head, prompt, columns, el("div", { class: `cards${view.tall ? " tall" : ""}` }, shown.map((s) => card(s, group)))].filter(Boolean));
+  host.replaceChildren(...[head, prompt, columns, el("div", { class: `cards${view.tall ? " tall" : ""}${shown.some((s) => s.turns) ? " wide" : ""}` }, shown.map((s) => card(s, group)))].filter(Boolean));
 }
 
 function card(sample, group) {
   return el("article", { class: "card" }, facts(sample),
     group.prompt === undefined ? el("div", { class: "prompt" }, conversation(sample.prompt, view.query)) : null,
     group.columns || !sample.columns ? null : columnList(sample.columns, view.query),
-    el("div", { class: "body", tabindex: 0, role: "group", "aria-label": "Completion" }, completionBody(sample, view.by, view.query)));
+    el("div", { class: "body", tabindex: 0, role: "group", "aria-label": sample.turns ? "Episode" : "Completion" }, completionBody(sample, view.by, view.query, view.tall)));
 }
 
 // Unpacks one step after another, so that results appear while the rest is still searched.
@@ -242,8 +244,9 @@ function searchStatus(found, inSteps, done, all) {
 }
 
 function result(step, place, group, sample, sought) {
-  const at = sample.completion.toLowerCase().indexOf(sought);
-  const text = at < 0 ? promptLine(group) : sample.completion.slice(Math.max(0, at - 40), at + sought.length + 60).replace(/\s+/g, " ");
+  const source = textsOf(sample).find((each) => each.toLowerCase().includes(sought)) ?? "";
+  const at = source.toLowerCase().indexOf(sought);
+  const text = at < 0 ? promptLine(group) : source.slice(Math.max(0, at - 40), at + sought.length + 60).replace(/\s+/g, " ");
   return el("li", {}, el("button", { type: "button", onclick: () => showStep(step, place) },
     el("span", { class: "number" }, `step ${step}`), el("span", { class: "number" }, short(sample.reward, 3)),
     el("span", { class: "line" }, marked(text, sought))));

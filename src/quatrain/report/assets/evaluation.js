@@ -107,7 +107,7 @@ function showPairs() {
 function pairArticle(pair) {
   const { group, sample } = pair.after ?? pair.before;
   const side = (name, step, one) => el("div", { class: "card" }, el("h4", {}, `${name}, step ${step}`),
-    one ? [facts(one.sample), el("div", { class: "body", tabindex: 0, role: "group", "aria-label": `Completion ${name}` }, completionBody(one.sample, "none", evaluation.query))]
+    one ? [facts(one.sample), el("div", { class: "body", tabindex: 0, role: "group", "aria-label": `${one.sample.turns ? "Episode" : "Completion"} ${name}` }, completionBody(one.sample, "none", evaluation.query))]
       : el("p", { class: "empty" }, "not among the prompts of this evaluation"));
   return el("article", { class: "pair", tabindex: -1 },
     el("h3", {}, sample.set ? `${sample.set}, prompt ${group.id}` : `Prompt ${group.id}`),

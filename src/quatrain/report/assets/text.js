@@ -53,18 +53,21 @@ function strengths(tokens, by) {
 function colouredTokens(sample, by) {
   const { tokens } = sample;
   const strong = strengths(tokens, by);
-  return el("div", { class: "text tokens" }, tokens.texts.map((text, i) => {
+  const spans = (from, to) => tokens.texts.slice(from, to).map((text, k) => {
+    const i = from + k;
     const span = el("span", { "data-token": i }, text);
     const percent = Math.round(Math.abs(strong[i]) * 62);
     if (percent) span.style.backgroundColor = `color-mix(in srgb, var(${strong[i] < 0 ? "--low" : "--high"}) ${percent}%, transparent)`;
     span.sample = sample;
     return span;
-  }));
+  });
+  if (!tokens.sampled) return el("div", { class: "text tokens" }, spans(0, tokens.texts.length));
+  return episodeTokens(sample, spans);
 }
 
-function completionBody(sample, by, query) {
+function completionBody(sample, by, query, whole = false) {
   if (by !== "none" && sample.tokens) return colouredTokens(sample, by);
-  if (sample.turns) return conversation(sample.turns, query);
+  if (sample.turns && sample.turns.length) return episode(sample.turns, query, whole);
   return el("div", { class: "text" }, sample.completion === "" ? el("em", {}, "empty") : marked(sample.completion, query));
 }
 
@@ -123,19 +126,21 @@ function columnList(columns, query) {
 function matches(sample, group, sought) {
   if (!sought) return true;
   const prompt = group.prompt ?? sample.prompt;
-  return sample.completion.toLowerCase().includes(sought) || asText(prompt).toLowerCase().includes(sought)
-    || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought)
-    || Boolean(sample.turns && asText(sample.turns).toLowerCase().includes(sought));
+  return textsOf(sample).some((text) => text.toLowerCase().includes(sought)) || asText(prompt).toLowerCase().includes(sought)
+    || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought);
+}
+
+function badge(text, kind, title = null) {
+  return el("span", { class: `badge ${kind}`, title }, text);
 }
 
 // Reward, rewards of the functions, advantage and how it ended.
 function facts(sample) {
-  const badge = (text, kind) => el("span", { class: `badge ${kind}` }, text);
   const badges = [
     sample.correct === 1 ? badge("right", "good") : sample.correct === 0 ? badge("wrong", "bad") : null,
-    sample.finish_reason === "length" ? badge("truncated", "warn") : sample.finish_reason ? badge(asText(sample.finish_reason), "") : null,
+    ending(sample.finish_reason),
     sample.completion_tokens === undefined ? null : badge(count(sample.completion_tokens, "token"), ""),
-    sample.turns ? badge(count(sample.turns.length, "turn"), "") : null,
+    sample.turns ? badge(count(sample.turns.filter(isOwn).length, "turn"), "") : null,
     sample.sample === undefined ? null : badge(sample.greedy === false ? `sample ${sample.sample}` : "greedy", ""),
   ];
   const cell = (name, value, kind = "") => el("div", { class: kind }, el("dt", {}, name), el("dd", { class: "number" }, value));
@@ -143,6 +148,7 @@ function facts(sample) {
     cell("reward", short(sample.reward, 3), "main"),
     sample.advantage === null ? null : cell("advantage", signed(sample.advantage), sample.advantage > 0 ? "up" : sample.advantage < 0 ? "down" : ""),
     ...Object.entries(sample.rewards).map(([name, value]) => cell(name, value === null ? "none" : short(value, 3))),
+    sample.environment_reward === undefined || "environment" in sample.rewards ? null : cell("environment", short(sample.environment_reward, 3)),
   ];
   return el("div", { class: "facts" }, el("dl", { class: "numbers" }, numbers), el("div", { class: "badges" }, badges));
 }
