@@ -88,12 +88,10 @@ class WorkerProcess:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._printed, selectors.EVENT_READ)
             while b"\n" not in self.received:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
                 # Children of the process may keep the socket open, so its end is looked for.
-                ended = self.ended()
-                ready = {key.fileobj for key, _ in selector.select(0 if ended else min(left, PAUSE_S))}
+                left, ended = deadline - time.monotonic(), self.ended()
+                wait_s = 0 if ended else max(0, min(left, PAUSE_S))
+                ready = {key.fileobj for key, _ in selector.select(wait_s)}
                 if self._printed in ready and not self.read_output():
                     selector.unregister(self._printed)
                 if self._socket in ready:
@@ -103,6 +101,8 @@ class WorkerProcess:
                     self.received += part
                 elif ended:
                     return b""
+                if left <= 0 and b"\n" not in self.received:
+                    raise TimeoutError
         line, _, self.received = self.received.partition(b"\n")
         return line + b"\n"
 
