@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.reward.pool import LONGEST_OUTPUT, Failure, Pool
+from quatrain.reward.pool import Failure, Pool
+from quatrain.worker_process import LONGEST_OUTPUT
 
 FUNCTIONS = """
 import os, signal, threading, time

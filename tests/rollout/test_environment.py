@@ -4,6 +4,7 @@ import logging
 import pickle
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -184,6 +185,14 @@ def test_a_value_that_cannot_be_shown():
 def test_an_interrupt_is_no_fault():
     with pytest.raises(KeyboardInterrupt):
         checked(KeyboardInterrupt()).step("4")
+
+
+def test_an_interrupt_that_is_raised_in_another_thread_is_a_fault():
+    # Python interrupts the main thread alone: elsewhere the environment has raised it.
+    with ThreadPoolExecutor(1) as threads:
+        fault = threads.submit(step_fault, KeyboardInterrupt()).result()
+    assert fault.kind == "error"
+    assert "step raised KeyboardInterrupt" in str(fault)
 
 
 def test_a_secret_in_an_exception_is_redacted(monkeypatch):

@@ -22,6 +22,7 @@ from quatrain.reward.pool import Failure, Kind, Pool
 from quatrain.reward.values import plain_rewards
 from quatrain.reward.worker import failure
 from quatrain.types import FAULTS, RolloutBatch
+from quatrain.worker_process import pickled
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ DATA_SOURCE = "data_source"
 SEARCH_S = 0.3
 """Time limit of the further calls on a batch of which calls took too long."""
 _KEYS: Mapping[Kind, str] = {"timeout": "reward.timeout_s", "memory": "reward.memory_mb"}
-
+READER = "reward functions"
+"""Who gets copies of the columns, for messages."""
 PerCall = Literal["batch", "group", "sample"]
 Rows = Sequence[int]
 Arguments = Mapping[str, list]
@@ -161,7 +163,7 @@ class InProcess:
 
     def _outcome(self, arguments: Arguments) -> Any | Failure:
         if self.copies:
-            arguments = pickle.loads(pickled(arguments))
+            arguments = pickle.loads(pickled(arguments, READER))
         try:
             return plain_rewards(call_reward(self.function, arguments))
         except KeyboardInterrupt:
@@ -185,18 +187,7 @@ class InWorkers:
 
     def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
         timeout_s = min(SEARCH_S, self.timeout_s) if search else self.timeout_s
-        return self.pool.submit(self.spec, pickled(arguments), timeout_s)
-
-
-def pickled(arguments: Arguments) -> bytes:
-    """The pickle of the arguments, for copies; raises ValueError for a value that cannot be copied."""
-    try:
-        return pickle.dumps(arguments)
-    except Exception as error:
-        raise ValueError(
-            "the columns of the data must hold values that can be copied for reward functions (numbers, "
-            f"strings, lists, mappings); they do not: {type(error).__name__}: {error}; change the data"
-        ) from error
+        return self.pool.submit(self.spec, pickled(arguments, READER), timeout_s)
 
 
 def score_function(

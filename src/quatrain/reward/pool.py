@@ -10,39 +10,23 @@ from __future__ import annotations
 
 import heapq
 import json
-import logging
 import os
 import pickle
-import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-logger = logging.getLogger(__name__)
+from quatrain.worker_process import LOAD_TIMEOUT_S, WorkerProcess
 
 Kind = Literal["timeout", "crash", "memory", "exit", "error"]
 KINDS: tuple[Kind, ...] = ("timeout", "crash", "memory", "exit", "error")
 MOST_WORKERS = 8
-LOAD_TIMEOUT_S = 120.0
-"""Time limit of importing the module of a function."""
-PAUSE_S = 0.1
-"""Seconds between two looks whether a process has ended."""
-GRACE_S = 1.0
-"""Seconds that a process gets to end after it has closed its socket."""
-LONGEST_OUTPUT = 16384
-"""Bytes of what one call printed that are passed on, in whole lines; the rest is counted."""
-_READ_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -204,139 +188,28 @@ class _Worker:
             process.kill()
 
 
-class _Process:
-    """A process of `reward/worker.py`, with its socket and the pipe of what it prints."""
+class _Process(WorkerProcess):
+    """A process of `reward/worker.py`, which answers one request after the other."""
 
     def __init__(self, settings: Mapping[str, Any]):
-        self._socket, theirs = socket.socketpair()
-        worker = str(Path(__file__).with_name("worker.py"))
-        with theirs:
-            # -P: the script's folder is not added to the import path. -u: what is printed before a crash is
-            # not lost. A session of its own: a keyboard interrupt does not reach it, and it ends with its
-            # children.
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-X", "faulthandler", worker, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                # A user's function that imports JAX must not take memory of the accelerator.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-        assert self._popen.stdout is not None
-        self._printed = self._popen.stdout
-        os.set_blocking(self._printed.fileno(), False)
-        self._output, self._omitted_bytes = b"", 0
-        self._opening = pickle.dumps({**settings, "parent": os.getpid(), "path": sys.path})
+        super().__init__(Path(__file__).with_name("worker.py"), settings)
 
     def exchange(self, request: bytes, timeout_s: float) -> Any | Failure:
         """The reply to a request; a `Failure` other than an exception leaves the process unusable."""
         deadline = time.monotonic() + timeout_s
-        request, self._opening = self._opening + request, b""
         try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(request)
-            line = self._line(deadline)
+            self.send(request, timeout_s)
+            line = self.line(deadline)
         except TimeoutError:
             return Failure("timeout", f"it took longer than {timeout_s:g} s")
         except OSError:  # the process has ended or closed its socket
             line = b""
         finally:
-            self._read_output()
+            self.read_output()
         if not line:
-            return self._death()
+            return Failure(*self.death())
         try:
-            reply = json.loads(line)
+            reply = json.loads(line + self.received)  # nothing may follow a reply
             return Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
         except (ValueError, LookupError, TypeError):  # a function wrote into the socket
             return Failure("crash", "its process sent a reply that is none")
-
-    def _line(self, deadline: float) -> bytes:
-        """The line that the process sends; empty if it ends before. Raises TimeoutError at the deadline."""
-        line = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._printed, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                # Children of the process may keep the socket open, so its end is looked for.
-                ended = self.ended()
-                ready = {key.fileobj for key, _ in selector.select(0 if ended else min(left, PAUSE_S))}
-                if self._printed in ready and not self._read_output():
-                    selector.unregister(self._printed)
-                if self._socket in ready:
-                    part = self._socket.recv(_READ_BYTES)
-                    if not part:
-                        return b""
-                    line += part
-                elif ended:
-                    return b""
-        return line
-
-    def _read_output(self) -> bool:
-        """Reads what was printed, as far as it is there; False at its end."""
-        with suppress(BlockingIOError):
-            for _ in range(16):  # a process may print faster than it is read
-                part = os.read(self._printed.fileno(), _READ_BYTES)
-                if not part:
-                    return False
-                kept = part[: LONGEST_OUTPUT - len(self._output)]
-                self._output += kept
-                self._omitted_bytes += len(part) - len(kept)
-        return True
-
-    def taken_output(self) -> str:
-        """What was printed since this was last called."""
-        if self._omitted_bytes:  # a part of a line may be part of a secret, which cannot be redacted
-            lines = self._output[: self._output.rfind(b"\n") + 1]
-            self._omitted_bytes += len(self._output) - len(lines)
-            self._output = lines + f"({self._omitted_bytes} more bytes are left out)".encode()
-        text = self._output.decode(errors="backslashreplace").rstrip()
-        self._output, self._omitted_bytes = b"", 0
-        return text
-
-    def _death(self) -> Failure:
-        """How the process ended, which closed its socket; its children are killed."""
-        deadline = time.monotonic() + GRACE_S
-        while not self.ended() and time.monotonic() < deadline:
-            time.sleep(PAUSE_S / 10)
-        alive = not self.ended()
-        self.kill()
-        status = self._popen.wait()
-        if alive:
-            return Failure("crash", "its process closed its connection")
-        if status >= 0:
-            return Failure("exit", f"its process exited with status {status}")
-        return Failure("crash", f"its process was ended by {_signal_name(-status)}")
-
-    def ended(self, *, or_stopped: bool = False) -> bool:
-        """Whether the process has ended (or was stopped); its number stays taken until its status is read."""
-        if self._popen.returncode is not None:
-            return True
-        events = os.WEXITED | (os.WSTOPPED if or_stopped else 0)
-        with suppress(ChildProcessError):  # somebody else has read its status
-            return os.waitid(os.P_PID, self._popen.pid, events | os.WNOHANG | os.WNOWAIT) is not None
-        return True
-
-    def kill(self) -> None:
-        """Kills the process and its children, unless its status was read before."""
-        if self._popen.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kills the process and its children, and frees what belongs to it."""
-        self.kill()
-        self._popen.wait()
-        self._read_output()
-        self._printed.close()
-        self._socket.close()
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return f"signal {signal.Signals(number).name}"
-    return f"signal {number}"

@@ -6,8 +6,6 @@ Stage 2 of a training step: `RolloutBatch` -> `RewardScorer.score` -> `RewardedB
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.schema import RewardConfig, RewardEntry
-from quatrain.config.secrets import redact
 from quatrain.metrics import Metric, combine, describe
 from quatrain.reward.calls import (
     DATA_SOURCE,
@@ -46,6 +43,7 @@ from quatrain.types import (
     RolloutBatch,
 )
 from quatrain.user_code import find_function, parameters_of
+from quatrain.worker_process import log_output
 
 if TYPE_CHECKING:
     from quatrain.reward.model import RewardModel
@@ -405,9 +403,4 @@ def _function(
 
 
 def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:
-    """Writes what a function printed to the run's log; to standard error if nothing logs that much."""
-    message = f"reward function `{names[spec]}` printed: {text}"
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", message, extra={"only_in_file": True})
-    else:
-        print(redact(message, os.environ), file=sys.stderr)
+    log_output(logger, f"reward function `{names[spec]}`", text)

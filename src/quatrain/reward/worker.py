@@ -7,19 +7,16 @@ nor numpy.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
@@ -77,11 +74,9 @@ def main() -> None:
     requests = connection.makefile("rb")
     settings = pickle.load(requests)
     sys.argv, sys.path = [""], settings["path"]
-    from quatrain.cluster.launcher import end_with_parent
+    from quatrain.worker_entry import enter
 
-    end_with_parent(settings["parent"])
-    _outlive_stops()
-    _limit_memory(settings["memory_bytes"])
+    enter(settings)
     functions = _Functions(*(settings[name] for name in ("what", "convert", "prepare", "args")))
     home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
     while True:
@@ -120,34 +115,6 @@ def _tidy(home: int, output: int) -> None:
         raw = io.FileIO(number, "w", closefd=False)
         stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, stream)
-
-
-def _outlive_stops() -> None:
-    """Ignores what stops a run, which may come to all its processes: the run ends its workers when it ends.
-
-    By a handler, not SIG_IGN, which the programs that a function starts would inherit.
-    """
-    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: None) for number in stops}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    os.register_at_fork(after_in_child=restore)
-
-
-def _limit_memory(num_bytes: int | None) -> None:
-    """Limits this process's own memory, and lets the kernel end it first if the machine has none left.
-
-    RLIMIT_DATA counts private writable memory; RLIMIT_AS would also count what libraries only reserve.
-    """
-    with contextlib.suppress(OSError):  # only Linux has this file
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if num_bytes is not None:
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import copy
 import logging
 import math
 import os
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from quatrain.config.errors import shown
 from quatrain.config.secrets import redact
@@ -35,7 +36,7 @@ LONGEST_ERROR = 2000
 SHOWN_FRAMES = 5
 
 T = TypeVar("T")
-FaultKind = Literal["error", "invalid", "too_long", "timeout"]
+FaultKind = Literal["error", "invalid", "too_long", "timeout", "crash"]
 Opening = Sequence["Message"] | str | None
 
 
@@ -49,6 +50,15 @@ class Turn:
     messages: Sequence[Message]
     reward: float = 0.0
     done: bool = False
+
+
+class Ended(NamedTuple):
+    """What an environment leaves when its episode ends."""
+
+    reward: float
+    """The reward of the episode (`get_reward`), which is added to those of its turns."""
+    counts: Mapping[str, int]
+    """What `Tools` counted, such as `tool_errors`."""
 
 
 class Environment(Protocol):
@@ -79,8 +89,9 @@ class EnvironmentFault(Exception):
     """What an environment did wrong; it ends the episode, which gets the reward of an error, never the run.
 
     `kind` is "error" for an exception, "invalid" for a value that is not allowed, "too_long" for text beyond
-    MAX_TURN_CHARS, and "timeout" for a method that took too long. `detail` are the last lines of code of an
-    exception. It can be pickled, and holds nothing of the environment.
+    MAX_TURN_CHARS, "timeout" for a method that took too long, and "crash" for the end of its process.
+    `detail` are the last lines of code of an exception, or of a method that took too long. It can be pickled,
+    and holds nothing of the environment.
     """
 
     def __init__(self, message: str, kind: FaultKind, detail: str = ""):
@@ -194,19 +205,27 @@ class CheckedEnvironment:
 
 
 def faultless(what: str, work: Callable[[], T]) -> T:
-    """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it."""
+    """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it.
+
+    The user's interrupt is raised as it is.
+    """
     try:
         return work()
-    except KeyboardInterrupt:
-        raise
     except EnvironmentFault as error:
         fault = error.with_traceback(None)
     except BaseException as error:  # includes SystemExit, which would end the run
+        if is_interrupt(error):
+            raise
         detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
         fault = EnvironmentFault(f"{what} raised {told(error)}", "error", detail)
     # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
     fault.__cause__ = fault.__context__ = None
     raise fault
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the user interrupts the run, of which Python tells the main thread alone."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def with_opening(prompt: PromptText, opening: Opening) -> PromptText:

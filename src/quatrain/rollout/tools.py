@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
 from quatrain.data.turns import CALL_ID
-from quatrain.rollout.environment import Turn, told
+from quatrain.rollout.environment import Turn, is_interrupt, told
 from quatrain.rollout.tool_calls import ToolCall, tool_calls
 from quatrain.user_code import VARIADIC
 
@@ -151,9 +151,9 @@ class Tools:
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return _text(result)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # includes SystemExit, which would end the run
+            if is_interrupt(error):
+                raise
             self.counts["tool_errors"] += 1
             return f"Error: {told(error)}"
 
