@@ -15,7 +15,7 @@ from quatrain.models.decoder import forward, logits
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.rollout.interface import Completion, Sampling
-from quatrain.rollout.session import Sampler, Session, Tally
+from quatrain.rollout.session import Sampler, Session
 from quatrain.types import Prompt
 
 PROMPTS = [[5, 9, 200], [17], [3, 3, 3, 3, 3, 8], [120, 7], [250, 1, 40, 6]]
@@ -39,7 +39,7 @@ class Episodes:
             self.of |= {(ticket, n): (number, n) for n in range(self.session.sampling.n)}
         total, waiting, rounds = len(self.of), [], 0
         while len(self.done) < total:
-            for due, held, sample, completion in [item for item in waiting if item[0] <= rounds]:
+            for _, held, sample, completion in [item for item in waiting if item[0] <= rounds]:
                 self.of[held, 0] = sample
                 self.session.resume(held, answer(*sample, len(completion.turns)), MOST)
             waiting = [item for item in waiting if item[0] > rounds]
@@ -113,54 +113,41 @@ def _check_against_the_forward_pass(arch, params, completions, n, width=256):
                 assert logprob == pytest.approx(scores[token], abs=1e-5)
 
 
-@pytest.fixture
-def windowed(small_arch):
-    return (
-        replace(
-            small_arch,
-            family="gemma2",
-            sliding_window=5,
-            layer_types=("sliding_attention", "full_attention"),
-            query_pre_attn_scalar=16,
-            attention_softcap=5.0,
-            final_softcap=8.0,
-            activation="gelu_pytorch_tanh",
-            pre_and_post_norms=True,
-        )
-        if hasattr(small_arch, "pre_and_post_norms")
-        else replace(small_arch, sliding_window=5)
-    )
-
-
-@pytest.mark.parametrize("most", [None, 4])
-def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(make_session, small_arch, most):
+@pytest.mark.parametrize(("most", "windows"), [(None, False), (4, True)])
+def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(make_session, small_arch, most, windows):
+    if windows:
+        layers = ("sliding_attention", "full_attention")
+        small_arch = replace(small_arch, family="qwen2", sliding_window=5, layer_types=layers)
     params = init_params(small_arch, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
-    session = make_session(most=most, temperature=0.0)
+    session = make_session(arch=small_arch, most=most, temperature=0.0)
     completions = Episodes(session).run(params)
     _check_against_the_forward_pass(small_arch, params, completions, 3)
     assert max(len(completion.turns) for completion in completions) == TURNS
 
 
-def _prefilled(session: Session) -> int:
-    return session.tally.prefilled_tokens
-
-
 def test_what_was_computed_is_not_computed_again(make_session, small_params):
-    """Each token of a context is computed once, by the prefill, a decode step or the extension."""
+    """Prompts, answers and the last token of each turn are computed; all of it after a turn of one token."""
     session = make_session()
     completions = Episodes(session).run(small_params)
-    ended = [completion for completion in completions if len(completion.turns) > 1]
-    assert len(ended) > 5
-    short = sum(  # turns of one token end in the prefill, and have no row of their own
-        later - earlier == 1 for completion in completions for earlier, later in []
-    )
-    assert not short
-    given = sum(completion.num_given for completion in completions)
-    turns = sum(len(completion.turns) - 1 for completion in completions)
-    prompts = sum(map(len, PROMPTS))
-    assert session.tally.prefilled_tokens >= prompts + given + turns
-    assert isinstance(session.tally, Tally)
+    computed = sum(map(len, PROMPTS))
+    for i, completion in enumerate(completions):
+        for turn in range(1, len(completion.turns)):
+            *_, before, begin = completion.turns[: turn + 1]
+            answer_length = len(answer(i // 3, i % 3, turn))
+            if begin - answer_length - before > 1:
+                computed += answer_length + 1
+            else:
+                computed += len(PROMPTS[i // 3]) + begin
+    assert max(len(completion.turns) for completion in completions) == TURNS
+    assert session.tally.prefilled_tokens == computed
+
+
+def test_a_row_that_others_need_is_computed_again(make_session, small_params):
+    fast, slow = make_session(most=4), make_session(most=4)
+    Episodes(fast).run(small_params)
+    Episodes(slow, lambda number, rounds: 12).run(small_params)
+    assert slow.tally.prefilled_tokens > fast.tally.prefilled_tokens
 
 
 @pytest.mark.parametrize("most", [None, 2, 5])
