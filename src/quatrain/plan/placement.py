@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from quatrain.config.derive import longest_sequence
+from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
@@ -215,10 +215,13 @@ class _Plan:
     def cache(self, sequences: int) -> Part:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
         slots = min(round_up(self._share(), minimum=1), sequences)
-        rows = min(1 << (-(-slots // self.config.rollout.n) - 1).bit_length(), slots)
+        rollout = self.config.rollout
+        # Between the turns of an episode, a row has its prompt and the turns before.
+        rows = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
         prompt, own = self._columns()
+        what = "episodes" if rollout.has_episodes else "prompts"
         why = (
-            f"{slots} sequences at once x {own} tokens + {rows} prompts x {prompt}, each token "
+            f"{slots} sequences at once x {own} tokens + {rows} {what} x {prompt}, each token "
             f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size = (slots * own + rows * prompt) * self._column_bytes()
@@ -241,11 +244,14 @@ class _Plan:
         return -(-self.config.data.batch_size * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _columns(self) -> tuple[int, int]:
-        """Columns of the KV cache for a prompt and for a completion."""
+        """Columns of the KV cache for a prompt and for a completion; in episodes, before a turn and for it."""
         longest = self.config.rollout.max_new_tokens
         if self.config.data.eval is not None:
             longest = max(longest, self.config.eval.max_new_tokens or 0)
-        return prompt_columns(self.config.data.max_prompt_length), round_up(longest)
+        before = self.config.data.max_prompt_length
+        if self.config.rollout.has_episodes:
+            before += environment_tokens(self.config) + longest
+        return prompt_columns(before), round_up(longest)
 
     def _column_bytes(self) -> int:
         return bytes_per_column(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
