@@ -423,15 +423,41 @@ def test_environments_are_forgotten_when_their_episodes_end():
         assert raised.kind == "error"
 
 
-def test_a_system_without_threads_is_a_fault(spec, monkeypatch):
-    with closing(in_threads(load_environment(spec), WAIT_S)) as calls:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_system_without_threads_is_a_fault(mode, spec, monkeypatch):
+    with closing(calls_of(mode, spec, WAIT_S)) as calls:
 
         def start(thread):
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(threading.Thread, "start", start)
         futures = [calls.begin(episode, {}) for episode in range(3)]
-        assert "reset could not be called: can't start new thread" in str(fault(futures[2]))
+        message = "reset could not be called" if mode == "threads" else "its process could not be started"
+        assert f"{message}: can't start new thread" in str(fault(futures[2]))
+
+
+CLOSED = []
+
+
+class Closing:
+    def step(self, completion):
+        return Turn([], done=True)
+
+    def close(self):
+        CLOSED.append(self)
+
+
+def test_episodes_abandoned_at_any_moment_are_closed_once():
+    with closing(in_threads(load_environment(Closing), WAIT_S)) as calls:
+        begun(calls, *range(500))
+        assert not CLOSED
+        for episode in range(500):
+            step = calls.step(episode, "")
+            if episode % 2:
+                got(step)
+            calls.abandon(episode)
+        assert comes(lambda: len(CLOSED) == 500)
+    assert len(set(CLOSED)) == 500
 
 
 # Worker processes
