@@ -93,6 +93,7 @@ WAIT_S = 30.0
 """More than any call needs on a machine with other work."""
 LIMIT_S = 0.5
 """The time limit where calls exceed it."""
+MODES = ["threads", "workers"]
 CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
 
 
@@ -103,16 +104,33 @@ def spec(tmp_path_factory):
     return f"{path}:Game"
 
 
-@pytest.fixture(params=["threads", "workers"])
+def calls_of(mode, spec, timeout_s):
+    if mode == "threads":
+        return in_threads(load_environment(spec), timeout_s)
+    return in_workers(spec, 1, timeout_s)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def shared(request, spec):
+    with closing(calls_of(request.param, spec, WAIT_S)) as calls:
+        yield calls
+
+
+@pytest.fixture
+def calls(shared):
+    """Calls of Game, for tests that do not end them; their episodes are forgotten."""
+    yield shared
+    for episode in range(200):
+        shared.abandon(episode)
+
+
+@pytest.fixture(params=MODES)
 def make(request, spec):
     """A function that makes the calls of Game with a time limit."""
     made = []
 
     def make(timeout_s=WAIT_S):
-        threads = request.param == "threads"
-        made.append(
-            in_threads(load_environment(spec), timeout_s) if threads else in_workers(spec, 1, timeout_s)
-        )
+        made.append(calls_of(request.param, spec, timeout_s))
         return made[-1]
 
     yield make
@@ -173,8 +191,7 @@ def is_gone(process):
         return True
 
 
-def test_an_episode(make):
-    calls = make()
+def test_an_episode(calls):
     assert got(calls.begin(3, {"letters": ["a"]})) == "['a', 'z']"
     assert got(calls.step(3, "count n")) == Turn(({"role": "user", "content": "n1"},), 0.25)
     assert text(calls.step(3, "count n")) == "n2"
@@ -182,7 +199,7 @@ def test_an_episode(make):
     assert got(calls.end(3)) == Ended(3.0, {})
 
 
-@pytest.mark.parametrize("kind", ["threads", "workers"])
+@pytest.mark.parametrize("kind", MODES)
 def test_tools(kind, spec):
     tools = [spec.replace(":Game", ":double")]
     made = in_threads(load_tools(tools), WAIT_S) if kind == "threads" else in_workers(tools, 1, WAIT_S)
@@ -192,8 +209,8 @@ def test_tools(kind, spec):
         assert got(calls.end(0)) == Ended(0.0, {"tool_calls": 1})
 
 
-def test_two_hundred_episodes_at_once(make):
-    calls, episodes = make(), range(200)
+def test_two_hundred_episodes_at_once(calls):
+    episodes = range(200)
     begun(calls, *episodes)
     for turn in range(1, 4):
         futures = {episode: calls.step(episode, f"count {episode}-") for episode in episodes}
@@ -201,11 +218,11 @@ def test_two_hundred_episodes_at_once(make):
     assert [got(calls.end(episode)) for episode in episodes] == [Ended(3.0, {})] * 200
 
 
-def test_an_environment_that_changes_its_columns_does_not_change_others(make):
-    calls, shared = make(), {"letters": ["a"]}
-    futures = [calls.begin(episode, shared) for episode in range(3)]
+def test_an_environment_that_changes_its_columns_does_not_change_others(calls):
+    columns = {"letters": ["a"]}
+    futures = [calls.begin(episode, columns) for episode in range(3)]
     assert [got(future) for future in futures] == ["['a', 'z']"] * 3
-    assert shared == {"letters": ["a"]}
+    assert columns == {"letters": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -218,8 +235,8 @@ def test_an_environment_that_changes_its_columns_does_not_change_others(make):
         ("flood", "too_long", "at most 1000000 characters; step returned more; cut"),
     ],
 )
-def test_a_fault_costs_its_episode_alone(make, spec, action, kind, message):
-    calls = begun(make(), 0, 1)
+def test_a_fault_costs_its_episode_alone(calls, spec, action, kind, message):
+    begun(calls, 0, 1)
     raised = fault(calls.step(0, action))
     assert raised.kind == kind
     assert str(raised).startswith(f"environment {spec}: ")
@@ -230,9 +247,8 @@ def test_a_fault_costs_its_episode_alone(make, spec, action, kind, message):
 
 
 @pytest.mark.parametrize("method", ["reset", "get_reward"])
-def test_a_fault_in_reset_and_at_the_end(make, method, tmp_path):
+def test_a_fault_in_reset_and_at_the_end(calls, method, tmp_path):
     closed = tmp_path / "closed"
-    calls = make()
     future = calls.begin(0, {method: "raise LookupError", "close": f"write {closed}"})
     if method == "get_reward":
         got(future)
@@ -242,9 +258,9 @@ def test_a_fault_in_reset_and_at_the_end(make, method, tmp_path):
     assert comes(closed.exists)
 
 
-def test_a_call_that_takes_long_holds_up_no_other(make, tmp_path):
+def test_a_call_that_takes_long_holds_up_no_other(calls, tmp_path):
     release = tmp_path / "release"
-    calls = begun(make(), 0, 1)
+    begun(calls, 0, 1)
     slow = calls.step(0, f"wait {release}")
     assert [text(calls.step(1, "count ")) for _ in range(20)] == [str(turn) for turn in range(1, 21)]
     assert not slow.done()
@@ -296,8 +312,8 @@ def test_an_environment_that_does_not_close_is_a_warning(make, close, caplog):
         assert comes(lambda: message in caplog.text)
 
 
-def test_abandoned_environments_are_closed(make, tmp_path):
-    calls, files = make(), [tmp_path / str(episode) for episode in range(3)]
+def test_abandoned_environments_are_closed(calls, tmp_path):
+    files = [tmp_path / str(episode) for episode in range(3)]
     for episode, file in enumerate(files):
         begun(calls, episode, close=f"write {file}")
     running = calls.step(2, f"wait {tmp_path / 'release'}")
@@ -323,8 +339,9 @@ def test_closing_faults_what_has_not_ended(make):
         assert "the run has ended its environments" in str(raised)
 
 
-def test_a_call_begins_from_a_callback_and_an_error_of_a_callback_harms_nothing(make, caplog):
-    calls, seen = begun(make(), 0), []
+def test_a_call_begins_from_a_callback_and_an_error_of_a_callback_harms_nothing(calls, caplog):
+    seen = []
+    begun(calls, 0)
 
     def again(future):
         seen.append(text(future))
@@ -406,15 +423,41 @@ def test_environments_are_forgotten_when_their_episodes_end():
         assert raised.kind == "error"
 
 
-def test_a_system_without_threads_is_a_fault(spec, monkeypatch):
-    with closing(in_threads(load_environment(spec), WAIT_S)) as calls:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_system_without_threads_is_a_fault(mode, spec, monkeypatch):
+    with closing(calls_of(mode, spec, WAIT_S)) as calls:
 
         def start(thread):
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(threading.Thread, "start", start)
         futures = [calls.begin(episode, {}) for episode in range(3)]
-        assert "reset could not be called: can't start new thread" in str(fault(futures[2]))
+        message = "reset could not be called" if mode == "threads" else "its process could not be started"
+        assert f"{message}: can't start new thread" in str(fault(futures[2]))
+
+
+CLOSED = []
+
+
+class Closing:
+    def step(self, completion):
+        return Turn([], done=True)
+
+    def close(self):
+        CLOSED.append(self)
+
+
+def test_episodes_abandoned_at_any_moment_are_closed_once():
+    with closing(in_threads(load_environment(Closing), WAIT_S)) as calls:
+        begun(calls, *range(500))
+        assert not CLOSED
+        for episode in range(500):
+            step = calls.step(episode, "")
+            if episode % 2:
+                got(step)
+            calls.abandon(episode)
+        assert comes(lambda: len(CLOSED) == 500)
+    assert len(set(CLOSED)) == 500
 
 
 # Worker processes
@@ -443,10 +486,10 @@ def test_new_episodes_go_to_the_process_with_the_fewest(workers):
 def test_a_process_that_dies_ends_its_episodes_and_is_replaced(workers, action, message):
     calls = begun(workers(), 0, 1, 2)
     process = text(calls.step(0, "pid"))
-    idle, busy = 1, calls.step(2, "sleep 1000")
-    for future in (calls.step(0, action), busy, calls.step(idle, "count ")):
-        assert fault(future).kind == "crash"
-        assert f"step: {message}" in str(fault(future))
+    busy = calls.step(2, "sleep 1000")
+    faults = [fault(calls.step(0, action)), fault(busy), fault(calls.step(1, "count "))]
+    assert {raised.kind for raised in faults} == {"crash"}
+    assert all(f"step: {message}" in str(raised) for raised in faults)
     for episode in range(3):
         calls.abandon(episode)
     assert comes(lambda: is_gone(process))
@@ -490,6 +533,7 @@ def test_a_process_that_hangs_as_a_whole_is_ended(workers, action):
 
 
 def test_no_process_is_left_when_the_calls_are_closed(workers):
+    before = set(threading.enumerate())
     calls = begun(workers(num_workers=2), 0, 1)
     processes = [text(calls.step(episode, "pid")) for episode in range(2)]
     hanging = calls.step(0, "sleep 1000")
@@ -498,7 +542,7 @@ def test_no_process_is_left_when_the_calls_are_closed(workers):
     assert time.monotonic() - started < 5.0
     assert all(is_gone(process) for process in processes)
     assert fault(hanging).kind == "crash"
-    assert not [t for t in threading.enumerate() if t.name == "quatrain-environment-worker"]
+    assert comes(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_process_does_not_end_with_the_thread_that_needed_it(workers):

@@ -163,9 +163,10 @@ class InThreads:
         with self._changed:
             in_time = self._running.pop(call, None) is not None
             self._num_left -= call.is_late
-            episode, call.episode.call = call.episode, None
-        if episode.abandoned and call.method != "close":
-            self._close(episode)
+            call.episode.call = None
+            abandoned = call.episode.abandoned
+        if abandoned and call.method != "close":
+            self._close(call.episode)
         self._begin_next()
         if in_time:
             call.settle(outcome)

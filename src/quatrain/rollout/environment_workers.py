@@ -61,7 +61,11 @@ class InWorkers:
         with self._lock:
             if self._closed:
                 return _failed(_fault(self._name, "begin", "crash", "the run has ended its environments"))
-            host = self._homes[episode] = self._chosen()
+            try:
+                host = self._homes[episode] = self._chosen()
+            except RuntimeError as error:  # the system has no more threads
+                how = f"its process could not be started: {error}"
+                return _failed(_fault(self._name, "begin", "crash", how))
             host.live.add(episode)
         return host.call("begin", episode, request)
 
@@ -174,21 +178,21 @@ class _Host:
             self._requests.put(None)  # environments that are being closed may still end
 
     def _run(self) -> None:
+        process = None
+        writer = threading.Thread(target=self._write, name="quatrain-environment-requests", daemon=True)
         try:
             process = WorkerProcess(Path(__file__).with_name("environment_worker.py"), self._opening)
-        except OSError as error:
-            self._ended("crash", f"its process could not be started: {error}")
-            return
-        with self._lock:
-            self._process = process
-            killed = self._end is not None
+            with self._lock:
+                self._process = process
+                killed = self._end is not None
+            writer.start()
+        except (OSError, RuntimeError) as error:  # the system has no more processes or threads
+            if process is not None:
+                process.end()
+            return self._ended("crash", f"its process could not be started: {error}")
         if killed:
             process.kill()
         self._answer_by = time.monotonic() + LOAD_TIMEOUT_S
-        writer = threading.Thread(
-            target=self._write, args=(process,), name="quatrain-environment-requests", daemon=True
-        )
-        writer.start()
         try:
             self._read(process)
         finally:
@@ -199,8 +203,11 @@ class _Host:
             process.end()
             self._ended("crash", how)
             self._log_output(process)
+        return None
 
-    def _write(self, process: WorkerProcess) -> None:
+    def _write(self) -> None:
+        process = self._process
+        assert process is not None, "a process is written to after it was started"
         with suppress(OSError):  # the process has ended
             while (request := self._requests.get()) is not None:
                 process.send(request, None)
