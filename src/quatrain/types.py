@@ -192,7 +192,8 @@ class RewardedBatch:
     critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
     log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
     update uses again; empty if there are none. `baseline_rewards` are the rewards of the greedy completion of
-    each sequence's prompt, NaN where all functions abstained; None if none were drawn.
+    each sequence's prompt, NaN where all functions abstained; None if none were drawn. `environment_weight`
+    is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
 
     Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, if `rewards` is NaN for other
     sequences than those on which all functions abstained, and for token rewards or values that are not
@@ -208,6 +209,7 @@ class RewardedBatch:
     values: np.ndarray | None = None  # [B, T] float32
     token_logprobs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B, T] float32 each
     baseline_rewards: np.ndarray | None = None  # [B] float32
+    environment_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check = _Checker("reward")

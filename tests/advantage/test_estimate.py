@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from episode_batches import episodes
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.schema import ADVANTAGE_SCALES, AdvantageConfig
@@ -232,3 +233,34 @@ def test_arguments_out_of_range_are_refused_before_anything_runs(arguments):
         ValueError, match=f"'gae' cannot be used: {name} must be in .*; set advantage.args.{name}"
     ):
         AdvantageEstimator(AdvantageConfig(estimator="gae", args=arguments))
+
+
+def test_what_a_turn_earned_is_a_reward_of_its_last_token(monkeypatch):
+    """For estimators that read rewards of tokens; the sequence keeps the rest of its reward."""
+    seen = {}
+
+    def sees(rewards, token_rewards, completion_mask):
+        seen.update(rewards=rewards.tolist(), token_rewards=token_rewards.tolist())
+        return rewards
+
+    batch = episodes().rewarded
+    batch = replace(batch, environment_weight=2.0, rewards=np.array([2.6, -1.0], np.float32))
+    estimator = AdvantageEstimator(AdvantageConfig(estimator="grpo"))
+    monkeypatch.setattr(estimator, "_function", sees)
+    monkeypatch.setattr(estimator, "_arguments", {})
+    monkeypatch.setattr(estimator, "inputs", ("rewards", "token_rewards", "completion_mask"))
+    estimator.estimate(batch)
+    assert seen["rewards"] == pytest.approx([0.1, -1.0], abs=1e-6)
+    assert seen["token_rewards"] == [
+        [0, 0, 0, 0.5, 0, 0, 0, 2.0],
+        [0.0] * 8,
+    ]  # a fault ended it
+
+
+def test_returns_of_earlier_turns_include_later_rewards():
+    batch = replace(episodes().rewarded, environment_weight=1.0)
+    config = AdvantageConfig(estimator="reinforce_pp", args={"gamma": 0.5}, scale="none")
+    advantages = AdvantageEstimator(config).estimate(batch).advantages[0]
+    with_sum = AdvantageEstimator(config).estimate(replace(batch, environment_weight=0.0)).advantages[0]
+    assert advantages[3] - advantages[7] != pytest.approx(with_sum[3] - with_sum[7], abs=1e-3)
+    assert advantages[3] - advantages[7] == pytest.approx(0.25 + 0.25 * 1.0 - 1.0)

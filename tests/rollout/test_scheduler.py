@@ -258,3 +258,64 @@ def test_little_decode_is_wasted_on_lognormal_lengths():
     assert sum(lengths) / sum(32 * max(batch) for batch in batches) < 0.4
     assert model.useful_steps == sum(lengths) - 256
     assert 1 - model.useful_steps / model.slot_steps < 0.1
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=6), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(0, 1000),
+)
+def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_slots, num_replicas, seed):
+    """Each sample has some turns; between two it is held for some rounds."""
+    scheduler, chance = Scheduler(max_slots, num_replicas), random.Random(seed)
+    turns = {}  # ticket, sample -> turns left
+    for left in groups:
+        ticket = scheduler.submit(len(left))
+        turns |= {(ticket, sample): count for sample, count in enumerate(left)}
+    held = {}  # ticket -> (turns left, round when its answer comes, row that it was given)
+    rounds = 0
+    while scheduler.num_unfinished:
+        for ticket, (left, due, row) in list(held.items()):
+            if due > rounds:
+                continue
+            del held[ticket]
+            if not left:
+                scheduler.drop(ticket)
+                assert ticket not in scheduler.rows
+                continue
+            turns[ticket, 0] = left
+            kept = ticket in scheduler.rows
+            assert scheduler.resume(ticket) == kept
+            if kept:
+                assert scheduler.rows[scheduler.row(ticket)] == ticket
+                assert row is not None
+        slots = scheduler.wanted_slots()
+        rows = max(scheduler.wanted_rows(slots), slots)
+        if (slots, rows) != (scheduler.num_slots, scheduler.num_rows):
+            scheduler.resize(slots, rows)
+        while admitted := scheduler.admit():
+            assert all(scheduler.rows[row] == ticket for ticket, row in admitted)
+        scheduler.fill()
+        assert scheduler.num_held == len(held)
+        assert scheduler.num_live or held or not scheduler.num_unfinished
+        for slot, occupant in enumerate(scheduler.slots):
+            if occupant is None or chance.random() < 0.3:
+                continue
+            assert scheduler.rows[occupant.row] == occupant.ticket
+            left = turns.pop((occupant.ticket, occupant.sample)) - 1
+            if left or chance.random() < 0.3:  # the environment decides whether it was the last turn
+                ticket, row = scheduler.hold(slot)
+                held[ticket] = (left, rounds + chance.randint(1, 4), row)
+                assert row is None or scheduler.rows[row] == ticket
+            else:
+                scheduler.finish(slot)
+            if scheduler.is_finished(occupant.ticket):
+                scheduler.take(occupant.ticket)
+        rounds += 1
+        assert rounds < 2000
+    assert not held
+    assert not turns
+    assert scheduler.rows == [None] * len(scheduler.rows)
+    assert scheduler.num_live == scheduler.num_finished == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from quatrain.advantage.turns import turn_rewards
 from quatrain.config.schema import AdvantageConfig
 from quatrain.metrics import Metric, describe
 from quatrain.ops.advantages import (
@@ -26,7 +27,8 @@ INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values", 
 float32 and 0 outside the completion mask, rewards of single tokens and a critic's values; and [B] float32,
 the reward of the greedy completion of the same prompt.
 
-For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence.
+For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence. For one
+that does, what an environment gave for a turn is a reward of the turn's last token, and no part of `rewards`.
 """
 
 
@@ -122,6 +124,10 @@ class AdvantageEstimator:
             token_rewards = np.zeros(mask.shape, np.float32)
         elif "token_rewards" not in self.inputs:
             rewards = (rewards + token_rewards.sum(axis=1, dtype=np.float64)).astype(np.float32)
+        if "token_rewards" in self.inputs and rewarded.environment_weight:
+            earned = turn_rewards(rewarded)
+            rewards = (rewards - earned.sum(axis=1, dtype=np.float64)).astype(np.float32)
+            token_rewards = token_rewards + earned
         inputs = {
             "rewards": rewards,
             "group_ids": rewarded.rollouts.group_ids,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from quatrain.config.derive import longest_sequence
+from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
@@ -131,12 +131,12 @@ def _step_rows(config: Config) -> Iterator[Row]:
             "prompts",
             f"P to rollout.dynamic_sampling_rounds x P = {whole} to {rounds} x {whole}",
         )
-    yield Row(
-        "max_sequence_tokens",
-        longest_sequence(config),
-        "tokens",
-        f"L: data.max_prompt_length + rollout.max_new_tokens = {prompt} + {completion}",
+    added = environment_tokens(config)
+    keys = "data.max_prompt_length + rollout.max_new_tokens" + " + rollout.max_environment_tokens" * bool(
+        added
     )
+    numbers = f"{prompt} + {completion}" + f" + {added}" * bool(added)
+    yield Row("max_sequence_tokens", longest_sequence(config), "tokens", f"L: {keys} = {numbers}")
 
 
 def _device_rows(layout: _Layout) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
-from quatrain.ops.ladder import round_up
+from quatrain.ops.ladder import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
 from quatrain.plan.device_memory import (
     CRITIC,
@@ -244,7 +244,7 @@ class _Plan:
         return -(-self.config.data.batch_size * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _columns(self) -> tuple[int, int]:
-        """Columns of the KV cache for a prompt and for a completion; in episodes, before a turn and for it."""
+        """Columns of the KV cache for a prompt and a completion; in episodes, before a turn and for it."""
         longest = self.config.rollout.max_new_tokens
         if self.config.data.eval is not None:
             longest = max(longest, self.config.eval.max_new_tokens or 0)

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHAT = "reward function"
+ENVIRONMENT = "environment"
+"""The built-in function whose values are the rewards of environments."""
 Decide = Callable[[Callable[[], Any]], Any]
 _STATS = ("mean", "std", "min", "max")
 MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
@@ -115,6 +117,8 @@ class RewardScorer:
             raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self._episodes = episodes
+        weighted = config.entries.get(ENVIRONMENT) if episodes else None
+        self._environment_weight = weighted.weight if weighted else 0.0
         if episodes:
             needs = {column: reward for column, reward in needs.items() if column not in EPISODE_COLUMNS}
         if self._sources:
@@ -230,7 +234,13 @@ class RewardScorer:
                 [of_group[group] for group in rollouts.group_ids.tolist()], np.float32
             )
         return RewardedBatch(
-            rollouts, rewards, raw, tuple(self._weights), metrics, baseline_rewards=baseline_rewards
+            rollouts,
+            rewards,
+            raw,
+            tuple(self._weights),
+            metrics,
+            baseline_rewards=baseline_rewards,
+            environment_weight=self._environment_weight,
         )
 
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
