@@ -161,7 +161,8 @@ class Scheduler:
     def resume(self, ticket: int) -> bool:
         """The held sample waits for a slot on the replica that holds its row; whether it still has one.
 
-        If not, it is queued, before the groups that were never admitted.
+        If not, it is queued before the groups that have no row yet, and after the one that has: the row of
+        that group becomes free only when all its samples are assigned.
         """
         del self._held[ticket]
         group = self._open[ticket]
@@ -170,7 +171,7 @@ class Scheduler:
             part.unfinished = 1
             return True
         group.waiting.append(0)
-        self._queue.insert(sum(queued.resumed for queued in self._queue), group)
+        self._queue.insert(sum(queued.resumed or bool(queued.parts) for queued in self._queue), group)
         return False
 
     def row(self, ticket: int) -> int:
