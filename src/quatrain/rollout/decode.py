@@ -347,7 +347,7 @@ class Turns(NamedTuple):
     """Turns of N sequences whose keys and values are moved to rows of the prompt cache; [N] int32 each."""
 
     slots: np.ndarray
-    columns: np.ndarray  # column of a turn's first token in its slot
+    columns: np.ndarray  # column of a turn's first token in its slot, modulo their number
     counts: np.ndarray  # tokens of the turn whose keys and values are moved
     sources: np.ndarray  # row of the prompt cache with the tokens before the turn
     lengths: np.ndarray  # tokens before the turn

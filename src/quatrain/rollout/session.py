@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -27,19 +26,17 @@ from quatrain.metrics import Metrics
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
-from quatrain.models.kv_cache import CachePart, bytes_per_column, empty_cache
-from quatrain.ops.ladder import power_of_two, round_up, round_up_coarsely
+from quatrain.models.kv_cache import bytes_per_column
+from quatrain.ops.ladder import round_up, round_up_coarsely
 from quatrain.parallel.mesh import mesh_shape
+from quatrain.rollout.cache import Cache, CacheShape, Move
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
     Program,
     Slots,
-    Turns,
     decode_program,
     extend_program,
-    keep_turns,
     prefill_program,
-    rearrange,
 )
 from quatrain.rollout.groups import (
     FEWEST_COLUMNS,
@@ -131,19 +128,6 @@ _Live = tuple[int, Group, int]
 """A slot, the group of its sample, and the index of the sample in its group."""
 
 
-@dataclass(frozen=True)
-class _Cache:
-    """The KV cache: `prompts` and `generated`, a ring buffer whose next decode step writes `column`.
-
-    `shape` is (slots, rows of prompts, columns of a prompt, columns of a slot) of one replica.
-    """
-
-    prompts: CachePart
-    generated: CachePart
-    column: int
-    shape: tuple[int, int, int, int]
-
-
 class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
@@ -169,7 +153,7 @@ class Session:
         self._unpack = unpacks(sampler.attention)
         self._scheduler = Scheduler(0, sampler.num_replicas)
         self._groups: dict[int, Group] = {}
-        self._cache: _Cache | None = None
+        self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
         self._prompt_columns = prompt_columns(sampler.usual_prompt)
         self._most_slots = 0
@@ -311,40 +295,16 @@ class Session:
         if self._goes_on is not None:
             rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
         used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
-        shape = (
-            slots,
-            rows,
-            self._prompt_columns,
-            _generated_columns(used + TOKENS_PER_CALL, self.sampling),
-        )
+        generated = _generated_columns(used + TOKENS_PER_CALL, self.sampling)
+        shape = CacheShape(slots, rows, self._prompt_columns, generated)
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
             scheduler.resize(slots, rows)
-            self._cache = self._empty(shape)
+            self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
+        elif self._cache.shape[:2] != (slots, rows):
+            self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, rows), used)
         elif self._cache.shape != shape:
-            moved = (list(range(slots)) * sampler.num_replicas, list(range(rows)) * sampler.num_replicas)
-            if self._cache.shape[:2] != (slots, rows):
-                moved = scheduler.resize(slots, rows)
-            self._cache = self._rearranged(self._cache, shape, *moved, used)
-
-    def _empty(self, shape: tuple[int, int, int, int]) -> _Cache:
-        slots, rows, prompt_columns, generated_columns = shape
-        empty = partial(empty_cache, self._sampler.arch, dtype=self._sampler.dtype, mesh=self._sampler.mesh)
-        return _Cache(empty(rows, prompt_columns), empty(slots, generated_columns), 0, shape)
-
-    def _rearranged(
-        self, cache: _Cache, shape: tuple[int, int, int, int], slots: list[int], rows: list[int], used: int
-    ) -> _Cache:
-        """`cache` in another `shape`: its given `slots` and `rows`, and the ring's last `used` columns."""
-        old, (_, _, prompt_columns, generated_columns) = cache.shape, shape
-        prompts, generated, column = cache.prompts, cache.generated, cache.column
-        mesh, replicas = self._sampler.mesh, self._sampler.num_replicas
-        if old[1:3] != shape[1:3] or rows != list(range(old[1])) * replicas:
-            prompts = rearrange(prompts, np.array(rows), np.arange(prompt_columns), mesh)
-        if (old[0], old[3]) != (shape[0], generated_columns) or slots != list(range(old[0])) * replicas:
-            columns = (column - used + np.arange(generated_columns)) % old[3]
-            generated, column = rearrange(generated, np.array(slots), columns, mesh), used % generated_columns
-        return _Cache(prompts, generated, column, shape)
+            self._cache = self._cache.resized(shape, used)
 
     def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
         """For each prefill call, one pack per replica, empty if a replica has fewer packs than others."""
@@ -358,7 +318,7 @@ class Session:
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         assert self._cache is not None
-        packed = pack_prompts(packs, self.sampling.n, self._cache.shape[1], unpack=self._unpack)
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape.rows, unpack=self._unpack)
         self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         prompts, *first = prefill_program(self._program.backend)(
             params, self._cache.prompts, packed, self._seed, program=self._program
@@ -414,7 +374,7 @@ class Session:
     ) -> tuple[list[int], list[float]]:
         """Computes `width` more tokens of each continuation: (tokens drawn after them, log-probabilities)."""
         assert self._cache is not None
-        extended = extension(batch, self.sampling.n, width, self._cache.shape[1])
+        extended = extension(batch, self.sampling.n, width, self._cache.shape.rows)
         computed = int(np.sum(extended.continued.counts))
         self.tally = self.tally.plus(prefilled_tokens=computed)
         prompts, *drawn = extend_program(self._program.backend)(
@@ -439,7 +399,7 @@ class Session:
         )
         decoded = jax.device_get(decoded)
         steps = int(decoded.num_steps)
-        self._cache = replace(cache, generated=generated, column=(cache.column + steps) % cache.shape[3])
+        self._cache = cache.decoded(generated, steps)
         live = self._live()
         begins = {slot: cache.column + 1 - group.turn_length(index) for slot, group, index in live}
         before = sum(group.turn_length(index) for _, group, index in live)
@@ -477,32 +437,19 @@ class Session:
             own = self._groups[ticket] = group.held(index)
             if row is not None:
                 count = group.turn_length(index) - 1
-                moves.append((slot, begins[slot], count, before.row, own.kept - count, row))
+                moves.append(Move(slot, begins[slot], count, before.row, own.kept - count, row))
             self._end_turn(before.ticket, index, ticket)
         if moves:
             self._keep_turns(moves)
 
-    def _keep_turns(self, moves: Sequence[tuple[int, int, int, int, int, int]]) -> None:
-        """Moves keys and values of turns to rows of the prompt cache; each move has the fields of `Turns`."""
+    def _keep_turns(self, moves: list[Move]) -> None:
+        """Moves keys and values of turns to rows of the prompt cache, with more columns if they need them."""
         assert self._cache is not None
-        cache, scheduler = self._cache, self._scheduler
-        slots, rows, columns, generated = cache.shape
-        needed = prompt_columns(max(count + length for _, _, count, _, length, _ in moves))
-        if needed > columns:
+        needed = prompt_columns(max(move.num_tokens + move.num_before for move in moves))
+        if needed > self._cache.shape.prompt_columns:
             self._prompt_columns = max(needed, self._prompt_columns)
-            each = range(self._sampler.num_replicas)
-            same = ([*range(slots)] * len(each), [*range(rows)] * len(each))
-            cache = self._rearranged(cache, (slots, rows, needed, generated), *same, 0)
-        given: list[list[tuple[int, ...]]] = [[] for _ in range(self._sampler.num_replicas)]
-        for slot, column, count, source, length, row in moves:
-            own = (slot % slots, column, count, source % rows, length, row % rows)
-            given[slot // scheduler.num_slots].append(own)
-        size = power_of_two(max(map(len, given)))
-        padding = (0, 0, 0, 0, 0, rows)
-        table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
-        turns = Turns(*table.reshape(-1, len(padding)).T.copy())
-        prompts = keep_turns(cache.prompts, cache.generated, turns, self._sampler.mesh)
-        self._cache = replace(cache, prompts=prompts)
+            self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
+        self._cache = self._cache.kept(moves)
 
     def _is_held(self, completion: Completion) -> bool:
         return self._goes_on is not None and self._goes_on(completion)

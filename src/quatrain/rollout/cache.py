@@ -1,0 +1,107 @@
+"""The KV cache of a session, whose size changes with the sequences that are in flight.
+
+Called by `session.py`, which decides the sizes and what is moved; `decode.py` has the compiled programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.kv_cache import CachePart, empty_cache
+from quatrain.ops.ladder import power_of_two
+from quatrain.parallel.mesh import mesh_shape
+from quatrain.rollout.decode import Turns, keep_turns, rearrange
+
+
+class CacheShape(NamedTuple):
+    """Sizes of the cache of one replica."""
+
+    slots: int
+    rows: int
+    prompt_columns: int
+    generated_columns: int
+
+
+class Move(NamedTuple):
+    """A turn whose keys and values are moved to a row of the prompt cache; indices over all replicas."""
+
+    slot: int
+    column: int
+    """Column of the turn's first token; a multiple of the columns may be missing or too much."""
+    num_tokens: int
+    """Tokens of the turn that are moved."""
+    source: int
+    """Row with the tokens before the turn."""
+    num_before: int
+    """How many these are."""
+    row: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of prompts, and of the turns that follow them, in slots.
+
+    `generated`, the part of the slots, is a ring buffer whose next decode step writes `column`.
+    """
+
+    prompts: CachePart
+    generated: CachePart
+    column: int
+    shape: CacheShape
+    mesh: Mesh
+
+    @classmethod
+    def empty(cls, arch: Architecture, dtype: DTypeLike, mesh: Mesh, shape: CacheShape) -> Cache:
+        """A cache of zeros."""
+        empty = partial(empty_cache, arch, dtype=dtype, mesh=mesh)
+        prompts = empty(shape.rows, shape.prompt_columns)
+        return cls(prompts, empty(shape.slots, shape.generated_columns), 0, shape, mesh)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the sampler."""
+        return mesh_shape(self.mesh).num_data_shards
+
+    def decoded(self, generated: CachePart, steps: int) -> Cache:
+        """After `steps` decode steps, which wrote `generated`."""
+        return replace(self, generated=generated, column=(self.column + steps) % self.shape.generated_columns)
+
+    def rearranged(self, shape: CacheShape, slots: list[int], rows: list[int], used: int) -> Cache:
+        """The cache in another shape: its given `slots` and `rows`, and the ring's last `used` columns."""
+        old, prompts, generated, column = self.shape, self.prompts, self.generated, self.column
+        if old[1:3] != shape[1:3] or rows != self._all(old.rows):
+            prompts = rearrange(prompts, np.array(rows), np.arange(shape.prompt_columns), self.mesh)
+        size = shape.generated_columns
+        if (old.slots, old.generated_columns) != (shape.slots, size) or slots != self._all(old.slots):
+            columns = (column - used + np.arange(size)) % old.generated_columns
+            generated = rearrange(generated, np.array(slots), columns, self.mesh)
+            column = used % size
+        return Cache(prompts, generated, column, shape, self.mesh)
+
+    def resized(self, shape: CacheShape, used: int) -> Cache:
+        """The cache with other numbers of columns; slots and rows stay where they are."""
+        return self.rearranged(shape, self._all(shape.slots), self._all(shape.rows), used)
+
+    def kept(self, moves: list[Move]) -> Cache:
+        """The cache with these turns in rows of the prompt cache, which has enough columns for them."""
+        slots, rows, *_ = self.shape
+        given: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_replicas)]
+        for slot, column, tokens, source, before, row in moves:
+            own = (slot % slots, column, tokens, source % rows, before, row % rows)
+            given[slot // slots].append(own)
+        size = power_of_two(max(map(len, given)))
+        padding = (0, 0, 0, 0, 0, rows)
+        table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
+        turns = Turns(*table.reshape(-1, len(padding)).T.copy())
+        return replace(self, prompts=keep_turns(self.prompts, self.generated, turns, self.mesh))
+
+    def _all(self, size: int) -> list[int]:
+        """Every slot or row, by its index on its replica."""
+        return [*range(size)] * self.num_replicas
