@@ -140,11 +140,10 @@ class Ahead:
         return self._worker.submit(partial(self._in_turn, job)).result()
 
     def close(self) -> None:
-        """End the thread, if there is one, and close its rollout; batches not taken are discarded."""
+        """End the thread, if there is one, and close the rollout; batches not taken are discarded."""
         for batch in self._batches:
             batch.cancel()
-        if self._lag:
-            self._rollout.close()
+        self._rollout.close()
         self._worker.close()
 
     def _next_fence(self, step: int) -> int:

@@ -304,8 +304,10 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
         closing(build_scorer(config, loaded)) as scorer,
         closing(Evaluator(config, loaded, scorer)) as evaluator,
         Progress(1) as progress,
+        closing(
+            build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
+        ) as engine,
     ):
-        engine = build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
         progress.phase("evaluation", evaluator.num_completions(engine, count), first=0)
         engine.sync_weights(loaded.params, 0)
         found = evaluator.evaluate(engine, first=count, count=count, on_progress=progress.step)
