@@ -308,7 +308,7 @@ def _losses_and_gradients(mask, sequence_ids, columns):
 
 def _by_token(mask, sequence_ids, columns, num_tokens: int) -> dict[str, dict[str, np.ndarray]]:
     """What `_losses_and_gradients` finds, in the order of the column `places`."""
-    room = [(0, whole - size) for whole, size in zip(SCORED, mask.shape)]
+    room = [(0, max(whole - size, 0)) for whole, size in zip(SCORED, mask.shape)]
     scored = jax.tree.map(lambda x: np.pad(np.asarray(x), room), (mask, sequence_ids, dict(columns)))
     places = scored[2]["places"][scored[0]].astype(int)
 
