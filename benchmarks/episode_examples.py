@@ -31,6 +31,7 @@ from typing import Any
 
 from algorithms import append, commit, read_rows, say
 
+from quatrain.config.schema import RolloutConfig
 from quatrain.report.metrics import read_metrics
 from quatrain.report.plot import can_plot, style_axes
 
@@ -54,7 +55,12 @@ VARIANTS = {
     "without the tool": Variant(
         "calculator.yaml",
         "eval/accuracy_lenient",
-        {"rollout.tools": [], "rollout.max_environment_tokens": None, "sft.data": "calculator/guesses.jsonl"},
+        {
+            "rollout.tools": [],
+            "rollout.max_turns": RolloutConfig().max_turns,
+            "rollout.max_environment_tokens": None,
+            "sft.data": "calculator/guesses.jsonl",
+        },
     ),
 }
 

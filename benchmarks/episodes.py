@@ -84,7 +84,8 @@ class Workload:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     work = Workload(args.prompts, args.samples, args.prompt_tokens, args.turn_tokens, args.answer_tokens)
-    model, tokenizer = load_model(args.model, seed=0), load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, seed=0, vocab_size=len(tokenizer), eos_token_ids=())
     rows = [measure(model, tokenizer, work, turns) for turns in args.turns]
     report = {"model": args.model, "workload": vars(work), "rows": rows}
     if args.json:
