@@ -12,13 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rollouts import make_rollouts
 
 from quatrain.config.load import load_config
+from quatrain.data.builtin import EOS
+from quatrain.data.tokenizer import render
+from quatrain.data.turns import TurnTemplate
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.load_environment import load_environment, load_tools
 from quatrain.types import RolloutBatch
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +119,110 @@ def test_the_reward_model_that_the_example_writes_can_be_used(tmp_path):
     model.check_prompt(prompt)
     one, other = model.score(make_rollouts([GOOD, GOOD.replace("7", "8")], [prompt, prompt])).values
     assert one != other
+
+
+def configured(path):
+    """The configuration that the command in the docstring of `path` names, checked."""
+    options = command_of(path, "quatrain ")
+    assert options[:2] == ["quatrain", "train"]
+    return load_config(ROOT / options[2], environ={}).config
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def check_demonstrations(rows, tokenizer, config):
+    """Those of a second turn have the tokens that an episode has there; all have room in an episode."""
+    turns = TurnTemplate(tokenizer, (tokenizer.eos_token_id,))
+    longest = {"prompt": 0, "sampled": 0, "given": 0}
+    for row in rows:
+        *first, last = row["prompt"]
+        sampled = tokenizer.encode(row["completion"] + EOS)
+        given = []
+        if first:
+            [question, turn] = first
+            before = tokenizer.encode(turn["content"] + EOS)
+            given = turns.suffix([question], before, [last])
+            assert render(tokenizer, row["prompt"]) == [*turns.prompt([question]), *before, *given]
+            sampled = [*before, *sampled]
+        sizes = {
+            "prompt": len(render(tokenizer, row["prompt"])),
+            "sampled": len(sampled),
+            "given": len(given),
+        }
+        longest = {name: max(longest[name], size) for name, size in sizes.items()}
+    assert 0 < longest["given"] <= config.rollout.max_environment_tokens
+    assert longest["sampled"] <= config.rollout.max_new_tokens
+    assert longest["prompt"] <= config.data.max_prompt_length
+
+
+def test_who_follows_the_hints_of_the_guessing_game_wins(monkeypatch, tokenizer):
+    monkeypatch.chdir(ROOT)
+    config = configured(EXAMPLES / "guessing_game.py")
+    environments = load_environment(config.rollout.environment)
+    numbers = rows_of(Path(config.data.train))
+    assert [row["number"] for row in numbers] == [1, 2, 3]
+
+    def won(number, first, second):
+        """The reward of a game; `second` is the second guess by the hint."""
+        play = environments()
+        play.reset({"number": number})
+        turn = play.step(f"<answer>{first}</answer>")
+        if not turn.done:
+            (message,) = turn.messages
+            turn = play.step(f"<answer>{second[message['content']]}</answer>")
+        assert turn.done
+        return turn.reward
+
+    def share(first, more, less):
+        return np.mean([won(number, first, {"more": more, "less": less}) for number in (1, 2, 3)])
+
+    guesses = (1, 2, 3)
+    assert share(2, more=3, less=1) == 1
+    assert max(share(a, b, b) for a in guesses for b in guesses) == pytest.approx(2 / 3)
+    assert np.mean([share(a, b, b) for a in guesses for b in guesses]) == pytest.approx(5 / 9)
+    play = environments()
+    play.reset({"number": 2})
+    assert play.step("two").messages[0]["content"] == "1, 2 or 3"
+    rows = rows_of(Path(config.sft.data))
+    shown = [(tuple(message["content"] for message in row["prompt"][1:]), row["completion"]) for row in rows]
+    counts = {hint: [shown.count((hint, f"<answer>{n}</answer>")) for n in guesses] for hint, _ in shown}
+    assert len(counts) == 5
+    assert all(len(set(each)) == 1 for each in counts.values())
+    check_demonstrations(rows, tokenizer, config)
+
+
+def test_the_calculator_calculates_and_nothing_else(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = configured(EXAMPLES / "calculator.py")
+
+    def result(expression):
+        call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+        (message,) = load_tools(config.rollout.tools)().step(call).messages
+        return message["content"]
+
+    assert [result(text) for text in ("47+38", "12*(3+4)", "-7/2", "90 - 12")] == ["85", "84", "-3.5", "78"]
+    for text in ("__import__('os').getcwd()", "9**9**9", "a+1", "1/0", "1+", "1" * 101, "'a'*3", "(" * 99):
+        assert result(text).startswith("Error: "), text
+
+
+def test_the_data_of_the_calculator(monkeypatch, tmp_path, tokenizer):
+    config = configured(EXAMPLES / "calculator.py")
+    script, *_ = command_of(EXAMPLES / "calculator.py", "python ")[1:]
+    subprocess.run([sys.executable, ROOT / script], cwd=tmp_path, check=True)
+    folder = tmp_path / "calculator"
+    train, heldout = rows_of(folder / "train.jsonl"), rows_of(folder / "heldout.jsonl")
+    assert tmp_path / config.data.train == folder / "train.jsonl"
+    assert (len(train), len(heldout)) == (2000, 200)
+    assert not {row["expression"] for row in train} & {row["expression"] for row in heldout}
+    shown = rows_of(folder / "demonstrations.jsonl")
+    check_demonstrations(shown, tokenizer, config)
+    calls = [row["completion"] for row in shown if row["called"] and len(row["prompt"]) == 1]
+    assert len(calls) == len(train)
+    tools = load_tools([f"{ROOT / 'examples/calculator.py'}:calculate"])()
+    answers = [tools.step(call).messages[0]["content"] for call in calls]
+    assert answers == [row["answer"] for row in train]
+    guesses = rows_of(folder / "guesses.jsonl")
+    right = [row["completion"] == f"<answer>{told['answer']}</answer>" for row, told in zip(guesses, train)]
+    assert 0.02 < np.mean(right) < 0.09

@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import pytest
 
 from quatrain.config.load import load_config
@@ -34,3 +36,14 @@ def test_a_critic_is_loaded_only_where_it_is_used(tmp_path):
     with pytest.raises(ValueError, match=r"critic\.path .*nowhere"):
         load_policy(config)
     assert load_policy(config, critic=False).critic_arch is None  # as for an evaluation or an export
+
+
+def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path):
+    """Training is bounded by its tokens sampled and given, an evaluation by its own; both by positions."""
+    path = tmp_path / "environment.py"
+    path.write_text("class Silent:\n    def step(self, completion):\n        return None\n", "utf-8")
+    settings = [f"rollout.environment={path}:Silent", "rollout.max_new_tokens=4", "eval.max_new_tokens=64"]
+    config = load_config(None, settings, environ={}).config
+    loaded = load_policy(config)
+    with closing(build_engine(config, loaded)) as engine:
+        assert engine._episodes.max_tokens == loaded.arch.max_position

@@ -171,7 +171,7 @@ def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
         calls,
         max_turns=rollout.max_turns,
         max_environment_tokens=environment_tokens(config),
-        max_tokens=min(longest_sequence(config), loaded.arch.max_position),
+        max_tokens=loaded.arch.max_position,
     )
 
 

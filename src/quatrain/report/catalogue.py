@@ -285,6 +285,31 @@ CATALOGUE: dict[str, MetricDoc] = {
         "length/completion", "tokens", "a sequence's completion length, stop token included", ("mean", "max")
     ),
     **_stats("length/total", "tokens", "a sequence's total length of prompt and completion", ("mean", "max")),
+    **_stats(
+        "length/environment",
+        "tokens",
+        "what environment and chat template added to an episode, which is not trained on",
+        ("mean", "max"),
+    ),
+    **_stats("episode/turns", "turns", "the policy's turns in an episode", ("mean", "max")),
+    "episode/reward/mean": MetricDoc(
+        "reward", "mean", "Mean of the environment's rewards in an episode: of its turns and at its end."
+    ),
+    "episode/errors": MetricDoc(
+        "episodes", "sum", "Episodes that an error of their environment ended (`finish_reason` `error`)."
+    ),
+    "episode/timeouts": MetricDoc(
+        "episodes",
+        "sum",
+        "Episodes whose environment took longer than `rollout.environment_timeout_s`.",
+    ),
+    "episode/tool_calls": MetricDoc("calls", "sum", "Calls of tools in the completions."),
+    "episode/malformed_calls": MetricDoc(
+        "calls", "sum", "Of these, calls that could not be made; the policy read why."
+    ),
+    "episode/tool_errors": MetricDoc(
+        "calls", "sum", "Of these, calls of tools that raised an exception; the policy read it."
+    ),
     **{
         f"dynamic_sampling/{name}": MetricDoc(unit, "sum", f"{meaning} (`rollout.dynamic_sampling_rounds`).")
         for name, unit, meaning in (
@@ -304,7 +329,10 @@ CATALOGUE: dict[str, MetricDoc] = {
         )
     },
     "rollout/truncated_fraction": MetricDoc(
-        "fraction", "mean", "Fraction of completions cut at `rollout.max_new_tokens`."
+        "fraction",
+        "mean",
+        "Fraction of completions cut at `rollout.max_new_tokens`, and of episodes that ended because a limit "
+        "on tokens left no room.",
     ),
     "rollout/logprob_diff_mean": MetricDoc(
         "nats",
@@ -320,7 +348,8 @@ CATALOGUE: dict[str, MetricDoc] = {
     "rollout/prefill_tokens": MetricDoc(
         "tokens",
         "sum",
-        "Prompt tokens computed: each prompt once per group, a common prefix once per packed row.",
+        "Prompt tokens computed: each prompt once per group, a common prefix once per packed row. In "
+        "episodes, also the tokens before a turn that are not in the cache.",
     ),
     "rollout/decode_s": MetricDoc("s", "sum", "Seconds of generation spent in decoding."),
     "rollout/slot_utilisation": MetricDoc(
@@ -349,6 +378,8 @@ CATALOGUE: dict[str, MetricDoc] = {
             "rollout_sync": "Seconds of the rollout stage spent copying the new weights to the rollout mesh.",
             "rollout_generate": "Seconds of the rollout stage spent in prefill and decoding.",
             "rollout_flush": "Seconds of the rollout stage spent converting tokens to text and to arrays.",
+            "environment_wait": "Seconds of the rollout stage in which nothing was decoded, because answers "
+            "of environments were waited for.",
             "reward": "Seconds of the reward stage.",
             "place_weights": "Seconds spent copying weights for the batches to be sampled ahead.",
             "wait_rollout": "Seconds that training waited for the batch (`rollout.max_staleness` above 0).",
