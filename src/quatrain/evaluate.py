@@ -26,7 +26,7 @@ from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer, short_names
 from quatrain.rollout.interface import Rollouts, Sampling
-from quatrain.types import Prompt, RewardedBatch
+from quatrain.types import FAULTS, Prompt, RewardedBatch
 
 ANSWER_COLUMN = "answer"
 """Data column with the gold answer; without it, and without `eval.accuracy`, there is no accuracy."""
@@ -207,7 +207,8 @@ class Evaluator:
         values = judged.rewards_per_function[judged.function_names.index(self._accuracy)]
         errors = judged.metrics[f"reward/{self._accuracy}/errors"]
         if errors.value:
-            values = np.where(values == ERROR_REWARD, np.nan, values)
+            failed = (values == ERROR_REWARD) & ~np.isin(judged.rollouts.finish_reason, FAULTS)
+            values = np.where(failed, np.nan, values)
         return np.clip(values.astype(np.float64), 0.0, 1.0), errors
 
 
@@ -266,6 +267,7 @@ def _greedy_metrics(
             if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
         },
     }
+    metrics |= {name: metric for name, metric in rollouts.metrics.items() if name.startswith("episode/")}
     if right is not None:
         metrics["accuracy_lenient"] = _mean(right)
     if strict is not None:

@@ -225,7 +225,7 @@ def _load_critic(
         head="score",
         weights=weights,
     )
-    longest = longest_sequence(config)
+    longest = min(longest_sequence(config), policy.max_position)
     if longest > model.arch.max_position or len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
             f"a critic must have a position for each token of the longest sequence ({longest}) and an "

@@ -650,6 +650,7 @@ class Run:
                 "num_prompts": config.eval.usual_num_prompts,
                 "accuracy": config.eval.accuracy,
                 "max_new_tokens": config.eval.max_new_tokens or config.rollout.max_new_tokens,
+                **_episodes_as(config),
             },
             os.environ,
         )
@@ -813,6 +814,19 @@ def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _counts(state: ModelState) -> dict[str, int]:
     return {"step": state.step, "bad_steps": state.bad_steps}
+
+
+def _episodes_as(config: Config) -> dict[str, Any]:
+    """What decides the episodes of an evaluation; nothing where completions have one turn."""
+    rollout = config.rollout
+    if not rollout.has_episodes:
+        return {}
+    return {
+        "environment": rollout.environment,
+        "tools": list(rollout.tools),
+        "max_turns": rollout.max_turns,
+        "max_environment_tokens": rollout.max_environment_tokens,
+    }
 
 
 def _kept_on_resume(config: Config) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from quatrain.metrics import Metrics
 FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
 """Why a completion ended: a stop token or string, or its length; an episode also by its environment, by its
 number of turns, or by a fault of its environment (an error or a timeout)."""
+ENVIRONMENT = "environment"
+"""The built-in reward function whose values are the rewards of environments."""
 FAULTS = ("error", "timeout")
 """Finish reasons of episodes that a fault of the environment ended."""
 EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")

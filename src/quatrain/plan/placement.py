@@ -45,6 +45,7 @@ from quatrain.plan.device_memory import (
     format_mesh,
     in_units,
 )
+from quatrain.rollout.decode import TOKENS_PER_CALL
 from quatrain.rollout.engine import CACHE_SHARE
 from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
@@ -251,6 +252,7 @@ class _Plan:
         before = self.config.data.max_prompt_length
         if self.config.rollout.has_episodes:
             before += environment_tokens(self.config) + longest
+            longest += TOKENS_PER_CALL - 1
         return prompt_columns(before), round_up(longest)
 
     def _column_bytes(self) -> int:

@@ -196,16 +196,15 @@ def score_function(
     """[B] float32 raw rewards, NaN for abstentions and ERROR_REWARD for failures; failures by their kind.
 
     Samples of other sources than the function's are abstentions. The first calls get the samples that
-    `per_call` says. An episode that a fault of its environment ended is no sample of any call; its reward is
-    ERROR_REWARD. The samples of a failing call are called again, the groups of a batch one by one, then
-    the samples of a failing group. After a call that took too long, these further calls have little time, so
+    `per_call` says. An episode that a fault of its environment ended is no sample of any call and has NaN.
+    The samples of a failing call are called again, the groups of a batch one by one, then the samples of a
+    failing group. After a call that took too long, these further calls have little time, so
     that a function that hangs does not hold the step. Raises ValueError if the function returns the wrong
     number of values or values that are no numbers.
     """
     rows = samples.of_sources(function.sources)
     values = np.full(len(samples), np.nan, np.float32)
     faults = samples.faults
-    values[rows] = ERROR_REWARD
     rows = [row for row in rows if row not in faults]
     own = samples.part(rows) if len(rows) < len(samples) else samples
     scoring = _Scoring(function, own)

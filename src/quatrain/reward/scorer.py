@@ -34,6 +34,7 @@ from quatrain.reward.forms import prepared
 from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
 from quatrain.reward.pool import Failure, Pool, default_workers
 from quatrain.types import (
+    ENVIRONMENT,
     EPISODE_COLUMNS,
     FAULTS,
     REWARD_ARGUMENTS,
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHAT = "reward function"
-ENVIRONMENT = "environment"
-"""The built-in function whose values are the rewards of environments."""
 Decide = Callable[[Callable[[], Any]], Any]
 _STATS = ("mean", "std", "min", "max")
 MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
@@ -116,8 +115,8 @@ class RewardScorer:
             self.close()
             raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
-        self._episodes = episodes
-        weighted = config.entries.get(ENVIRONMENT) if episodes else None
+        self._episodes, self._warned_of_unused = episodes, False
+        weighted = config.entries.get(ENVIRONMENT) if episodes and ENVIRONMENT not in functions else None
         self._environment_weight = weighted.weight if weighted else 0.0
         if episodes:
             needs = {column: reward for column, reward in needs.items() if column not in EPISODE_COLUMNS}
@@ -192,7 +191,8 @@ class RewardScorer:
         sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
         cannot score (`RewardModel.score`). If a function fails (`pool.Failure`) or returns a value
         that is not finite, the raw reward of each failing sample is `ERROR_REWARD`, counted in
-        `reward/<name>/errors`. Raises
+        `reward/<name>/errors`. An episode that a fault of its environment ended has the reward `ERROR_REWARD`
+        in all and by each function, none of which is called for it. Raises
         ValueError if a function returns the wrong number of values or values that are not numbers, if it
         needs a column that the rollouts lack, and if a column has the name of an argument passed to every
         reward function (`REWARD_ARGUMENTS`).
@@ -213,6 +213,8 @@ class RewardScorer:
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(rollouts))
+        faults = np.isin(rollouts.finish_reason, FAULTS)
+        raw[:, faults] = ERROR_REWARD
         metrics: dict[str, Metric] = {}
         for row, name in zip(raw, self._weights, strict=True):
             metrics |= describe(f"reward/{name}", row, _STATS)
@@ -220,6 +222,8 @@ class RewardScorer:
             counts["seconds"] = scores[name].seconds
             metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
+        rewards[faults] = ERROR_REWARD
+        self._warn_of_unused(rollouts)
         metrics |= describe("reward", rewards, _STATS)
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)
@@ -243,11 +247,20 @@ class RewardScorer:
             environment_weight=self._environment_weight,
         )
 
+    def _warn_of_unused(self, rollouts: RolloutBatch) -> None:
+        """Says once that an environment gives rewards which no function reads."""
+        if not self._episodes or self._environment_weight or self._warned_of_unused:
+            return
+        if any(rollouts.columns["environment_reward"]):
+            self._warned_of_unused = True
+            logger.warning(
+                "the environment gives rewards, and reward.functions does not have the function "
+                "`environment`, which reads them; add environment: 1.0 if they are to count"
+            )
+
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
         scores = model.score(rollouts)
-        faults = np.isin(rollouts.finish_reason, FAULTS)
-        scores = scores._replace(values=np.where(faults, ERROR_REWARD, np.asarray(scores.values, np.float32)))
         if name not in self._sources:
             return scores
         own = np.zeros(len(rollouts), np.bool_)

@@ -8,6 +8,7 @@ an episode calls; users write the class inside it. Whatever an environment does 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import os
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 MAX_TURN_CHARS = 1_000_000
 """Characters of the messages of one turn: far more than any context has room for."""
+LARGEST_REWARD = 1e30
+"""Sums of rewards of this size are finite in float32."""
+COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
+"""What `Tools` counts."""
 LONGEST_ERROR = 2000
 """Characters of an exception's text that is shown."""
 SHOWN_FRAMES = 5
@@ -137,9 +142,11 @@ class CheckedEnvironment:
 
     @property
     def counts(self) -> Counter[str]:
-        """What `Tools` counted in this episode, such as `tool_errors`; empty for other environments."""
+        """What `Tools` counted in this episode (COUNTS); empty for other environments."""
         counts = getattr(self._environment, "counts", None)
-        return Counter(counts) if isinstance(counts, Counter) else Counter()
+        if not isinstance(counts, Counter) or set(counts) != set(COUNTS):
+            return Counter()
+        return Counter(counts)
 
     def _reset(self, columns: Mapping[str, Any]) -> Opening:
         reset = getattr(self._environment, "reset", None)
@@ -179,7 +186,12 @@ class CheckedEnvironment:
             raise EnvironmentFault(f"{self._name}: {method}: {error}", "invalid") from error
         if checked[-1]["role"] == "assistant":
             self._refuse("the last message must not be the assistant's, which the model writes", checked[-1])
-        return tuple(checked)
+        try:
+            plain = json.loads(json.dumps(checked, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            rule = f"{self._name}: {method}: messages must hold values that JSON has: {error}"
+            raise EnvironmentFault(rule, "invalid") from error
+        return tuple(plain)
 
     def _check_length(self, method: str, value: Any) -> None:
         if _is_longer(value, MAX_TURN_CHARS):
@@ -194,8 +206,8 @@ class CheckedEnvironment:
             number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
-            self._refuse(f"{what} must be a finite number", value)
+        if not abs(number) <= LARGEST_REWARD:
+            self._refuse(f"{what} must be a finite number, at most {LARGEST_REWARD:g} in size", value)
         return number
 
     def _refuse(self, rule: str, came: Any) -> NoReturn:

@@ -27,8 +27,8 @@ import numpy as np
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.data.turns import TurnTemplate
 from quatrain.metrics import Metric, Metrics, describe
-from quatrain.rollout.environment import EnvironmentFault, Turn, with_opening
-from quatrain.rollout.environment_calls import Ended, EnvironmentCalls
+from quatrain.rollout.environment import EnvironmentFault, Opening, Turn, with_opening
+from quatrain.rollout.environment_calls import EnvironmentCalls
 from quatrain.rollout.groups import Group
 from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.session import Session, Tally, TurnEnd
@@ -61,6 +61,12 @@ class EpisodeRules:
     max_tokens: int
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of episodes, of all sessions."""
+    most_characters: int = field(init=False)
+    """Texts with more characters have more than `max_environment_tokens` tokens."""
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, self.tokenizer.get_vocab()))
+        object.__setattr__(self, "most_characters", self.max_environment_tokens * longest)
 
     def close(self) -> None:
         """Ends the environments; the rules must not be used afterwards."""
@@ -72,11 +78,15 @@ Question = Literal["begin", "step", "end"]
 
 
 class _Answer(NamedTuple):
-    """The answer of an environment: what the method returned, or the arguments of its fault."""
+    """The answer of an environment, as values that JSON has: what the method returned, or its fault.
+
+    `ids` are the tokens of the prompt, or between two turns, that follow from it.
+    """
 
     number: int
     question: Question
     value: Any
+    ids: Sequence[int] | None
     fault: Any
 
 
@@ -104,11 +114,16 @@ class Episode:
     fault: EnvironmentFault | None = None
     finished: bool = False
 
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy; none if `reset` failed."""
+        return len(self.completion.turns) if self.completion.tokens else 0
+
     def result(self) -> tuple[Prompt, Completion]:
         """The sample; its columns have the dialogue and the environment's rewards."""
         assert self.reason is not None
         self.completion.finish_reason = self.reason
-        unanswered = len(self.completion.turns) - len(self.rewards)
+        unanswered = self.num_turns - len(self.rewards)
         columns = {
             **self.prompt.columns,
             "messages": [*_listed(self.text), *self.messages],
@@ -159,8 +174,8 @@ class EpisodeSession:
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Begin the episodes of each prompt; their tickets. Raises ValueError if the cache does not fit."""
-        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        self._session.reserve(longest, len(prompts) * self.sampling.n)
+        self._session.reserve(prompts, len(self._episodes) + len(prompts) * self.sampling.n)
+        self._patience_s = PATIENCE_S
         first = self._next_ticket
         self._next_ticket += len(prompts)
         for ticket, prompt in enumerate(prompts, first):
@@ -235,10 +250,43 @@ class EpisodeSession:
         elif nothing_else:
             wait(futures, LOOK_S, return_when=FIRST_COMPLETED)
         return [
-            _encoded(number, question, future)
+            self._answer(self._episodes[number], question, future)
             for number, (question, future) in sorted(self._asked.items())
             if future is not None and future.done()
         ]
+
+    def _answer(self, episode: Episode, question: Question, future: Future[Any]) -> _Answer:
+        """What an environment has answered, and the tokens that follow from it, for all processes alike."""
+        number = episode.number
+        try:
+            value = future.result()
+            if question == "begin":
+                return _Answer(number, question, value, self._opening_ids(episode, value), None)
+            if question == "end":
+                return _Answer(number, question, (value.reward, dict(value.counts)), None, None)
+            ids = None if value is None else self._suffix_ids(episode, value)
+            turn = None if value is None else (list(value.messages), value.reward, value.done)
+            return _Answer(number, question, turn, ids, None)
+        except EnvironmentFault as fault:
+            return _Answer(number, question, None, None, (str(fault), fault.kind, fault.detail))
+
+    def _opening_ids(self, episode: Episode, opening: Opening) -> list[int] | None:
+        """The tokens of the prompt with what `reset` returned; None without that, or if it is too long."""
+        if opening is None or self._is_too_long(opening):
+            return None
+        return _checked(lambda: self._rules.turns.prompt(with_opening(episode.prompt.text, opening)))
+
+    def _suffix_ids(self, episode: Episode, turn: Turn) -> list[int] | None:
+        """The tokens between this turn and the next; None if there is no next, or if there are too many."""
+        last, messages = episode.completion.last_turn, turn.messages
+        if turn.done or episode.held is None or self._is_too_long(messages):
+            return None
+        return _checked(lambda: self._rules.turns.suffix(episode.text, last, messages))
+
+    def _is_too_long(self, messages: Opening) -> bool:
+        """Whether text cannot fit, so that encoding it, while nothing is decoded, would be in vain."""
+        texts = [messages] if isinstance(messages, str) else [str(m["content"]) for m in messages or ()]
+        return sum(map(len, texts)) > self._rules.most_characters
 
     def _take_answer(self, episode: Episode, answer: _Answer) -> None:
         """Goes on with an episode whose environment has answered."""
@@ -247,9 +295,9 @@ class EpisodeSession:
             if answer.fault is not None:
                 raise EnvironmentFault(*answer.fault)
             if answer.question == "begin":
-                self._open(episode, value)
+                self._open(episode, value, answer.ids)
             elif answer.question == "step":
-                self._answered(episode, None if value is None else Turn(*value))
+                self._answered(episode, None if value is None else Turn(*value), answer.ids)
             else:
                 episode.final_reward, counts = value
                 episode.counts.update(counts)
@@ -257,19 +305,17 @@ class EpisodeSession:
         except EnvironmentFault as fault:
             self._fail(episode, fault)
 
-    def _open(self, episode: Episode, opening: Any) -> None:
-        """The environment's `reset` has returned: the first turn can begin."""
-        rules, prompt = self._rules, episode.prompt
-        if opening is not None:
-            episode.text = _checked(lambda: with_opening(prompt.text, opening))
-            ids = _checked(lambda: rules.turns.prompt(episode.text))
+    def _open(self, episode: Episode, opening: Opening, ids: Sequence[int] | None) -> None:
+        """The environment's `reset` has returned: the first turn can begin; its prompt is `ids` if given."""
+        rules, before = self._rules, len(episode.prompt.input_ids)
+        size = before if ids is None else len(ids)
+        too_long = opening is not None and ids is None
+        if too_long or size - before > rules.max_environment_tokens or size >= rules.max_tokens:
+            return self._end(episode, "length")
+        if ids is not None:
+            episode.text = with_opening(episode.prompt.text, opening)
             episode.input_ids = np.array(ids, np.int32)
-        added = len(episode.input_ids) - len(prompt.input_ids)
-        if added > rules.max_environment_tokens or len(episode.input_ids) >= rules.max_tokens:
-            episode.text, episode.input_ids = prompt.text, prompt.input_ids
-            self._end(episode, "length")
-        else:
-            self._begun.append(episode)
+        self._begun.append(episode)
 
     def _submit_begun(self) -> None:
         """Submits first turns; samples of a prompt with the same tokens share them."""
@@ -309,8 +355,8 @@ class EpisodeSession:
         else:
             self._ask(episode, "step", lambda calls: calls.step(episode.number, text))
 
-    def _answered(self, episode: Episode, turn: Turn | None) -> None:
-        """The environment has answered a turn: the next begins, or the episode ends."""
+    def _answered(self, episode: Episode, turn: Turn | None, suffix: Sequence[int] | None) -> None:
+        """The environment has answered a turn: the next begins after `suffix`, or the episode ends."""
         if turn is None:
             return self._end(episode, "stop")
         episode.rewards.append(turn.reward)
@@ -319,11 +365,9 @@ class EpisodeSession:
             return self._end(episode, "environment")
         if len(episode.completion.turns) >= self._rules.max_turns:
             return self._end(episode, "turns")
-        if episode.held is None:
+        if episode.held is None or suffix is None:
             return self._end(episode, "length")
         completion, rules = episode.completion, self._rules
-        last = completion.last_turn
-        suffix = _checked(lambda: rules.turns.suffix(episode.text, last, turn.messages))
         given = len(episode.input_ids) - len(episode.prompt.input_ids) + completion.num_given + len(suffix)
         room = rules.max_tokens - len(episode.input_ids) - len(completion.tokens) - len(suffix)
         if given > rules.max_environment_tokens or room < 1:
@@ -363,19 +407,6 @@ def _listed(prompt: PromptText) -> Any:
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def _encoded(number: int, question: Question, future: Future[Any]) -> _Answer:
-    """What a call of an environment returned, as values that JSON has, for the other processes."""
-    try:
-        value = future.result()
-    except EnvironmentFault as fault:
-        return _Answer(number, question, None, (str(fault), fault.kind, fault.detail))
-    if isinstance(value, Turn):
-        value = list(value.messages), value.reward, value.done
-    elif isinstance(value, Ended):
-        value = value.reward, dict(value.counts)
-    return _Answer(number, question, value, None)
-
-
 def _checked(work: Callable[[], Any]) -> Any:
     """What `work` makes of an environment's messages; a template that refuses them is the episode's fault."""
     try:
@@ -399,7 +430,6 @@ def _warn_of_faults(episodes: Sequence[Episode]) -> None:
 
 def _metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
     """Numbers of turns, tokens of environments, rewards, and what went wrong."""
-    completions = [episode.completion for episode in episodes]
     given = [
         len(episode.input_ids) - len(episode.prompt.input_ids) + episode.completion.num_given
         for episode in episodes
@@ -411,7 +441,7 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
     counts["timeouts"] = sum(episode.reason == TIMEOUT for episode in episodes)
     rewards = [sum(episode.rewards) + episode.final_reward for episode in episodes]
     return {
-        **describe("episode/turns", np.array([len(c.turns) for c in completions]), ("mean", "max")),
+        **describe("episode/turns", np.array([episode.num_turns for episode in episodes]), ("mean", "max")),
         **describe("episode/reward", np.array(rewards), ("mean",)),
         **describe("length/environment", np.array(given), ("mean", "max")),
         **{f"episode/{name}": Metric(count, reduction="sum") for name, count in counts.items()},

@@ -154,9 +154,14 @@ class Scheduler:
         return self._hold(occupant.row if own_row else self._free_row(slot // self.num_slots))
 
     def hold_waiting(self, ticket: int, sample: int) -> int:
-        """Holds a sample without a slot as a group of one without a row; its ticket."""
+        """Holds a sample without a slot as a group of one; its ticket.
+
+        It has the row of its prompt if no other sample uses it, else none.
+        """
+        parts = self._open[ticket].parts.values()
+        own = next((part.row for part in parts if sample in part.waiting), None)
         self.finish_waiting(ticket, sample)
-        return self._hold(None)[0]
+        return self._hold(own if own is not None and self.rows[own] is None else None)[0]
 
     def resume(self, ticket: int) -> bool:
         """The held sample waits for a slot on the replica that holds its row; whether it still has one.

@@ -155,7 +155,7 @@ class Session:
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
-        self._prompt_columns = prompt_columns(sampler.usual_prompt)
+        self._prompt_columns = self._longest_prompt = prompt_columns(sampler.usual_prompt)
         self._most_slots = 0
 
     @property
@@ -171,24 +171,26 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
+        self.reserve(prompts, self._scheduler.demand + len(prompts) * self.sampling.n)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Queue groups in their first turn; their tickets. Raises ValueError if the cache does not fit."""
-        longest = max((len(group.context) for group in groups), default=1)
-        self.reserve(longest, sum(len(group.completions) for group in groups))
+        """Queue groups in their first turn, for which there is room; their tickets."""
+        for group in groups:
+            self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
         self._groups |= zip(tickets, groups, strict=True)
         return tickets
 
-    def reserve(self, longest: int, samples: int) -> None:
-        """Sizes the cache for more samples, of prompts of at most `longest` tokens.
+    def reserve(self, prompts: Sequence[Prompt], demand: int) -> None:
+        """Decides how many sequences run at once, of `demand` with these prompts among them.
 
-        Raises ValueError if it does not fit.
+        Raises ValueError if the cache does not fit.
         """
-        columns = max(self._prompt_columns, prompt_columns(longest))
-        self._scheduler.max_slots = self._max_concurrent(columns, self._scheduler.demand + samples)
-        self._prompt_columns = columns
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
+        columns = max(self._longest_prompt, prompt_columns(longest))
+        self._scheduler.max_slots = self._max_concurrent(columns, demand)
+        self._longest_prompt = columns
 
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""
@@ -267,7 +269,7 @@ class Session:
         """
         sampler, replicas = self._sampler, self._sampler.num_replicas
         columns = prompt_columns(longest + sampler.more_context)
-        columns += _generated_columns(self.sampling.max_new_tokens, self.sampling)
+        columns += self._ring_columns(self.sampling.max_new_tokens)
         each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
         fitting = sampler.cache_bytes // each
         most = self._limit // replicas if self._limit else max(fitting, 1)
@@ -287,6 +289,18 @@ class Session:
             )
         return min(most, max(fitting, 1))
 
+    def _ring_columns(self, needed: int) -> int:
+        """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
+
+        At most as many as the longest completion has. Turns have room for a call more: their keys and values
+        are kept after a call in which other slots went on writing.
+        """
+        columns = FEWEST_COLUMNS
+        while columns < needed:
+            columns *= 2
+        more = 0 if self._goes_on is None else TOKENS_PER_CALL - 1
+        return min(columns, round_up(self.sampling.max_new_tokens + more))
+
     def _resize(self) -> None:
         """Changes the numbers of slots, rows and columns to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
@@ -295,7 +309,7 @@ class Session:
         if self._goes_on is not None:
             rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
         used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
-        generated = _generated_columns(used + TOKENS_PER_CALL, self.sampling)
+        generated = self._ring_columns(used + TOKENS_PER_CALL)
         shape = CacheShape(slots, rows, self._prompt_columns, generated)
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
@@ -535,14 +549,3 @@ class Session:
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
         lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.rows]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))
-
-
-def _generated_columns(needed: int, sampling: Sampling) -> int:
-    """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
-
-    At most as many as the longest completion has.
-    """
-    columns = FEWEST_COLUMNS
-    while columns < needed:
-        columns *= 2
-    return min(columns, round_up(sampling.max_new_tokens))

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
 from quatrain.data.turns import CALL_ID
-from quatrain.rollout.environment import Turn, is_interrupt, told
+from quatrain.rollout.environment import COUNTS, Turn, is_interrupt, told
 from quatrain.rollout.tool_calls import ToolCall, tool_calls
 from quatrain.user_code import VARIADIC
 
@@ -116,7 +116,7 @@ class Tools:
                 f"got {f'{listed(twice)} twice' if twice else 'none'}; correct the list of tools"
             )
         self._functions = dict(zip(names, functions, strict=True))
-        self.counts: Counter[str] = Counter(tool_calls=0, malformed_calls=0, tool_errors=0)
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
 
     def reset(self, **columns: Any) -> None:
         """Begins an episode; the prompt is as it is in the data."""

@@ -20,7 +20,7 @@ from quatrain.types import Prompt
 
 PROMPTS = [[5, 9, 200], [17], [3, 3, 3, 3, 3, 8], [120, 7], [250, 1, 40, 6]]
 STOP_IDS = tuple(range(0, 290, 5))
-TURNS, MOST = 4, 40
+TURNS = 4
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Episodes:
         while len(self.done) < total:
             for _, held, sample, completion in [item for item in waiting if item[0] <= rounds]:
                 self.of[held, 0] = sample
-                self.session.resume(held, answer(*sample, len(completion.turns)), MOST)
+                self.session.resume(
+                    held, answer(*sample, len(completion.turns)), self.session.sampling.max_new_tokens
+                )
             waiting = [item for item in waiting if item[0] > rounds]
             self.session.advance(params, 1)
             rounds += 1
@@ -64,12 +66,6 @@ def answer(prompt: int, number: int, turn: int) -> list[int]:
     return np.random.default_rng([prompt, number, turn]).integers(1, 280, size).tolist()
 
 
-def goes_on(completion: Completion) -> bool:
-    return (
-        completion.finish_reason == "stop" and len(completion.turns) < TURNS and completion.num_sampled < MOST
-    )
-
-
 @pytest.fixture
 def make_session(small_arch, tokenizer):
     def make(*, arch=small_arch, most=None, **sampling):
@@ -84,8 +80,13 @@ def make_session(small_arch, tokenizer):
             1 << 28,
             more_context=400,
         )
-        settings = {"n": 3, "max_new_tokens": MOST, "temperature": 0.9, **sampling}
-        return Session(sampler, Sampling(**settings), most, goes_on)
+        settings = Sampling(**{"n": 3, "max_new_tokens": 40, "temperature": 0.9, **sampling})
+
+        def goes_on(completion: Completion) -> bool:
+            left = settings.max_new_tokens - completion.num_sampled
+            return completion.finish_reason == "stop" and len(completion.turns) < TURNS and left > 0
+
+        return Session(sampler, settings, most, goes_on)
 
     return make
 
@@ -113,21 +114,30 @@ def _check_against_the_forward_pass(arch, params, completions, n, width=256):
                 assert logprob == pytest.approx(scores[token], abs=1e-5)
 
 
-@pytest.mark.parametrize(("most", "windows"), [(None, False), (4, True)])
-def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(make_session, small_arch, most, windows):
+@pytest.mark.parametrize(
+    ("most", "windows", "longest"),
+    [
+        (None, False, 40),
+        (4, True, 28),
+        *(pytest.param(None, False, n, marks=pytest.mark.slow) for n in (18, 20, 27)),
+    ],
+)
+def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(
+    make_session, small_arch, most, windows, longest
+):
     if windows:
         layers = ("sliding_attention", "full_attention")
         small_arch = replace(small_arch, family="qwen2", sliding_window=5, layer_types=layers)
     params = init_params(small_arch, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
-    session = make_session(arch=small_arch, most=most, temperature=0.0)
+    session = make_session(arch=small_arch, most=most, temperature=0.0, max_new_tokens=longest)
     completions = Episodes(session).run(params)
     _check_against_the_forward_pass(small_arch, params, completions, 3)
     assert max(len(completion.turns) for completion in completions) == TURNS
 
 
 def test_what_was_computed_is_not_computed_again(make_session, small_params):
-    """Prompts, answers and the last token of each turn are computed; all of it after a turn of one token."""
+    """Prompts, answers and the last token of each turn; all of it after a first turn of one token."""
     session = make_session()
     completions = Episodes(session).run(small_params)
     computed = sum(map(len, PROMPTS))
@@ -135,7 +145,7 @@ def test_what_was_computed_is_not_computed_again(make_session, small_params):
         for turn in range(1, len(completion.turns)):
             *_, before, begin = completion.turns[: turn + 1]
             answer_length = len(answer(i // 3, i % 3, turn))
-            if begin - answer_length - before > 1:
+            if begin - answer_length - before > 1 or turn > 1:
                 computed += answer_length + 1
             else:
                 computed += len(PROMPTS[i // 3]) + begin
