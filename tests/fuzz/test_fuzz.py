@@ -113,8 +113,11 @@ def test_nothing_that_loads_from_a_model_folder_trusts_its_code() -> None:
 
 
 def test_no_module_reads_pickles() -> None:
-    """But for the workers of reward functions, which get them from the run that started them."""
-    own = {SOURCE / "reward" / f"{name}.py" for name in ("pool", "worker", "calls")}
+    """But for worker processes, which get them from the run that started them."""
+    own = {SOURCE / "reward" / f"{name}.py" for name in ("pool", "worker", "calls")} | {
+        SOURCE / "worker_process.py"
+    }
+    own |= {SOURCE / "rollout" / f"environment_{name}.py" for name in ("worker", "workers")}
     for path, node in _nodes():
         if path in own:
             continue

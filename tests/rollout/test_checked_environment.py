@@ -82,10 +82,16 @@ def test_a_good_turn():
         (Turn([{**ANSWER, "more": object()}]), "must consist of text, numbers, lists and objects"),
         (Turn([{"role": "assistant", "content": "4"}]), "the last message must not be the assistant's"),
         (Turn([]), "a turn must have messages, or done=True; got []"),
-        (Turn([ANSWER], float("nan")), "the reward of a turn must be a finite number; got nan"),
+        (
+            Turn([ANSWER], float("nan")),
+            "the reward of a turn must be a finite number, at most 1e+30 in size; got nan",
+        ),
         (Turn([ANSWER], float("inf")), "the reward of a turn must be a finite number"),
-        (Turn([ANSWER], "1"), "the reward of a turn must be a finite number; got '1'"),
-        (Turn([ANSWER], None), "the reward of a turn must be a finite number; got None"),
+        (Turn([ANSWER], "1"), "the reward of a turn must be a finite number, at most 1e+30 in size; got '1'"),
+        (
+            Turn([ANSWER], None),
+            "the reward of a turn must be a finite number, at most 1e+30 in size; got None",
+        ),
         (Turn([ANSWER], np.zeros(2)), "the reward of a turn must be a finite number"),
         (FLOOD, "step must return a quatrain.Turn(messages, reward, done) or None; got a value of type str"),
     ],
@@ -139,9 +145,12 @@ class Strange:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (ValueError("no such word"), "step raised ValueError: no such word (test_environment.py, line "),
+        (
+            ValueError("no such word"),
+            "step raised ValueError: no such word (test_checked_environment.py, line ",
+        ),
         (SystemExit(3), "step raised SystemExit: 3"),
-        (ValueError(), "step raised ValueError (test_environment.py"),
+        (ValueError(), "step raised ValueError (test_checked_environment.py"),
         (ValueError(FLOOD), "step raised ValueError: a text of 10000000 characters"),
         (MemoryError(), "step raised MemoryError"),
         (Turn([ANSWER], Strange()), "step raised ZeroDivisionError: float"),
@@ -271,7 +280,9 @@ def test_reset_close_and_get_reward_may_be_left_out():
 
 def test_the_reward_of_the_episode():
     assert checked(1).final_reward() == 1.0
-    with pytest.raises(EnvironmentFault, match="get_reward must be a finite number; got None"):
+    with pytest.raises(
+        EnvironmentFault, match="get_reward must be a finite number, at most 1e+30 in size; got None"
+    ):
         checked(None).final_reward()
 
 

@@ -35,11 +35,12 @@ def longest(completions, completion_ids, finish_reasons, answer):
 
 def _turns(*turns: tuple[list[int], list[int]], reason: str = "stop") -> Completion:
     """A completion of several turns: what the policy sampled, then what the environment answered."""
-    completion = Completion(finish_reason=reason)
+    completion = Completion()
     for version, (sampled, given) in enumerate(turns):
         completion.extend(sampled, [-0.5] * len(sampled), version)
         if given:
             completion.begin_turn(given)
+    completion.finish_reason = reason
     return completion
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from enum import Enum
 from typing import Literal
 
@@ -116,7 +117,7 @@ def test_calls_become_messages_and_no_call_ends_the_episode():
     assert own.messages[0]["tool_call_id"] == "abc123XYZ"
     other = tools.step('[{"name": "add", "arguments": {"a": 1}, "id": "call_1"}]')
     assert other.messages[0]["tool_call_id"] == "call00004"
-    assert tools.counts == {"tool_calls": 4}
+    assert tools.counts == Counter({"tool_calls": 4})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_malformed_call_says_what_was_wrong(completion, content):
     tools = Tools(add, look)
     (text,) = results(tools, completion)
     assert text.startswith(f"Error: {content}")
-    assert tools.counts == {"tool_calls": 1, "malformed_calls": 1}
+    assert tools.counts == Counter({"tool_calls": 1, "malformed_calls": 1})
 
 
 def test_an_exception_is_a_message_and_is_counted():
@@ -147,7 +148,7 @@ def test_an_exception_is_a_message_and_is_counted():
     assert texts[0].startswith("Error: LookupError: no pens (test_tools.py, line ")
     assert texts[1].startswith("Error: SystemExit: 3")
     assert texts[2].startswith("Error: ValueError: Circular reference detected")
-    assert tools.counts == {"tool_calls": 3, "tool_errors": 3}
+    assert tools.counts == Counter({"tool_calls": 3, "tool_errors": 3})
 
 
 @pytest.mark.parametrize(
