@@ -281,7 +281,7 @@ def test_reset_close_and_get_reward_may_be_left_out():
 def test_the_reward_of_the_episode():
     assert checked(1).final_reward() == 1.0
     with pytest.raises(
-        EnvironmentFault, match="get_reward must be a finite number, at most 1e+30 in size; got None"
+        EnvironmentFault, match=r"get_reward must be a finite number, at most 1e\+30 in size; got None"
     ):
         checked(None).final_reward()
 

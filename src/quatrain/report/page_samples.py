@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.report.metrics import is_finite
+from quatrain.types import FAULTS
 
 STEP, EVAL = "step", "eval"
 CAP_BYTES = {STEP: 96 * 2**20, EVAL: 32 * 2**20}
@@ -30,8 +31,6 @@ RIGHT = 0.5
 _FLAT = 1e-9
 """Advantages and rewards that differ by less are taken as equal."""
 _JUDGES = re.compile("correct|accura", re.IGNORECASE)
-_FAULTS = ("error", "timeout")
-"""Finish reasons of an episode that a fault of its environment ended."""
 _FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
 _TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages", "sampled")
 _SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index")
@@ -325,7 +324,7 @@ def _flags(sample: Mapping[str, Any]) -> list[str]:
             ("wrong_rewarded", wrong and (sample["reward"] or 0) > 0),
             ("wrong_pushed", wrong and (sample["advantage"] or 0) > 0),
             ("truncated", sample.get("finish_reason") == "length"),
-            ("failed", sample.get("finish_reason") in _FAULTS),
+            ("failed", sample.get("finish_reason") in FAULTS),
         )
         if holds
     ]

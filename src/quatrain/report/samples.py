@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.types import AdvantagedBatch, PromptText, RewardedBatch
+from quatrain.types import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch
 
 TRAINER_LOGPROBS = "trainer_logprobs"
 """Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
-EPISODE_COLUMNS = ("messages", "turn_rewards", "environment_reward")
-"""Columns that a batch of episodes has; a record has `turns` and `environment_reward` in their place."""
 ASSISTANT = "assistant"
 ENDINGS = {
     "environment": "ended by the environment",
