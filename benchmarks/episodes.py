@@ -144,6 +144,7 @@ def run(
         Prompt(i, work.tokens(vocabulary, 0, i, size=work.prompt_tokens), "") for i in range(work.prompts)
     ]
     numbers = range(work.samples)
+    session.reserve(prompts, work.prompts * work.samples)
     tickets = session.submit_groups([Group.of(prompt, 0, numbers, work.turn_tokens) for prompt in prompts])
     playing = {(ticket, n): (i, n) for i, ticket in enumerate(tickets) for n in numbers}
     done: dict[tuple[int, int], Completion] = {}

@@ -175,7 +175,9 @@ class Session:
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Queue groups in their first turn, for which there is room; their tickets."""
+        """Queue groups in their first turn, for which `reserve` made room; their tickets."""
+        if not self._scheduler.max_slots:
+            raise RuntimeError("reserve() decides how many sequences run at once; call it before submit_groups()")
         for group in groups:
             self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
