@@ -177,7 +177,9 @@ class Session:
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Queue groups in their first turn, for which `reserve` made room; their tickets."""
         if not self._scheduler.max_slots:
-            raise RuntimeError("reserve() decides how many sequences run at once; call it before submit_groups()")
+            raise RuntimeError(
+                "call reserve() before submit_groups(): it decides how many sequences run at once"
+            )
         for group in groups:
             self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
