@@ -135,6 +135,7 @@ def test_worker_processes_and_weights_exchanged_in_flight(options, tmp_path):
         ("rollout.tools=[a.py:f]", "must be empty if rollout.environment is set"),
         ("rollout.environment=nowhere.py:Game", "nowhere.py"),
         ("rollout.environment=Game", "must be `path/file.py:name`"),
+        ("data.on_long_prompt=truncate_left", "must be error or skip with rollout.environment"),
         ("data.train=builtin:arithmetic", "needs the column `secret`"),
     ],
 )

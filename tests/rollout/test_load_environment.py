@@ -252,6 +252,10 @@ def failing():
     raise ConnectionError("no server")
 
 
+def leaving():
+    raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [
@@ -263,6 +267,7 @@ def failing():
             "environment Untyped: a tool must have a type hint.*guess has not: Argument word.*names with _",
         ),
         (failing, "environment failing must make an environment; it raised ConnectionError: no server"),
+        (leaving, "environment leaving must make an environment; it raised SystemExit: 0"),
         (lambda: 3, "it has neither"),
         ("game.py", "environment 'game.py' must be `path/file.py:name`.*add a colon and the name"),
         ("nowhere.py:Game", "environment 'nowhere.py:Game': no such file"),

@@ -275,7 +275,7 @@ class DataConfig(Section):
     on_long_prompt: Literal["error", "skip", "truncate_left"] = Field(
         "error",
         description="What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the "
-        "prompt, or drop its first tokens. Skipped and truncated prompts are counted.",
+        "prompt, or drop its first tokens (not in episodes). Skipped and truncated prompts are counted.",
     )
     pass_rate_column: Text = Field(
         "pass_rate",
@@ -1249,6 +1249,14 @@ class Config(Section):
                 "must be empty if rollout.environment is set: an environment has its own tools, as methods; "
                 "set one of the two",
                 {"key": "rollout.tools", "value": list(rollout.tools)},
+            )
+        if rollout.has_episodes and self.data.on_long_prompt == "truncate_left":
+            raise PydanticCustomError(
+                "across_sections",
+                "must be error or skip with rollout.environment or rollout.tools: the chat template writes "
+                "schemas of tools and what follows a prompt from its messages, which must be whole; set one "
+                "of the two",
+                {"key": "data.on_long_prompt", "value": self.data.on_long_prompt},
             )
         if rollout.has_episodes:
             return self

@@ -144,7 +144,7 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
     """One environment, closed again."""
     try:
         made = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
     CheckedEnvironment(name, made).close()
     return made
