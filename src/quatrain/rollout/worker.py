@@ -77,7 +77,7 @@ class Worker(Protocol):
         ...
 
     def take(self, timeout_s: float) -> list[FinishedGroup]:
-        """Groups that have finished since the last call; waits up to `timeout_s` for one; there may be none."""
+        """Groups that have finished since the last call; waits up to `timeout_s` for one. May be none."""
         ...
 
     def state(self) -> State:
