@@ -21,3 +21,8 @@ def test_names_and_patterns_are_known():
 def test_other_names_are_told_sorted():
     names = ["update/kl2", "time/rollout", "reward//mean", "losses", "loss", "x_reward/mean"]
     assert unknown_metrics(names) == ["losses", "reward//mean", "time/rollout", "update/kl2", "x_reward/mean"]
+
+
+def test_the_metrics_of_an_evaluations_episodes_are_known_by_those_of_training():
+    names = ["eval/episode/turns/mean", "eval/gsm8k/episode/turns/mean", "eval/episode/tunrs/mean"]
+    assert unknown_metrics(names) == ["eval/episode/tunrs/mean"]

@@ -479,7 +479,8 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
     """The names that are not in the catalogue, sorted.
 
     Metrics of an evaluation may have the name of their set after `eval/`, then `final/` where they are of all
-    prompts of the evaluation after training: `eval/gsm8k/final/reward`.
+    prompts of the evaluation after training: `eval/gsm8k/final/reward`. The metrics of episodes are listed
+    once: `eval/episode/turns/mean` is looked up as `episode/turns/mean`.
     """
     return sorted(name for name in set(names) if pattern_of(name) is None)
 
@@ -492,7 +493,8 @@ def pattern_of(name: str) -> str | None:
 
 
 def _without_set(name: str) -> str:
-    return re.sub(r"^eval/(final/|(?!reward/)[\w.-]+/(final/)?)", "eval/", name)
+    plain = re.sub(r"^eval/(final/|(?!reward/|episode/)[\w.-]+/(final/)?)", "eval/", name)
+    return plain.removeprefix("eval/") if plain.startswith("eval/episode/") else plain
 
 
 def _matches(pattern: str, name: str) -> bool:
