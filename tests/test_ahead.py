@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ class Rollout:
         """Released once for each token that may be decoded, in flight."""
 
     def place(self, params):
-        return params
+        return jax.tree.map(jnp.copy, params)
 
     def sync_weights(self, params, version):
         self.weights, self.version = params, version

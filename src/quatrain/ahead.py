@@ -19,12 +19,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-import jax
 import numpy as np
 
 from quatrain.draw import Draws
 from quatrain.metrics import Metric
-from quatrain.models.lora import apart_from
 from quatrain.report.metrics import StageTimer
 from quatrain.reward.scorer import RewardScorer
 from quatrain.rollout.interface import Rollouts
@@ -154,7 +152,7 @@ class Ahead:
         """The rollout's weights; with a lag they are copies, because training takes over `params`."""
         if not self._lag:
             return params
-        return jax.block_until_ready(apart_from(self._rollout.place(params), params))
+        return self._rollout.place(params)
 
     def _sample(self, step: int, weights: Any, version: int) -> Taken:
         """The batch of training step number `step`, with `weights` of `version`: lines 1 and 2."""

@@ -27,9 +27,10 @@ from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import OnProgress, RolloutEngine
+from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.environment_calls import in_threads, in_workers
 from quatrain.rollout.episodes import EpisodeRules
+from quatrain.rollout.interface import OnProgress
 from quatrain.rollout.load_environment import Environments, load_environment, load_tools
 from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model

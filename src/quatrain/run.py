@@ -49,7 +49,7 @@ from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
 from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP
-from quatrain.rollout.engine import RolloutProgress
+from quatrain.rollout.interface import RolloutProgress
 from quatrain.saved_state import check_saved_state
 from quatrain.sft import warm_start, warm_start_data
 from quatrain.stages import Stages, build_advantage, build_learner

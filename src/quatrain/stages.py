@@ -22,8 +22,7 @@ from quatrain.policy import (
     build_scorer,
 )
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import OnProgress
-from quatrain.rollout.interface import Rollouts
+from quatrain.rollout.interface import OnProgress, Rollouts
 from quatrain.update.critic import Critic
 from quatrain.update.learner import KLReward, Learner
 

@@ -137,9 +137,9 @@ def to_memory(where: Literal["device", "host"], arrays: Any) -> Any:
     return reshard(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
-def to_host(array: jax.Array) -> np.ndarray:
+def to_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole `array` on the host. All processes that hold a shard of it must call this together."""
-    if array.is_fully_addressable:
+    if isinstance(array, np.ndarray) or array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(to_memory("device", array), tiled=True))
 

@@ -274,6 +274,25 @@ CATALOGUE: dict[str, MetricDoc] = {
     "async/versions_per_sequence_max": MetricDoc(
         "versions", "max", "Largest number of versions of the weights that sampled one sequence."
     ),
+    "fleet/alive": MetricDoc("workers", "mean", "Rollout workers alive when a batch was complete."),
+    "fleet/restarts": MetricDoc("workers", "sum", "Rollout workers that were lost and started again."),
+    "fleet/regiven_groups": MetricDoc(
+        "groups", "sum", "Groups that were given to a worker again, because it failed on them or was lost."
+    ),
+    "fleet/stale_groups": MetricDoc(
+        "groups", "sum", "Groups that were refused: other weights sampled them than those asked for."
+    ),
+    "fleet/busy_fraction": MetricDoc(
+        "fraction",
+        "mean",
+        "Fraction of the rollout workers' time, since the last batch, in which they had groups.",
+    ),
+    "time/weights_gather_s": MetricDoc(
+        "s",
+        "mean",
+        "Seconds for gathering the weights on the main host and publishing them to rollout workers.",
+    ),
+    "time/weights_load_s": MetricDoc("s", "max", "Longest time that a rollout worker took to load them."),
     **_stats("advantage", "1", "a sequence's advantage"),
     "advantage/zero_signal_fraction": MetricDoc(
         "fraction",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,12 +24,12 @@ from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
 from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
-from quatrain.models.lora import adapters_of, merged
+from quatrain.models.lora import adapters_of, apart_from, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
-from quatrain.rollout.interface import Sampling, rollout_batch
+from quatrain.rollout.interface import OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
 
@@ -37,27 +37,6 @@ CACHE_SHARE = 0.5
 """Fraction of an accelerator's free memory that the KV cache may use; on a CPU, half of it, of all memory."""
 
 
-@dataclass(frozen=True)
-class RolloutProgress:
-    """Progress of a call of `generate` or `wait`.
-
-    `total` is the number of completions that it waits for; `completions` counts also those of other prompts
-    that are in flight.
-    """
-
-    completions: int
-    total: int
-    tokens_per_s: float
-    slots_in_use: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.completions}/{self.total} completions, {self.tokens_per_s:,.0f} tokens/s, "
-            f"{self.slots_in_use} slots"
-        )
-
-
-OnProgress = Callable[[RolloutProgress], None]
 AnySession = Session | EpisodeSession
 
 
@@ -139,23 +118,26 @@ class RolloutEngine:
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; their tokens are recorded with `version`.
 
-        `params` are copied to this engine's mesh by `place`.
+        They are brought to this engine's mesh as by `place`, without a copy of what is there already.
         """
         began = time.perf_counter()
         with self._interruption():
             if self._session is None or not self._session.num_groups:
                 self._params = None  # with nothing in flight, free the old weights before placing the new
-        placed = self.place(params)
+        placed = self._placed(params)
         with self._interruption():
             self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
 
     def place(self, params: Any) -> Any:
-        """`params` on this engine's mesh, with matrices in its dtype, copied from device to device.
+        """`params` on this engine's mesh, with matrices in its dtype, in arrays that training may not donate.
 
-        Arrays that already have that sharding and dtype are not copied. Arrays in the host's memory come to
-        the devices one at a time.
+        They are copied from device to device. Arrays in the host's memory come to the devices one at a time.
         """
+        return jax.block_until_ready(apart_from(self._placed(params), params))
+
+    def _placed(self, params: Any) -> Any:
+        """As `place`, but arrays that have that sharding and dtype already are not copied."""
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
         placed = jax.block_until_ready(jax.tree.map(self._place, params, self._places))

@@ -6,7 +6,7 @@ Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -59,6 +59,29 @@ class Sampling:
         return replace(self, n=1, stop=())
 
 
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Progress of a call of `generate` or `wait`.
+
+    `total` is the number of completions that it waits for; `completions` counts also those of other prompts
+    that are in flight.
+    """
+
+    completions: int
+    total: int
+    tokens_per_s: float
+    slots_in_use: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.completions}/{self.total} completions, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.slots_in_use} slots"
+        )
+
+
+OnProgress = Callable[[RolloutProgress], None]
+
+
 class Rollouts(Protocol):
     """The rollout engine that training and evaluation use: prompts -> completions with log-probabilities."""
 
@@ -66,7 +89,10 @@ class Rollouts(Protocol):
     """The sampling parameters of training: the default of `generate` and `submit`."""
 
     def place(self, params: Any) -> Any:
-        """`params` in the engine's dtype on its devices; `sync_weights` takes the result without a copy."""
+        """`params` in the engine's dtype where it samples, as a copy that training does not overwrite.
+
+        `sync_weights` takes the result without another copy.
+        """
         ...
 
     def sync_weights(self, params: Any, version: int) -> None:

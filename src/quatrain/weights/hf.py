@@ -374,7 +374,7 @@ def _write_tensors(
 ) -> None:
     """Writes one file at a time, so that at most one shard is in host memory."""
     sizes = {name.name: _num_bytes(name, leaf_at(params, name.path)) for name in names}
-    if len(params["embed"].sharding.device_set) > 1:
+    if isinstance(params["embed"], jax.Array) and len(params["embed"].sharding.device_set) > 1:
         max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
     shards: list[list[TensorName]] = [[]]
     for name in names:

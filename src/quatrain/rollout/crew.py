@@ -1,0 +1,357 @@
+"""Keeps the workers of a fleet at work: one thread for each, with deadlines, restarts and lost groups.
+
+Data flow: `Fleet` adds groups to the `GroupTable` -> a `Crew`'s threads give them to `Worker`s and put what
+these return into the table -> `Fleet` takes finished groups. A thread uses its worker alone. If a call does
+not return by its deadline, the thread is left behind: what it brings later is not taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quatrain.rollout.group_table import GroupFailed, GroupTable
+from quatrain.rollout.worker import FinishedGroup, Worker, WorkerLost, WorkerRefused
+
+TAKE_S = 0.5
+"""Seconds that a worker may wait for a finished group before it answers that there is none yet."""
+STARTING = 3
+"""To start, a worker may take this many times `timeout_s`: it loads a model and may be put in a queue."""
+LONGEST_PAUSE_S = 30.0
+"""Longest pause before a worker is started that was lost several times without finishing a group."""
+WorkerFactory = Callable[[], Worker]
+
+logger = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """Published weights: what `Worker.load` takes, and their version."""
+
+    handle: Any
+    version: int
+
+
+class CrewLost(RuntimeError):
+    """There has been no worker for too long."""
+
+
+class _Ended(Exception):
+    """The thread's worker was given up meanwhile."""
+
+
+@dataclass
+class _Post:
+    """The place of a worker in the crew, which workers take one after another."""
+
+    place: str
+    """Names the place in the table and in messages."""
+    factory: WorkerFactory
+    term: int = 0
+    """Counts the workers of this place; a thread whose term is over must not touch the table."""
+    worker: Worker | None = None
+    doing: str = ""
+    """The call that runs."""
+    began: float = 0.0
+    limit_s: float | None = None
+    """The deadline of the call that runs."""
+    losses: int = 0
+    """Workers lost since one of this place last finished a group."""
+    last_error: str = ""
+    busy_since: float | None = None
+    busy_s: float = 0.0
+
+    def __str__(self) -> str:
+        return self.place if self.worker is None else f"{self.place} ({self.worker.name})"
+
+
+@dataclass(frozen=True)
+class CrewCounts:
+    """Totals of a crew so far."""
+
+    restarts: int = 0
+    stale: int = 0
+    regiven: int = 0
+    busy_s: float = 0.0
+    seconds: float = 0.0
+    """Seconds since the crew began."""
+
+    def __sub__(self, earlier: CrewCounts) -> CrewCounts:
+        return CrewCounts(*(value - getattr(earlier, name) for name, value in vars(self).items()))
+
+
+class Crew:
+    """Workers made by `factories`, each started anew when it is lost, on the groups of `table`.
+
+    A worker is lost if it says so, raises another error, or does not answer within `timeout_s` (three times
+    as long while it starts). `changed` guards the table; it is notified when a group is finished.
+    """
+
+    def __init__(self, factories: Sequence[WorkerFactory], table: GroupTable, *, timeout_s: float):
+        self.changed = threading.Condition()
+        self.load_s = 0.0
+        """Longest time that a worker took for the current weights."""
+        self._table, self._timeout_s = table, timeout_s
+        self._weights: Weights | None = None
+        self._error: Exception | None = None
+        self._closed, self._began = False, time.monotonic()
+        self._restarts = self._stale = 0
+        self._none_since: float | None = None
+        self._posts = [_Post(f"worker {number}", factory) for number, factory in enumerate(factories)]
+        for post in self._posts:
+            self._start_thread(post)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that there should be."""
+        return len(self._posts)
+
+    @property
+    def num_alive(self) -> int:
+        """Workers that have started and are not lost."""
+        return sum(post.worker is not None for post in self._posts)
+
+    def counts(self) -> CrewCounts:
+        """Totals so far; `busy_s`: seconds in which a worker had groups, summed over workers."""
+        with self.changed:
+            now = time.monotonic()
+            running = sum(now - post.busy_since for post in self._posts if post.busy_since is not None)
+            busy_s = running + sum(post.busy_s for post in self._posts)
+            return CrewCounts(self._restarts, self._stale, self._table.regiven, busy_s, now - self._began)
+
+    def set_weights(self, weights: Weights) -> None:
+        """Workers load these weights before they get another group."""
+        with self.changed:
+            self._weights, self.load_s = weights, 0.0
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Gives up workers that are overdue. Raises the error by which the crew cannot go on.
+
+        To be called, with `changed` held, while waiting for groups.
+        """
+        now = time.monotonic()
+        for post in self._posts:
+            if post.limit_s is not None and now - post.began > post.limit_s:
+                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
+        if self._none_since is not None and now - self._none_since > self._timeout_s:
+            errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
+            self._error = self._error or CrewLost(
+                f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
+                f"error of each: {errors}; see why they end, and resume the run"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ends the workers; groups that they have are forgotten. May be called again."""
+        with self.changed:
+            self._closed = True
+            workers = [post.worker for post in self._posts if post.worker is not None]
+            for post in self._posts:
+                post.term += 1
+                post.worker = None
+            self.changed.notify_all()
+        closing = [_in_thread(_close_quietly, worker) for worker in workers]
+        for thread in closing:
+            thread.join(self._timeout_s)
+
+    def _start_thread(self, post: _Post) -> None:
+        _in_thread(self._work, post, post.term)
+
+    def _work(self, post: _Post, term: int) -> None:
+        """The life of one worker: started, and kept at work until it is lost."""
+        worker = None
+        try:
+            with self.changed:
+                self.changed.wait_for(lambda: post.term != term, _pause_s(post.losses))
+            with self._call(post, term, "starting", STARTING * self._timeout_s):
+                worker = post.factory()
+            self._take_on(post, term, worker)
+            self._keep_at_work(post, term, worker)
+        except _Ended:
+            pass
+        except (WorkerRefused, GroupFailed) as error:
+            self._fail(error)
+        except Exception as error:
+            why = str(error) if isinstance(error, WorkerLost) else f"{type(error).__name__}: {error}"
+            with self.changed:
+                if post.term == term:
+                    self._lose(post, why)
+                    worker = None
+        if worker is not None:
+            _close_quietly(worker)
+
+    def _take_on(self, post: _Post, term: int, worker: Worker) -> None:
+        with self.changed:
+            if post.term != term:
+                raise _Ended
+            post.worker = worker
+            self._none_since = None
+
+    def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
+        version: int | None = None
+        while True:
+            with self.changed:
+                while post.term == term and not self._has_work(post, version):
+                    self.changed.wait()
+                if post.term != term:
+                    raise _Ended
+                weights = self._weights
+            assert weights is not None, "without weights there is no work"
+            if weights.version != version:
+                version = self._load(post, term, worker, weights)
+            else:
+                self._exchange(post, term, worker, weights.version)
+
+    def _has_work(self, post: _Post, version: int | None) -> bool:
+        if self._weights is None:
+            return False
+        return self._weights.version != version or bool(
+            self._table.held(post.place) or self._table.num_waiting
+        )
+
+    def _load(self, post: _Post, term: int, worker: Worker, weights: Weights) -> int:
+        began = time.monotonic()
+        with self._call(post, term, f"loading weights of version {weights.version}", self._timeout_s):
+            version = worker.load(weights.handle, weights.version, self._timeout_s)
+        if version != weights.version:
+            raise WorkerLost(
+                f"it has weights of version {version} after it was to load version {weights.version}"
+            )
+        with self.changed:
+            self.load_s = max(self.load_s, time.monotonic() - began)
+        return version
+
+    def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
+        """Gives groups to the worker and takes those that it has finished."""
+        with self.changed:
+            if post.term != term:
+                raise _Ended
+            given = self._table.give(post.place, self._room(worker))
+            held = bool(self._table.held(post.place))
+            if held and post.busy_since is None:
+                post.busy_since = time.monotonic()
+            if not held:  # what waits must be given out alone, and another worker is about to take it
+                self.changed.wait(TAKE_S)
+                return
+        if given:
+            with self._call(post, term, f"taking groups of version {version}", self._timeout_s):
+                worker.submit(given, version)
+        with self._call(post, term, "sampling", self._timeout_s):
+            finished = worker.take(TAKE_S)
+            if not finished and worker.state() == "idle":
+                finished = worker.take(0)
+                if not finished:
+                    raise WorkerLost("it is idle and has not returned the groups that it was given")
+        with self.changed:
+            if post.term != term:
+                raise _Ended
+            self._accept(post, finished, version)
+
+    def _room(self, worker: Worker) -> int:
+        """Groups that a worker may have: as many as fill its slots, and one more."""
+        if worker.num_slots is None:
+            return -(-self._table.num_unfinished // max(self.num_alive, 1))
+        return worker.num_slots // self._table.largest_waiting() + 1
+
+    def _accept(self, post: _Post, finished: Sequence[FinishedGroup], version: int) -> None:
+        """Puts what a worker returned into the table."""
+        for group in finished:
+            other = _other_version(group, version)
+            if other is not None:
+                self._stale += 1
+                raise WorkerLost(
+                    f"it returned group {group.number} with tokens of version {other}, and was asked for "
+                    f"version {version}"
+                )
+            try:
+                self._table.finish(post.place, group)
+            except ValueError as error:
+                raise WorkerLost(f"it {error}") from error
+            if group.error is None:
+                post.losses = 0
+        if not self._table.held(post.place):
+            _stop_clock(post)
+        if finished:
+            self.changed.notify_all()
+
+    def _lose(self, post: _Post, why: str) -> None:
+        """Gives up the worker of a post and starts another; `changed` is held."""
+        name, worker = str(post), post.worker
+        post.term += 1
+        post.worker = None
+        post.limit_s, post.last_error = None, why
+        post.losses += 1
+        self._restarts += 1
+        _stop_clock(post)
+        if worker is not None:
+            _in_thread(_close_quietly, worker)
+        if not self.num_alive and self._none_since is None:
+            self._none_since = time.monotonic()
+        try:
+            regiven = self._table.lose(post.place, why)
+        except GroupFailed as error:
+            self._fail(error)
+            return
+        logger.warning(
+            "rollout %s was lost: %s; %d groups are given to others, and it is started again",
+            name,
+            why,
+            regiven,
+        )
+        self._start_thread(post)
+        self.changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self.changed:
+            if not self._closed:
+                self._error = self._error or error
+            self.changed.notify_all()
+
+    @contextmanager
+    def _call(self, post: _Post, term: int, doing: str, limit_s: float) -> Iterator[None]:
+        """A call of a worker's method, which has `limit_s` seconds."""
+        with self.changed:
+            if post.term != term:
+                raise _Ended
+            post.doing, post.began, post.limit_s = doing, time.monotonic(), limit_s
+        try:
+            yield
+        finally:
+            with self.changed:
+                if post.term == term:
+                    post.limit_s = None
+
+
+def _other_version(group: FinishedGroup, version: int) -> int | None:
+    """A version of the group's sampled tokens that is not `version`."""
+    versions = {each for _, completion in group.samples for each in completion.versions}
+    return next(iter(sorted(versions - {version, -1})), None)
+
+
+def _stop_clock(post: _Post) -> None:
+    if post.busy_since is not None:
+        post.busy_s += time.monotonic() - post.busy_since
+        post.busy_since = None
+
+
+def _pause_s(losses: int) -> float:
+    """Seconds before a worker is started: none the first time, and after one loss."""
+    return min(2.0 ** (losses - 2), LONGEST_PAUSE_S) if losses > 1 else 0.0
+
+
+def _close_quietly(worker: Worker) -> None:
+    """Closes a worker that may be dead already."""
+    with suppress(Exception):
+        worker.close()
+
+
+def _in_thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True, name=f"fleet {function.__name__}")
+    thread.start()
+    return thread

@@ -1,0 +1,242 @@
+"""A fleet of rollout workers as one rollout engine: groups are given out, and put together in order.
+
+Data flow: list of `Prompt` -> `Fleet.submit` -> `GroupSpec`s in the table -> workers (`crew.py`) ->
+`FinishedGroup`s -> `Fleet.wait` -> `RolloutBatch`. Weights go the same way: `publish.py` stores each version
+once, and each worker loads it before it gets groups of it.
+
+A group whose worker is lost is given to another. The randomness of a token depends on the seed, the step, the
+sequence and the position, and not on the worker, so that the group comes out the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.metrics import Metric, Metrics, combine
+from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory
+from quatrain.rollout.group_table import GroupTable
+from quatrain.rollout.interface import Completion, RolloutProgress, Sampling, rollout_batch
+from quatrain.rollout.publish import Publisher, gathered
+from quatrain.rollout.worker import GroupSpec
+from quatrain.types import Prompt, RolloutBatch
+
+LOOK_S = 0.2
+"""Seconds between two looks at the deadlines of workers."""
+KEPT_VERSIONS = 2
+"""Published versions that are kept: a worker may still load the one before the current."""
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """Parameters that `Fleet.place` gathered on the host of the main process; `seconds` that it took."""
+
+    tree: Any
+    seconds: float
+
+
+class FleetTicket(NamedTuple):
+    """Prompts that were submitted together: the numbers of their groups."""
+
+    groups: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    n: int
+
+
+class Fleet:
+    """Samples completions on workers, which `factories` start; with the methods of `Rollouts`.
+
+    A worker that dies, or gives no answer for `timeout_s` (three times as long while it starts), is started
+    anew, and its groups are given to others, each at most `retries` times. `sampling` are the parameters of
+    training. `dtype` is the dtype of published matrices.
+
+    With several processes, the main process alone talks to workers; all must call the same methods in the
+    same order, and get the same batches.
+
+    `wait` and `generate` raise `WorkerRefused` if a worker cannot serve this run, `GroupFailed` if a group
+    failed too often, and `CrewLost` if there was no worker for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[WorkerFactory],
+        publisher: Publisher,
+        *,
+        sampling: Sampling,
+        tokenizer: Any,
+        dtype: DTypeLike,
+        timeout_s: float,
+        greedy_baseline: bool = False,
+        retries: int = 3,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+    ):
+        self.sampling = sampling
+        self._publisher, self._tokenizer, self._dtype = publisher, tokenizer, dtype
+        self._greedy_baseline, self._on_progress = greedy_baseline, on_progress
+        self._numbers = count()
+        self._table = GroupTable(retries)
+        self._published: deque[Any] = deque()
+        self._sync_s = 0.0
+        self._closed = False
+        self._crew = Crew(factories if is_main_process() else (), self._table, timeout_s=timeout_s)
+        self._reported = self._crew.counts()
+
+    def place(self, params: Any) -> HostWeights:
+        """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
+        began = time.perf_counter()
+        tree = gathered(params, self._dtype)
+        return HostWeights(tree, time.perf_counter() - began)
+
+    def sync_weights(self, params: Any, version: int) -> None:
+        """Sample from `params` from now on; workers load them before they get further groups.
+
+        Raises ValueError while groups are in flight: a group is sampled from one version.
+        """
+        weights = params if isinstance(params, HostWeights) else self.place(params)
+        if not is_main_process():
+            return
+        with self._crew.changed:
+            if self._table.num_unfinished:
+                raise ValueError(
+                    "a fleet's workers sample each group from one version of the weights; "
+                    f"{self._table.num_unfinished} groups are in flight; wait for them before sync_weights"
+                )
+        began = time.perf_counter()
+        handle = self._publisher.publish(weights.tree, version)
+        self._published.append(handle)
+        self._crew.set_weights(Weights(handle, version))
+        while len(self._published) > KEPT_VERSIONS:
+            self._publisher.discard(self._published.popleft())
+        self._sync_s = weights.seconds + time.perf_counter() - began
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+    ) -> RolloutBatch:
+        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
+
+        Without `sampling`, and with `greedy_baseline`, the batch has a greedy completion of each prompt as
+        its `baseline`.
+        """
+        batch = self.wait(self.submit(prompts, step=step, sampling=sampling))
+        if sampling is None and self._greedy_baseline:
+            greedy = replace(self.sampling, n=1, temperature=0.0)
+            batch = replace(batch, baseline=self.generate(prompts, step=step, sampling=greedy))
+        return batch
+
+    def submit(
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+    ) -> FleetTicket:
+        """Queue `prompts`; `wait` returns their completions for the ticket that this returns."""
+        used = sampling or self.sampling
+        numbers = tuple(next(self._numbers) for _ in prompts)
+        with self._crew.changed:
+            if is_main_process():
+                pairs = zip(numbers, prompts, strict=True)
+                self._table.add(GroupSpec(number, prompt, step, used) for number, prompt in pairs)
+            self._crew.changed.notify_all()
+        return FleetTicket(numbers, tuple(prompts), used.n)
+
+    def wait(self, ticket: FleetTicket) -> RolloutBatch:
+        """The batch of the prompts that were submitted for `ticket`, once all are finished.
+
+        Raises ValueError for a ticket that was waited for before, and RuntimeError if the fleet is closed.
+        """
+        began = time.perf_counter()
+        shared = decided_by_main(lambda: self._results(ticket))
+        generated = time.perf_counter()
+        samples = [
+            _sample(ticket.prompts[number // ticket.n], each) for number, each in enumerate(shared["samples"])
+        ]
+        tokens = sum(completion.num_sampled for _, completion in samples)
+        parts = [{name: Metric(*each) for name, each in part.items()} for part in shared["metrics"]]
+        metrics = {**combine(*parts), "rollout/tokens_per_s": Metric(tokens, generated - began)}
+        timings = {
+            "time/rollout_sync_s": Metric(shared["sync_s"]),
+            "time/rollout_generate_s": Metric(generated - began, reduction="sum"),
+        }
+        return rollout_batch(samples, self._tokenizer, {**metrics, **timings})
+
+    def release(self) -> None:
+        """Nothing to free: the workers' memory is their own."""
+
+    def close(self) -> None:
+        """Ends the workers, discards groups in flight and published weights. May be called again."""
+        self._closed = True
+        self._crew.close()
+        self._published.clear()
+        self._publisher.close()
+
+    def _results(self, ticket: FleetTicket) -> dict[str, Any]:
+        """The samples of a ticket, once they have come, and metrics, as values that JSON has."""
+        began, before = time.perf_counter(), self._reported
+        crew, table = self._crew, self._table
+        with crew.changed:
+            if not table.holds(ticket.groups):
+                raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
+            while not table.finished(ticket.groups):
+                if self._closed:
+                    raise RuntimeError("the fleet was closed while groups were in flight")
+                crew.check()
+                self._show(ticket, began)
+                crew.changed.wait(LOOK_S)
+            groups = table.take(ticket.groups)
+        self._reported = crew.counts()
+        return {
+            "samples": [
+                _plain(ticket.prompts[number], *each)
+                for number, group in enumerate(groups)
+                for each in group.samples
+            ],
+            "metrics": [
+                *(_plain_metrics(group.metrics) for group in groups),
+                _plain_metrics(self._fleet_metrics(self._reported - before)),
+            ],
+            "sync_s": self._sync_s,
+        }
+
+    def _fleet_metrics(self, counts: CrewCounts) -> dict[str, Metric]:
+        """Metrics of what has happened since the last batch."""
+        crew = self._crew
+        return {
+            "fleet/alive": Metric(crew.num_alive),
+            "fleet/restarts": Metric(counts.restarts, reduction="sum"),
+            "fleet/regiven_groups": Metric(counts.regiven, reduction="sum"),
+            "fleet/stale_groups": Metric(counts.stale, reduction="sum"),
+            "fleet/busy_fraction": Metric(counts.busy_s, counts.seconds * crew.num_workers),
+            "time/weights_gather_s": Metric(self._sync_s),
+            "time/weights_load_s": Metric(crew.load_s, reduction="max"),
+        }
+
+    def _show(self, ticket: FleetTicket, began: float) -> None:
+        if self._on_progress is None:
+            return
+        finished = self._table.results(ticket.groups)
+        tokens = sum(completion.num_sampled for group in finished for _, completion in group.samples)
+        rate = tokens / max(time.perf_counter() - began, 1e-9)
+        in_use = self._table.num_given * ticket.n
+        total = len(ticket.prompts) * ticket.n
+        self._on_progress(RolloutProgress(len(finished) * ticket.n, total, rate, in_use))
+
+
+def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str, Any]:
+    """A sample as values that JSON has; of its prompt, what an episode changed."""
+    columns = {name: value for name, value in returned.columns.items() if name not in prompt.columns}
+    return {"ids": returned.input_ids.tolist(), "columns": columns, "completion": vars(completion)}
+
+
+def _sample(prompt: Prompt, plain: dict[str, Any]) -> tuple[Prompt, Completion]:
+    """The inverse of `_plain`."""
+    ids, columns = np.array(plain["ids"], np.int32), {**prompt.columns, **plain["columns"]}
+    return replace(prompt, input_ids=ids, columns=columns), Completion(**plain["completion"])
+
+
+def _plain_metrics(metrics: Metrics) -> dict[str, list[Any]]:
+    return {name: [each.value, each.count, each.reduction] for name, each in metrics.items()}

@@ -1,0 +1,165 @@
+"""Which groups wait, which worker has which, and which are finished: each group comes out exactly once.
+
+Used by `crew.py`. Pure bookkeeping, without threads, clocks or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quatrain.rollout.worker import FinishedGroup, GroupSpec
+
+SUSPECT = 2
+"""From this many failures on, a group is given to a worker that has no other group."""
+
+
+class GroupFailed(RuntimeError):
+    """A group failed on every worker that it was given to."""
+
+
+@dataclass
+class _Entry:
+    spec: GroupSpec
+    worker: str | None = None
+    failures: int = 0
+    result: FinishedGroup | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.worker is None and self.result is None
+
+    @property
+    def suspect(self) -> bool:
+        return self.failures >= SUSPECT
+
+
+class GroupTable:
+    """Groups by number, each until `take` returns its result.
+
+    A group fails if a worker says so, or is lost while it has the group; it is then given out again, at most
+    `retries` times. A group that failed twice is given out alone, so that a group which ends every worker
+    does not make others fail with it.
+    """
+
+    def __init__(self, retries: int):
+        self.regiven = 0
+        """Groups that had to be given out again, so far."""
+        self._retries = retries
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        """Groups that were added and not taken."""
+        return len(self._entries)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Groups that wait or that a worker has."""
+        return sum(entry.result is None for entry in self._entries.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that no worker has."""
+        return sum(entry.waits for entry in self._entries.values())
+
+    @property
+    def num_given(self) -> int:
+        """Groups that a worker has."""
+        return sum(entry.worker is not None for entry in self._entries.values())
+
+    def add(self, groups: Iterable[GroupSpec]) -> None:
+        """Groups with new numbers, which wait to be given out in this order."""
+        for group in groups:
+            if group.number in self._entries:
+                raise ValueError(f"numbers of groups must be unique; {group.number} was added before")
+            self._entries[group.number] = _Entry(group)
+
+    def held(self, worker: str) -> list[GroupSpec]:
+        """The groups that `worker` has."""
+        return [entry.spec for entry in self._entries.values() if entry.worker == worker]
+
+    def largest_waiting(self) -> int:
+        """Samples of the largest group that waits; 1 if none waits."""
+        return max((entry.spec.sampling.n for entry in self._entries.values() if entry.waits), default=1)
+
+    def give(self, worker: str, room: int) -> list[GroupSpec]:
+        """Gives the next waiting groups to `worker`, which may then have at most `room`."""
+        given = self._next(worker, room)
+        for entry in given:
+            entry.worker = worker
+        return [entry.spec for entry in given]
+
+    def _next(self, worker: str, room: int) -> list[_Entry]:
+        waiting = [entry for entry in self._entries.values() if entry.waits]
+        held = [entry for entry in self._entries.values() if entry.worker == worker]
+        suspects = [entry for entry in waiting if entry.suspect]
+        if any(entry.suspect for entry in held):
+            return []
+        if suspects and not held:
+            return suspects[:1]
+        return [entry for entry in waiting if not entry.suspect][: max(room - len(held), 0)]
+
+    def finish(self, worker: str, group: FinishedGroup) -> None:
+        """Takes back a group that `worker` has: finished, or to be given out again if it failed.
+
+        Raises GroupFailed if it failed too often, and ValueError if `worker` does not have it or returns
+        another number of samples than the group asks for.
+        """
+        entry = self._entries.get(group.number)
+        if entry is None or entry.worker != worker:
+            raise ValueError(f"returned group {group.number}, which it does not have")
+        if group.error is not None:
+            self._fail(entry, worker, group.error)
+        elif len(group.samples) != entry.spec.sampling.n:
+            raise ValueError(
+                f"returned {len(group.samples)} samples of group {group.number}, which has "
+                f"{entry.spec.sampling.n}"
+            )
+        else:
+            entry.worker, entry.result = None, group
+
+    def lose(self, worker: str, why: str) -> int:
+        """Takes all groups from `worker`, which is lost; how many.
+
+        Raises GroupFailed if one of them failed too often.
+        """
+        entries = [entry for entry in self._entries.values() if entry.worker == worker]
+        for entry in entries:
+            entry.worker = None
+        for entry in entries:
+            self._fail(entry, worker, why)
+        return len(entries)
+
+    def _fail(self, entry: _Entry, worker: str, why: str) -> None:
+        entry.worker = None
+        entry.failures += 1
+        self.regiven += 1
+        if entry.failures > self._retries:
+            spec = entry.spec
+            raise GroupFailed(
+                f"group {spec.prompt.group_id} of step {spec.step} failed {entry.failures} times, last on "
+                f"worker {worker}: {why}; its prompt ends with {spec.prompt.text[-80:]!r}; see what this "
+                "prompt or its environment does to a worker, and mend it or take it out of the data"
+            )
+
+    def finished(self, numbers: Sequence[int]) -> bool:
+        """Whether the results of all these groups have come."""
+        return all(self._entries[number].result is not None for number in numbers)
+
+    def results(self, numbers: Sequence[int]) -> list[FinishedGroup]:
+        """The results of those of these groups that are finished, which stay in the table."""
+        found = (self._entries[number].result for number in numbers)
+        return [result for result in found if result is not None]
+
+    def holds(self, numbers: Sequence[int]) -> bool:
+        """Whether all these groups were added, and not taken yet."""
+        return all(number in self._entries for number in numbers)
+
+    def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
+        """Removes these finished groups: their results, in this order."""
+        results = self.results(numbers)
+        if len(results) < len(numbers):
+            raise ValueError("only finished groups can be taken")
+        for number in numbers:
+            del self._entries[number]
+        return results

@@ -1,0 +1,128 @@
+"""Publishes weights for rollout workers: gathered on the host, then stored once for all workers.
+
+Data flow: parameters on the training mesh -> `gathered` -> `Publisher.publish` -> a handle, which each
+worker's `load` takes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.models.architecture import Architecture
+from quatrain.models.lora import adapters_of, has_adapters
+from quatrain.parallel.mesh import to_host
+from quatrain.weights.hf import save_hf
+
+
+class Publisher(Protocol):
+    """Stores weights where workers find them. Called in the main process only, one call at a time."""
+
+    def publish(self, weights: Any, version: int) -> Any:
+        """Stores host arrays, as `gathered` returns them; the handle, from which `Worker.load` has them."""
+        ...
+
+    def discard(self, handle: Any) -> None:
+        """Frees what was stored for a handle that no worker loads any more."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything that is still stored."""
+        ...
+
+
+class InMemory:
+    """For workers in the same process: the handle is the tree of host arrays."""
+
+    def publish(self, weights: Any, version: int) -> Any:
+        """The weights themselves."""
+        return weights
+
+    def discard(self, handle: Any) -> None:
+        """Nothing to free: the last reference does it."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Folder:
+    """Versions as folders `v000001` in `directory`, which transformers and other engines load too.
+
+    A folder is written under a temporary name, flushed to the disk, and renamed when it is complete, so that
+    a reader never sees a part of one. `directory` must be on a file system that the workers share.
+    """
+
+    def __init__(
+        self, directory: str | Path, arch: Architecture, sampling: Mapping[str, Any] = MappingProxyType({})
+    ):
+        self._directory, self._arch, self._sampling = Path(directory).absolute(), arch, sampling
+        self._stored: list[Path] = []
+
+    def publish(self, weights: Any, version: int) -> str:
+        """The path of the new folder.
+
+        Raises OSError, which names `rollout.weights_dir`, if it cannot be written; nothing of it is left.
+        """
+        final = self._directory / f"v{version:06}"
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            save_hf(partial, self._arch, weights, sampling=self._sampling)
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)  # of a run that was stopped before
+            partial.rename(final)
+        except Exception as error:  # safetensors raises its own kind for a full disk
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(
+                f"weights of version {version} must fit into the folder from which rollout workers load "
+                f"them (rollout.weights_dir, {self._directory}); writing them failed: {error}; free space "
+                "there, or set rollout.weights_dir to another folder that all workers share"
+            ) from error
+        self._stored.append(final)
+        return str(final)
+
+    def discard(self, handle: str) -> None:
+        """Removes the folder of a version."""
+        shutil.rmtree(handle, ignore_errors=True)
+        self._stored = [path for path in self._stored if str(path) != handle]
+
+    def close(self) -> None:
+        """Removes the folders that this publisher wrote."""
+        for path in list(self._stored):
+            self.discard(str(path))
+
+
+def gathered(params: Any, dtype: DTypeLike) -> Any:
+    """`params` as arrays of the host, which training does not overwrite; with adapters, these alone.
+
+    One parameter after another, with matrices in `dtype` (adapters keep theirs, because they are merged
+    before the result is rounded). In a run of several processes all must call this, and only the main process
+    gets values; others get None.
+    """
+    adapters = has_adapters(params)
+    tree = adapters_of(params) if adapters else params
+
+    def whole(array: jax.Array) -> np.ndarray | None:
+        found = to_host(array if adapters or array.ndim == 1 else array.astype(dtype))
+        return np.array(found) if is_main_process() else None
+
+    return jax.tree.map(whole, tree)
+
+
+def _flush(directory: Path) -> None:
+    """Waits until the files of `directory` are on the disk."""
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

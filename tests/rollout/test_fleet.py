@@ -1,0 +1,317 @@
+"""A fleet of workers: batches as from one engine, whatever happens to the workers."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_workers import Workers, lost, sample
+
+from quatrain.rollout.crew import CrewLost
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.group_table import GroupFailed
+from quatrain.rollout.interface import Sampling
+from quatrain.rollout.publish import InMemory
+from quatrain.rollout.worker import FinishedGroup, GroupSpec, WorkerRefused
+from quatrain.types import Prompt
+
+SAMPLING = Sampling(n=2, max_new_tokens=5)
+PARAMS = {"embed": jnp.ones((2, 3)), "norm": jnp.ones(3), "layers": []}
+PROMPTS = [
+    Prompt(40 + i, np.arange(1, 3 + i, dtype=np.int32), f"prompt {i}", {"answer": i}) for i in range(9)
+]
+LIMIT_S = 30
+"""A test that takes longer hangs."""
+
+
+class Tokenizer:
+    def decode(self, tokens, skip_special_tokens):
+        return " ".join(map(str, tokens))
+
+
+@contextmanager
+def fleet_of(workers, timeout_s=5.0, **options):
+    fleet = Fleet(
+        workers.factories,
+        InMemory(),
+        sampling=SAMPLING,
+        tokenizer=Tokenizer(),
+        dtype="float32",
+        timeout_s=timeout_s,
+        **options,
+    )
+    watch = threading.Timer(LIMIT_S, fleet.close)
+    watch.start()
+    try:
+        yield fleet
+    finally:
+        watch.cancel()
+        fleet.close()
+
+
+def texts(prompts=PROMPTS, step=3, sampling=SAMPLING):
+    """The completions that a batch must have."""
+    specs = [GroupSpec(0, prompt, step, sampling) for prompt in prompts]
+    return [" ".join(map(str, sample(spec, i, 0)[1].tokens)) for spec in specs for i in range(sampling.n)]
+
+
+def generate(fleet, version=7, **options):
+    fleet.sync_weights(PARAMS, version)
+    return fleet.generate(PROMPTS, step=3, **options)
+
+
+def after(count, what):
+    """A fault that does `what` in the first call of `take` after `count` finished groups."""
+
+    def fault(worker, doing):
+        if doing == "take" and worker.taken == count and worker.groups:
+            return what(worker)
+
+    return fault
+
+
+def in_call(name, what):
+    def fault(worker, doing):
+        if doing == name:
+            return what(worker)
+
+    return fault
+
+
+def value(batch, name):
+    return batch.metrics[name].result()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_batch_is_that_of_one_engine_in_the_order_of_the_prompts(count):
+    workers = Workers(count)
+    with fleet_of(workers) as fleet:
+        batch = generate(fleet)
+    assert list(batch.completions) == texts()
+    assert batch.group_ids.tolist() == [p.group_id for p in PROMPTS for _ in range(2)]
+    assert batch.columns["answer"] == tuple(i for i in range(9) for _ in range(2))
+    assert set(batch.policy_version[batch.completion_mask].tolist()) == {7}
+    assert value(batch, "fleet/alive") == count
+    assert value(batch, "fleet/restarts") == value(batch, "fleet/regiven_groups") == 0
+    assert 0 < value(batch, "fleet/busy_fraction") <= 1
+    assert sum(worker.taken for worker in workers.made) == 9
+    assert all(worker.closed.is_set() for worker in workers.made)
+
+
+def test_workers_have_groups_for_their_slots_and_one_more():
+    workers = Workers(2, num_slots=4)
+    with fleet_of(workers) as fleet:
+        generate(fleet)
+    assert max(worker.most for worker in workers.made) <= 3
+
+
+def test_a_worker_of_any_number_of_slots_gets_its_share():
+    workers = Workers(1, num_slots=None)
+    with fleet_of(workers) as fleet:
+        generate(fleet)
+    assert workers.made[0].most == 9
+
+
+@pytest.mark.parametrize("doing", ["start", "load", "submit", "take"])
+def test_a_worker_that_dies_costs_no_group(doing):
+    workers = Workers(2, {0: in_call(doing, lambda worker: lost())})
+    with fleet_of(workers) as fleet:
+        batch = generate(fleet)
+        while len(workers.made) < 3:
+            time.sleep(0.01)
+    assert list(batch.completions) == texts()
+
+
+def test_what_a_lost_worker_had_is_given_out_again_and_counted():
+    workers = Workers(2, {0: after(1, lambda worker: lost())})
+    with fleet_of(workers) as fleet:
+        batch = generate(fleet)
+        assert list(batch.completions) == texts()
+        assert value(batch, "fleet/regiven_groups") > 0
+        assert value(batch, "fleet/restarts") == 1
+        again = generate(fleet, version=8)
+    assert value(again, "fleet/regiven_groups") == 0
+    assert workers.made[0].closed.wait(5)
+
+
+@pytest.mark.parametrize("doing", ["start", "load", "submit", "take"])
+def test_a_call_that_does_not_return_is_given_up_at_its_deadline(doing, caplog):
+    free = threading.Event()
+    workers = Workers(1, {0: in_call(doing, lambda worker: free.wait(LIMIT_S) and None)})
+    began = time.monotonic()
+    with fleet_of(workers, timeout_s=0.3) as fleet:
+        batch = generate(fleet)
+        assert time.monotonic() - began < 5
+        assert list(batch.completions) == texts()
+        free.set()  # what the thread left behind brings now is not taken
+        time.sleep(0.1)
+        assert list(generate(fleet, version=8).completions) == texts()
+    assert "no answer for" in caplog.text
+    assert ("loading weights" in caplog.text) == (doing == "load")
+
+
+def test_a_slow_worker_gets_fewer_groups():
+    workers = Workers(2, {0: in_call("take", lambda worker: time.sleep(0.1))})
+    with fleet_of(workers) as fleet:
+        batch = generate(fleet)
+    assert list(batch.completions) == texts()
+    assert workers.made[0].taken < workers.made[1].taken
+
+
+def test_a_worker_with_other_weights_than_those_asked_for_is_started_again(caplog):
+    def keep_old_weights(worker):
+        worker.load = lambda weights, version, timeout_s: version - 1
+
+    workers = Workers(1, {0: in_call("start", keep_old_weights)})
+    with fleet_of(workers) as fleet:
+        assert list(generate(fleet).completions) == texts()
+    assert "it has weights of version 6 after it was to load version 7" in caplog.text
+
+
+def test_a_group_of_other_weights_is_refused_and_counted():
+    stale = after(2, lambda worker: [worker.finished(worker.groups[0], version=6)])
+    workers = Workers(2, {0: stale})
+    with fleet_of(workers) as fleet:
+        batch = generate(fleet)
+    assert list(batch.completions) == texts()
+    assert value(batch, "fleet/stale_groups") == 1
+    assert set(batch.policy_version[batch.completion_mask].tolist()) == {7}
+
+
+def failing(worker, doing):
+    if doing == "take" and worker.groups and worker.groups[0].prompt.group_id == 44:
+        return [FinishedGroup(worker.groups.pop(0).number, error="ZeroDivisionError: in its environment")]
+
+
+def deadly(worker, doing):
+    if doing == "take" and any(spec.prompt.group_id == 44 for spec in worker.groups):
+        lost("the process was killed")
+
+
+@pytest.mark.parametrize("fault", [failing, deadly])
+def test_a_poisoned_group_is_named_after_its_retries_and_others_finish(fault):
+    workers = Workers(2, {"all": fault})
+    with fleet_of(workers) as fleet:
+        fleet.sync_weights(PARAMS, 7)
+        good = fleet.submit(PROMPTS[:4] + PROMPTS[5:], step=3)
+        bad = fleet.submit(PROMPTS[4:5], step=3)
+        with pytest.raises(GroupFailed, match=r"group 44 of step 3 failed 4 times.*prompt 4.*mend it"):
+            fleet.wait(bad)
+        del good
+    error = "ZeroDivisionError" if fault is failing else "the process was killed"
+    with fleet_of(Workers(2, {"all": fault}), retries=0) as fleet, pytest.raises(GroupFailed, match=error):
+        generate(fleet)
+
+
+def test_without_workers_for_too_long_the_error_has_the_last_of_each():
+    workers = Workers(2, {"all": in_call("start", lambda worker: lost(f"no route to {worker.name}"))})
+    began = time.monotonic()
+    with fleet_of(workers, timeout_s=1) as fleet, pytest.raises(CrewLost) as caught:
+        generate(fleet)
+    assert time.monotonic() - began < 10
+    for part in ("alive for 1 s", "worker 0: no route to fake", "worker 1: no route to fake", "resume"):
+        assert part in str(caught.value)
+
+
+def test_a_worker_that_refuses_the_run_ends_it_at_once():
+    def refuse(worker):
+        raise WorkerRefused("the server returns no log-probabilities")
+
+    with (
+        fleet_of(Workers(2, {1: in_call("load", refuse)})) as fleet,
+        pytest.raises(WorkerRefused, match="no log"),
+    ):
+        generate(fleet)
+
+
+def test_a_worker_that_forgets_its_groups_is_started_again(caplog):
+    workers = Workers(1, {0: after(1, lambda worker: worker.groups.clear())})
+    with fleet_of(workers) as fleet:
+        assert list(generate(fleet).completions) == texts()
+    assert "idle and has not returned the groups" in caplog.text
+
+
+def test_a_group_with_other_samples_than_asked_for_is_given_to_a_new_worker(caplog):
+    def short(worker):
+        spec = worker.groups[0]
+        return [FinishedGroup(spec.number, worker.finished(spec).samples[:1])]
+
+    workers = Workers(1, {0: after(0, short)})
+    with fleet_of(workers) as fleet:
+        assert list(generate(fleet).completions) == texts()
+    assert "returned 1 samples of group 0, which has 2" in caplog.text
+
+
+def test_a_group_that_comes_twice_counts_once(caplog):
+    twice = after(0, lambda worker: [worker.finished(worker.groups[0])] * 2)
+    with fleet_of(Workers(1, {0: twice})) as fleet:
+        assert list(generate(fleet).completions) == texts()
+    assert "returned group 0, which it does not have" in caplog.text
+
+
+def test_each_version_is_loaded_once_by_each_worker_before_its_groups():
+    workers = Workers(3)
+    with fleet_of(workers) as fleet:
+        for version in (1, 2):
+            batch = generate(fleet, version)
+            assert set(batch.policy_version[batch.completion_mask].tolist()) == {version}
+        loaded = [[version for _, version in worker.loaded] for worker in workers.made]
+    assert all(versions in ([1, 2], [1], [2], []) for versions in loaded)
+    assert [1, 2] in loaded
+
+
+def test_placed_weights_are_copies():
+    workers = Workers(1)
+    with fleet_of(workers) as fleet:
+        placed = fleet.place(PARAMS)
+        assert not np.shares_memory(placed.tree["embed"], np.asarray(PARAMS["embed"]))
+        fleet.sync_weights(placed, 4)
+        fleet.generate(PROMPTS)
+    np.testing.assert_array_equal(workers.made[0].loaded[0][0]["embed"], np.ones((2, 3)))
+
+
+def test_new_weights_must_wait_for_the_groups_in_flight():
+    with fleet_of(Workers(1, {0: in_call("take", lambda worker: time.sleep(0.2))})) as fleet:
+        fleet.sync_weights(PARAMS, 1)
+        ticket = fleet.submit(PROMPTS)
+        with pytest.raises(ValueError, match="9 groups are in flight"):
+            fleet.sync_weights(PARAMS, 2)
+        fleet.wait(ticket)
+        fleet.sync_weights(PARAMS, 2)
+
+
+def test_tickets_may_be_waited_for_in_any_order_and_once():
+    with fleet_of(Workers(2)) as fleet:
+        fleet.sync_weights(PARAMS, 1)
+        first, second = fleet.submit(PROMPTS[:4], step=3), fleet.submit(PROMPTS[4:], step=3)
+        assert list(fleet.wait(second).completions) == texts(PROMPTS[4:])
+        assert list(fleet.wait(first).completions) == texts(PROMPTS[:4])
+        with pytest.raises(ValueError, match="can be waited for once"):
+            fleet.wait(first)
+        assert len(fleet.generate([]).completions) == 0
+
+
+def test_the_greedy_baseline_is_sampled_too():
+    with fleet_of(Workers(2), greedy_baseline=True) as fleet:
+        batch = generate(fleet)
+    greedy = Sampling(n=1, max_new_tokens=5, temperature=0.0)
+    assert list(batch.baseline.completions) == texts(sampling=greedy)
+
+
+def test_progress_counts_completions():
+    seen = []
+    slow = in_call("take", lambda worker: time.sleep(0.05))
+    with fleet_of(Workers(1, {0: slow}), on_progress=seen.append) as fleet:
+        generate(fleet)
+    assert seen[0].total == 18
+    assert 0 < max(each.completions for each in seen) < 18
+
+
+def test_a_fleet_that_is_closed_ends_the_wait():
+    hanging = in_call("take", lambda worker: time.sleep(0.2) or [])
+    with fleet_of(Workers(1, {0: hanging})) as fleet:
+        threading.Timer(0.3, fleet.close).start()
+        with pytest.raises(RuntimeError, match="closed while groups were in flight"):
+            generate(fleet)

@@ -1,0 +1,80 @@
+"""Property: whatever happens to workers, each group comes out exactly once, or its failure is raised."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quatrain.rollout.group_table import GroupFailed, GroupTable
+from quatrain.rollout.interface import Completion, Sampling
+from quatrain.rollout.worker import FinishedGroup, GroupSpec
+from quatrain.types import Prompt
+
+PROMPT = Prompt(1, np.ones(1, np.int32), "p")
+SAMPLING = Sampling(n=1, max_new_tokens=1)
+OPERATION = st.tuples(
+    st.sampled_from(["give", "finish", "fail", "lose"]), st.integers(0, 2), st.integers(0, 3)
+)
+
+
+def spec(number):
+    return GroupSpec(number, PROMPT, 0, SAMPLING)
+
+
+def finished(number):
+    return FinishedGroup(number, [(PROMPT, Completion())])
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.lists(OPERATION, max_size=60))
+def test_each_group_comes_out_once(count, retries, operations):
+    table, failures = GroupTable(retries), dict.fromkeys(range(count), 0)
+    table.add(map(spec, range(count)))
+    has = {worker: [] for worker in "abc"}
+    for what, index, room in operations:
+        worker = "abc"[index]
+        try:
+            if what == "give":
+                has[worker] += [each.number for each in table.give(worker, room)]
+            elif what == "lose":
+                numbers, has[worker] = has[worker], []
+                for number in numbers:
+                    failures[number] += 1
+                assert table.lose(worker, "died") == len(numbers)
+            elif has[worker]:
+                number = has[worker].pop()
+                failures[number] += what == "fail"
+                group = finished(number) if what == "finish" else FinishedGroup(number, error="raised")
+                table.finish(worker, group)
+        except GroupFailed:
+            assert max(failures.values()) == retries + 1
+            return
+        assert max(failures.values()) <= retries
+        held = [number for numbers in has.values() for number in numbers]
+        assert len(set(held)) == len(held) == table.num_given
+        for each in has.values():
+            assert len(each) == 1 or all(failures[number] < 2 for number in each) or not each
+    for _ in range(count):
+        for worker in "abc":
+            has[worker] += [each.number for each in table.give(worker, count)]
+            for number in has[worker]:
+                table.finish(worker, finished(number))
+            has[worker].clear()
+    assert [group.number for group in table.take(range(count))] == list(range(count))
+    assert len(table) == 0
+
+
+def test_what_cannot_be_is_refused():
+    table = GroupTable(3)
+    table.add([spec(1)])
+    with pytest.raises(ValueError, match="unique"):
+        table.add([spec(1)])
+    with pytest.raises(ValueError, match="does not have"):
+        table.finish("a", finished(1))
+    table.give("a", 1)
+    with pytest.raises(ValueError, match="0 samples"):
+        table.finish("a", FinishedGroup(1))
+    with pytest.raises(ValueError, match="finished groups"):
+        table.take([1])
+    table.finish("a", finished(1))
+    with pytest.raises(ValueError, match="does not have"):
+        table.finish("a", finished(1))

@@ -1,0 +1,68 @@
+"""Published weights: complete folders under the name of their version, or none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quatrain.config.schema import LoraConfig
+from quatrain.models.lora import with_adapters, with_lora
+from quatrain.rollout.publish import Folder, gathered
+from quatrain.weights import hf
+from quatrain.weights.hf import load_hf
+
+
+def test_a_version_is_a_folder_that_loads_as_the_model(tmp_path, small_arch, small_params):
+    folder = Folder(tmp_path, small_arch)
+    handle = folder.publish(gathered(small_params, "float32"), 3)
+    assert handle == str(tmp_path / "v000003")
+    found = load_hf(handle)[1]
+    jax.tree.map(np.testing.assert_array_equal, found, small_params)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000003"]
+
+
+def test_a_folder_that_does_not_fit_leaves_nothing_and_names_the_key(
+    tmp_path, small_arch, small_params, monkeypatch
+):
+    folder = Folder(tmp_path, small_arch)
+    weights = gathered(small_params, "float32")
+    first = folder.publish(weights, 1)
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(OSError, match=r"rollout.weights_dir.*No space left on device.*free space"):
+        folder.publish(weights, 2)
+    assert [str(path) for path in tmp_path.iterdir()] == [first]
+
+
+def test_versions_are_replaced_discarded_and_removed(tmp_path, small_arch, small_params):
+    weights = gathered(small_params, "float32")
+    (tmp_path / "v000001").mkdir()
+    (tmp_path / ".v000002.partial").mkdir()
+    (tmp_path / "other").mkdir()
+    folder = Folder(tmp_path, small_arch)
+    handles = [folder.publish(weights, version) for version in (1, 2, 3)]
+    folder.discard(handles[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000002", "v000003"]
+    folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_matrices_get_the_dtype_and_vectors_keep_theirs(small_params):
+    found = gathered(small_params, jnp.bfloat16)
+    dtypes = {leaf.ndim == 1: leaf.dtype for leaf in jax.tree.leaves(found)}
+    assert dtypes == {True: np.float32, False: jnp.bfloat16}
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+
+
+def test_of_a_model_with_adapters_these_alone_are_sent(small_arch, small_params):
+    arch = with_lora(small_arch, LoraConfig(rank=2))
+    params = with_adapters(small_params, arch, jax.random.key(0))
+    found = gathered(params, jnp.bfloat16)
+    assert set(found) == {"layers"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (found, params)]
+    assert sizes[0] < sizes[1] / 4
