@@ -450,6 +450,31 @@ class RolloutConfig(Section):
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
         "`mesh`, so that each replica of the sampler has a complete copy of the weights on `tp` devices.",
     )
+    workers: NonNegative = Field(
+        0,
+        description="Rollout workers on Ray (extra `ray`): processes with devices of their own, in which the "
+        "engine samples, and whose death costs time and no data. 0: the devices of this run sample: "
+        "[fleet.md](fleet.md).",
+    )
+    servers: tuple[Text, ...] = Field(
+        (),
+        strict=False,
+        description="Addresses of inference servers that sample (`quatrain serve`, vLLM or SGLang), such as "
+        "`http://host:8000`; empty: none.",
+    )
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no "
+        "answer is lost and started anew (three times as many while it starts); also the deadline of loading "
+        "weights, and the longest time without any worker.",
+    )
+    weights_dir: Text | None = Field(
+        None,
+        description="Folder on a file system that all workers share, through which they get the weights of "
+        "each step. null: Ray's object store for `rollout.workers`; the run's folder for "
+        "`rollout.servers`.",
+    )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices "
@@ -468,6 +493,11 @@ class RolloutConfig(Section):
     def has_episodes(self) -> bool:
         """Whether samples are episodes of several turns, with an environment or tools."""
         return self.environment is not None or bool(self.tools)
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether workers outside this run's processes sample."""
+        return self.workers > 0 or bool(self.servers)
 
     @property
     def samples_the_policy(self) -> bool:
@@ -1276,6 +1306,38 @@ class Config(Section):
                     "this key at its default",
                     {"key": f"rollout.{key}", "value": value},
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _fleet_is_possible(self) -> Self:
+        rollout = self.rollout
+        if rollout.workers and rollout.servers:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty if rollout.workers is set: either workers of this run sample, or servers; set "
+                "one of the two",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
+            )
+        if rollout.has_fleet and rollout.in_flight:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be false with rollout.workers or rollout.servers: each of their groups is sampled from "
+                "one version of the weights; set false, or sample on devices of this run",
+                {"key": "rollout.in_flight", "value": True},
+            )
+        if rollout.servers and rollout.has_episodes:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty with rollout.environment or rollout.tools: a server samples single turns; use "
+                "rollout.workers, or no environment",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
+            )
+        if rollout.weights_dir is not None and not rollout.has_fleet:
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect without rollout.workers or rollout.servers; set one of these, or null",
+                {"key": "rollout.weights_dir", "value": rollout.weights_dir},
+            )
         return self
 
     @model_validator(mode="after")

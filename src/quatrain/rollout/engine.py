@@ -22,14 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
-from quatrain.metrics import Metric
+from quatrain.metrics import Metric, Metrics
 from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, apart_from, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
-from quatrain.rollout.interface import OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.rollout.interface import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
 
@@ -206,9 +206,31 @@ class RolloutEngine:
         Blocks while paused. Raises ValueError for a ticket that was waited for before, and RuntimeError if
         the engine is closed meanwhile.
         """
-        if not ticket.session.holds(ticket.groups):
-            raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
+        self._check_untaken(ticket)
         return self._collect(ticket)
+
+    def advance(self) -> None:
+        """Run one round of the groups that were submitted: prefill of new ones, and a decode call.
+
+        For callers that take each ticket when it is finished instead of waiting for one. Blocks while paused.
+        """
+        if self._session is not None:
+            self._round(self._session)
+
+    def finished(self, ticket: Ticket) -> bool:
+        """Whether all completions of the ticket have ended; raises ValueError if it was taken before."""
+        self._check_untaken(ticket)
+        return ticket.session.finished(ticket.groups)
+
+    def take(self, ticket: Ticket) -> tuple[list[tuple[Prompt, Completion]], Metrics]:
+        """The samples of a finished ticket, prompts in order, and metrics of their episodes."""
+        with self._between_calls:
+            return ticket.session.take(ticket.groups)
+
+    @property
+    def tally(self) -> Tally:
+        """Totals of the groups that share a session with those in flight; zero if there was none."""
+        return Tally() if self._session is None else self._session.tally
 
     def pause(self) -> None:
         """Returns when the running decode call has finished; no other starts before `resume`."""
@@ -264,26 +286,33 @@ class RolloutEngine:
         sampler = replace(sampler, more_context=between_turns)
         return EpisodeSession(self._episodes, partial(Session, sampler, sampling, self._max_concurrency))
 
+    def _check_untaken(self, ticket: Ticket) -> None:
+        if not ticket.session.holds(ticket.groups):
+            raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
+
+    def _round(self, session: AnySession) -> None:
+        """One round of a session, with the weights that are set now."""
+        self._running.wait()
+        with self._between_calls:
+            if self._closed:
+                raise RuntimeError("the rollout engine was closed while groups were in flight")
+            assert self._params is not None, "call sync_weights before generate and wait"
+            session.advance(self._params, self._version)
+
     def _collect(self, ticket: Ticket) -> RolloutBatch:
         session, groups = ticket
         before, compilations = session.tally, num_compilations()
         began = time.perf_counter()
         while not session.finished(groups):
-            self._running.wait()
-            with self._between_calls:
-                if self._closed:
-                    raise RuntimeError("the rollout engine was closed while groups were in flight")
-                assert self._params is not None, "call sync_weights before generate and wait"
-                session.advance(self._params, self._version)
+            self._round(session)
             if self._on_progress is not None:
                 done = session.tally - before
                 rate = done.decoded_tokens / (time.perf_counter() - began)
                 total = len(groups) * session.sampling.n
                 self._on_progress(RolloutProgress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
-        with self._between_calls:
-            samples, metrics = session.take(groups)
-        worked = _work_metrics(session.tally - before, generated - began)
+        samples, metrics = self.take(ticket)
+        worked = work_metrics(session.tally - before, generated - began)
         batch = rollout_batch(samples, self.tokenizer, {**worked, **metrics})
         timings = {
             "time/rollout_sync_s": Metric(self._sync_s),
@@ -322,7 +351,8 @@ def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     return min(int(x) for x in gather_objects(min(own)))
 
 
-def _work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
+def work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
+    """Metrics of the work of a session, of which `tally` are the totals, in so many seconds."""
     return {
         "rollout/prefill_s": Metric(tally.prefill_s, reduction="sum"),
         "rollout/prefill_tokens": Metric(tally.prefilled_tokens, reduction="sum"),

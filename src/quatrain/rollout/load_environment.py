@@ -68,6 +68,7 @@ def load_environment(spec: str | Callable[[], Any]) -> Environments:
         )
     made = None if inspect.isclass(found) and not issubclass(found, Tools) else _made(name, found)
     form = found if inspect.isclass(found) else type(made)
+    _check_plain(name, form)
     accepts, required = _columns(form)
     if callable(getattr(form, "step", None)):
         _check_step(name, form)
@@ -129,6 +130,16 @@ def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
             f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
         )
     return find_function(spec, {}, what)
+
+
+def _check_plain(name: str, form: type) -> None:
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    for method in ("reset", "step", "get_reward", "close"):
+        if any(kind(getattr(form, method, None)) for kind in kinds):
+            raise ValueError(
+                f"{name} must have methods that return their result when they are called; {method} is "
+                "asynchronous or a generator; write it without async and yield"
+            )
 
 
 def _check_step(name: str, form: type) -> None:

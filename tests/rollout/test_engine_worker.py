@@ -1,0 +1,160 @@
+"""A worker around an engine: groups that come at any time are those of a batch."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from quatrain.config.schema import LoraConfig, RolloutConfig
+from quatrain.models.lora import with_adapters, with_lora
+from quatrain.parallel.mesh import one_device
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.engine_worker import EngineWorker, weights_reader
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.interface import Sampling
+from quatrain.rollout.publish import Folder, InMemory, gathered
+from quatrain.rollout.worker import GroupSpec, WorkerLost
+from quatrain.types import Prompt
+
+LENGTHS = (5, 2, 17, 9, 3)
+PROMPTS = [
+    Prompt(20 + i, np.arange(3, 3 + length, dtype=np.int32), f"prompt {i}", {"answer": i})
+    for i, length in enumerate(LENGTHS)
+]
+
+
+@pytest.fixture
+def make_engine(small_arch, tokenizer):
+    def make(arch=small_arch, **config):
+        settings = RolloutConfig(**{"n": 3, "max_new_tokens": 12, "temperature": 0.9, **config})
+        return RolloutEngine(arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+
+    return make
+
+
+def worker_of(engine, base=None, timeout_s=60.0, slots=None):
+    read = weights_reader(engine._with_adapters, one_device(), base)
+    return EngineWorker(engine, read, name="engine", num_slots=slots, timeout_s=timeout_s)
+
+
+def fleet_of(engines, tokenizer, publisher=None, **options):
+    factories = [lambda engine=engine: worker_of(engine, **options) for engine in engines]
+    return Fleet(
+        factories,
+        publisher or InMemory(),
+        sampling=engines[0].sampling,
+        tokenizer=tokenizer,
+        dtype="float32",
+        timeout_s=60.0,
+    )
+
+
+def assert_same(batch, other):
+    np.testing.assert_array_equal(batch.input_ids, other.input_ids)
+    np.testing.assert_array_equal(batch.policy_version, other.policy_version)
+    np.testing.assert_allclose(batch.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
+    assert batch.completions == other.completions
+    assert batch.columns == other.columns
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_fleet_of_engines_samples_what_one_engine_does(make_engine, small_params, tokenizer, count):
+    whole = make_engine()
+    whole.sync_weights(small_params, 5)
+    expected = whole.generate(PROMPTS, step=3)
+    fleet = fleet_of([make_engine() for _ in range(count)], tokenizer)
+    fleet.sync_weights(small_params, 5)
+    batch = fleet.generate(PROMPTS, step=3)
+    assert_same(batch, expected)
+    greedy = Sampling(n=1, max_new_tokens=5, temperature=0.0)
+    assert_same(fleet.generate(PROMPTS, sampling=greedy), whole.generate(PROMPTS, sampling=greedy))
+    assert 0 < batch.metrics["rollout/slot_utilisation"].result() <= 1
+    assert batch.metrics["rollout/decode_s"].result() > 0
+    fleet.close()
+
+
+def test_weights_come_through_a_folder(make_engine, small_arch, small_params, tokenizer, tmp_path):
+    whole = make_engine()
+    whole.sync_weights(small_params, 5)
+    fleet = fleet_of([make_engine()], tokenizer, Folder(tmp_path, small_arch))
+    fleet.sync_weights(small_params, 5)
+    assert_same(fleet.generate(PROMPTS, step=1), whole.generate(PROMPTS, step=1))
+    doubled = jax.tree.map(lambda x: x * 1.5, small_params)
+    fleet.sync_weights(doubled, 6)
+    whole.sync_weights(doubled, 6)
+    assert_same(fleet.generate(PROMPTS, step=1), whole.generate(PROMPTS, step=1))
+    fleet.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_adapters_a_worker_needs_only_these(make_engine, small_arch, small_params, tokenizer):
+    arch = with_lora(small_arch, LoraConfig(rank=2))
+    params = with_adapters(small_params, arch, jax.random.key(3))
+    changed = jax.tree.map(lambda x: x + 0.05, params["layers"])
+    params = {
+        **params,
+        "layers": [
+            {**b, **{k: c[k] for k in c if k not in s}}
+            for b, c, s in zip(params["layers"], changed, small_params["layers"], strict=True)
+        ],
+    }
+    whole = make_engine(arch)
+    whole.sync_weights(params, 2)
+    fleet = fleet_of([make_engine(arch)], tokenizer, base=small_params)
+    fleet.sync_weights(params, 2)
+    assert_same(fleet.generate(PROMPTS, step=1), whole.generate(PROMPTS, step=1))
+    fleet.close()
+
+
+def finished_of(worker, count, limit_s=60):
+    found, end = [], time.monotonic() + limit_s
+    while len(found) < count:
+        assert time.monotonic() < end
+        found += worker.take(0.5)
+    return found
+
+
+def test_groups_come_at_any_time_and_each_when_it_is_finished(make_engine, small_params):
+    worker = worker_of(make_engine(max_concurrency=6))
+    assert worker.load(gathered(small_params, "float32"), 4, 60) == 4
+    assert worker.state() == "idle"
+    sampling = Sampling(n=2, max_new_tokens=4, temperature=1.0)
+    specs = [GroupSpec(i, prompt, 0, sampling) for i, prompt in enumerate(PROMPTS)]
+    worker.submit(specs[:2], 4)
+    assert worker.state() != "idle"
+    first = finished_of(worker, 1)
+    worker.submit(specs[2:], 4)
+    found = first + finished_of(worker, 5 - len(first))
+    assert sorted(group.number for group in found) == list(range(5))
+    assert all(len(group.samples) == 2 and group.error is None for group in found)
+    assert worker.state() == "idle"
+    worker.close()
+
+
+def test_a_group_for_which_there_is_no_room_fails_alone(make_engine, small_params):
+    worker = worker_of(make_engine(max_concurrency=6))
+    worker.load(gathered(small_params, "float32"), 4, 60)
+    sampling = Sampling(n=2, max_new_tokens=4, temperature=1.0)
+    huge = Prompt(9, np.ones(1 << 20, np.int32), "huge")
+    worker.submit([GroupSpec(0, huge, 0, sampling), GroupSpec(1, PROMPTS[0], 0, sampling)], 4)
+    found = {group.number: group.error for group in finished_of(worker, 2)}
+    assert found[1] is None
+    assert "KV cache" in found[0]
+    worker.close()
+
+
+def test_an_engine_that_fails_or_hangs_makes_the_worker_lost(make_engine, small_params, monkeypatch):
+    sampling = Sampling(n=1, max_new_tokens=4, temperature=1.0)
+    for advance, message in (
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: time.sleep(3), "a decode call takes longer than 0.2 s"),
+    ):
+        engine = make_engine()
+        worker = worker_of(engine, timeout_s=0.2)
+        worker.load(gathered(small_params, "float32"), 4, 60)
+        monkeypatch.setattr(engine, "advance", advance)
+        worker.submit([GroupSpec(0, PROMPTS[0], 0, sampling)], 4)
+        with pytest.raises(WorkerLost, match=message):
+            finished_of(worker, 1, 10)
+        worker.close()
