@@ -5,8 +5,10 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import Mesh
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_sequence
+from quatrain.config.mesh import axis_sizes
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
@@ -27,11 +30,15 @@ from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
+from quatrain.rollout.crew import WorkerFactory
 from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.environment_calls import in_threads, in_workers
 from quatrain.rollout.episodes import EpisodeRules
-from quatrain.rollout.interface import OnProgress
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.interface import OnProgress, Rollouts, Sampling
 from quatrain.rollout.load_environment import Environments, load_environment, load_tools
+from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model
 
@@ -256,12 +263,103 @@ def role_meshes(config: Config) -> Meshes:
 
 def build_engine(
     config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
-) -> RolloutEngine:
-    """The rollout engine for `loaded`; it has no weights until its `sync_weights` is called.
+) -> Rollouts:
+    """What samples for `loaded`: an engine on this run's devices, or a fleet of workers (`rollout.workers`).
 
-    `on_progress` is called with the progress of the rollout after each decode call. The prompt cache always
-    has room for prompts of `usual_prompt` tokens.
+    It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
+    rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Raises ValueError if the
+    workers cannot be started.
     """
+    rollout = config.rollout
+    if not rollout.has_fleet:
+        return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
+    factories, publisher = _workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
+    return Fleet(
+        factories,
+        publisher,
+        sampling=Sampling.of(rollout),
+        tokenizer=loaded.tokenizer,
+        dtype=config.model.dtype,
+        timeout_s=rollout.timeout_s,
+        greedy_baseline=bool(rollout.greedy_baseline),
+        on_progress=on_progress,
+    )
+
+
+def _workers(
+    config: Config, loaded: LoadedPolicy, usual_prompt: int
+) -> tuple[Sequence[WorkerFactory], Publisher]:
+    """The factories of a fleet's workers, and what publishes weights for them."""
+    from quatrain.rollout import ray_worker  # imports little; ray itself only with workers
+
+    rollout = config.rollout
+    factories, publisher = ray_worker.workers(
+        partial(engine_worker, worker_config(config), usual_prompt),
+        rollout.workers,
+        platform=this_backend().kind,
+        devices=_devices_of_worker(config),
+        timeout_s=rollout.timeout_s,
+    )
+    if rollout.weights_dir is None:
+        return factories, publisher
+    return factories, Folder(rollout.weights_dir, loaded.arch, loaded.sampling)
+
+
+def worker_config(config: Config) -> Config:
+    """The configuration of a rollout worker, which has all devices of its own process and only samples."""
+    rollout, spec = config.rollout, _worker_mesh(config)
+    most = rollout.max_concurrency
+    own = {
+        "workers": 0,
+        "servers": (),
+        "weights_dir": None,
+        "mesh": spec,
+        "max_staleness": 0,
+        "greedy_baseline": False,
+        "max_concurrency": most and -(-most // max(rollout.workers, 1)),
+    }
+    return config.model_copy(
+        update={
+            "mesh": spec,
+            "rollout": rollout.model_copy(update=own),
+            "placement": type(config.placement)(),
+            "offload": type(config.offload)(),
+            "critic": type(config.critic)(enabled=False),
+        }
+    )
+
+
+def _worker_mesh(config: Config) -> Any:
+    """The mesh of each worker: `rollout.mesh`, or replicas of the sampler with `tp` of `mesh`."""
+    if config.rollout.mesh is not None:
+        return config.rollout.mesh
+    tp = 1 if config.mesh == "auto" else axis_sizes(config.mesh)["tp"]
+    return f"-1,1,{tp}" if tp > 0 else "1,1,-1"
+
+
+def _devices_of_worker(config: Config) -> int:
+    """The accelerators that a worker gets: those that its mesh names, one for an axis of -1."""
+    return math.prod(max(size, 1) for size in axis_sizes(_worker_mesh(config)).values())
+
+
+def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
+    """A rollout worker in this process, for a `worker_config`; it loads the model but no weights.
+
+    With adapters, it loads the base, because only adapters are published.
+    """
+    loaded = load_policy(config, critic=False, weights=config.lora.rank > 0)
+    engine = local_engine(config, loaded, usual_prompt=usual_prompt)
+    read = weights_reader(loaded.arch, loaded.meshes.rollout, loaded.params)
+    rollout = config.rollout
+    return EngineWorker(
+        engine, read, name=name, num_slots=rollout.max_concurrency, timeout_s=rollout.timeout_s
+    )
+
+
+def local_engine(
+    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
+) -> RolloutEngine:
+    """The rollout engine on devices of this run, with the parameters of `build_engine`."""
     return RolloutEngine(
         loaded.arch,
         config.rollout,

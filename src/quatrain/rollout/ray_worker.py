@@ -1,0 +1,204 @@
+"""Rollout workers as actors of Ray, on this machine or on a cluster.
+
+Data flow: `workers` -> factories of `RayWorker`, each of which starts an actor; the calls of a `RayWorker` ->
+the `Worker` inside its actor. Weights are put into Ray's object store once a version. Only this module
+imports ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from quatrain.rollout.crew import STARTING, WorkerFactory
+from quatrain.rollout.publish import Publisher
+from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
+
+CONTROL = "control"
+"""The concurrency group of calls that an actor answers while it computes."""
+OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "cpu": lambda devices: {"num_cpus": 0, "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}},
+    "gpu": lambda devices: {"num_gpus": devices},
+    "tpu": lambda devices: {"resources": {"TPU": devices}},
+}
+"""Ray's options of an actor on each platform: the devices that it gets for itself; CPU cores are shared."""
+
+
+def workers(
+    make: Callable[[str], Worker], count: int, *, platform: str, devices: int, timeout_s: float
+) -> tuple[list[WorkerFactory], Publisher]:
+    """Factories of `count` workers, and the publisher of their weights.
+
+    `make` makes a worker of the given name; it is called in the actor's process, whose working directory is
+    that of this process. `devices`: accelerators of each worker. A cluster is found as by `ray.init`: that of
+    `RAY_ADDRESS`, or one that was started on this machine; otherwise Ray is started here, and ended by the
+    publisher's `close`. Raises ValueError if ray is not installed or cannot start.
+    """
+    ray = _ray()
+    own = _start(ray)
+    options = {"num_cpus": 1, **OPTIONS[platform](devices)}
+
+    def factory(number: int) -> Worker:
+        name = f"ray {number}"
+        return RayWorker(ray, options, partial(make, name), name, timeout_s=timeout_s)
+
+    return [partial(factory, number) for number in range(count)], ObjectStore(ray, owned=own)
+
+
+class RayWorker:
+    """A `Worker` in an actor. Raises WorkerLost if the actor has died or does not answer in `timeout_s`."""
+
+    def __init__(
+        self,
+        ray: ModuleType,
+        options: dict[str, Any],
+        make: Callable[[], Worker],
+        name: str,
+        *,
+        timeout_s: float,
+    ):
+        self._ray, self._timeout_s = ray, timeout_s
+        self._actor = _actor_class(ray).options(**options).remote(os.getcwd())
+        try:
+            self.process, self.num_slots = self._get(self._actor.start.remote(make), STARTING * timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self.name = f"{name}, process {self.process}"
+
+    def load(self, weights: Any, version: int, timeout_s: float) -> int:
+        """The actor reads the weights from the object store."""
+        loaded: int = self._get(self._actor.load.remote(weights, version, timeout_s), timeout_s)
+        return loaded
+
+    def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
+        """Sends groups to the actor."""
+        self._get(self._actor.submit.remote(list(groups), version), self._timeout_s)
+
+    def take(self, timeout_s: float) -> list[FinishedGroup]:
+        """Groups that the actor has finished."""
+        finished: list[FinishedGroup] = self._get(self._actor.take.remote(timeout_s), self._timeout_s)
+        return finished
+
+    def state(self) -> State:
+        """What the worker in the actor does."""
+        state: State = self._get(self._actor.state.remote(), self._timeout_s)
+        return state
+
+    def close(self) -> None:
+        """Kills the actor."""
+        self._ray.kill(self._actor, no_restart=True)
+
+    def _get(self, reference: Any, timeout_s: float) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference, timeout=timeout_s)
+        except errors.GetTimeoutError as error:
+            raise WorkerLost(f"its actor gave no answer for {timeout_s:g} s") from error
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ValueError):  # to start it again would not help
+                raise WorkerRefused(str(cause)) from error
+            raise WorkerLost(str(cause) or repr(cause)) from error
+        except errors.RayError as error:
+            raise WorkerLost(f"its actor has died: {_first_line(error)}") from error
+
+
+class ObjectStore:
+    """Publishes weights in Ray's object store: on one machine, all workers read the same memory."""
+
+    def __init__(self, ray: ModuleType, *, owned: bool):
+        self._ray, self._owned = ray, owned
+
+    def publish(self, weights: Any, version: int) -> Any:
+        """The reference of the stored weights, whose object is freed with the last reference."""
+        return self._ray.put(weights)
+
+    def discard(self, handle: Any) -> None:
+        """Nothing to do: the caller drops its reference."""
+
+    def close(self) -> None:
+        """Ends Ray if this run has started it."""
+        if self._owned:
+            self._owned = False
+            self._ray.shutdown()
+
+
+class _Actor:
+    """What runs in the actor's process."""
+
+    def __init__(self, directory: str):
+        os.chdir(directory)
+
+    def start(self, make: Callable[[], Worker]) -> tuple[int, int | None]:
+        self._worker = make()
+        return os.getpid(), self._worker.num_slots
+
+    def load(self, weights: Any, version: int, timeout_s: float) -> int:
+        return self._worker.load(weights, version, timeout_s)
+
+    def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
+        self._worker.submit(groups, version)
+
+    def take(self, timeout_s: float) -> list[FinishedGroup]:
+        return self._worker.take(timeout_s)
+
+    def state(self) -> State:
+        return self._worker.state()
+
+
+def _actor_class(ray: ModuleType) -> Any:
+    """`_Actor` for Ray; its `state` is answered by a thread of its own."""
+    state = ray.method(concurrency_group=CONTROL)(_Actor.state)
+    controlled = type("RolloutWorker", (_Actor,), {"state": state})
+    return ray.remote(concurrency_groups={CONTROL: 1})(controlled)
+
+
+def _ray() -> ModuleType:
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            f"rollout.workers needs Ray, which cannot be imported: {error}; install it with "
+            "`pip install 'quatrain[ray]'`, or set rollout.workers to 0"
+        ) from error
+    module: ModuleType = ray
+    return module
+
+
+def _start(ray: ModuleType) -> bool:
+    """Connects to a cluster, or starts Ray on this machine; whether this process has done so."""
+    if ray.is_initialized():
+        return False
+    try:
+        with _signal_handlers_kept():
+            ray.init(include_dashboard=False, log_to_driver=True, logging_level="WARNING")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"rollout.workers needs a Ray cluster; connecting to one (RAY_ADDRESS is "
+            f"{os.environ.get('RAY_ADDRESS', 'not set')}) failed: {_first_line(error)}; start one with "
+            "`ray start --head`, or unset RAY_ADDRESS to start Ray for this run alone"
+        ) from error
+    return True
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM, which would replace the one that ends a run with a checkpoint."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
