@@ -288,3 +288,22 @@ def test_what_are_no_tools_is_one_error(path):
         load_tools([f"{path}:double", f"{path}:double"])
     with pytest.raises(ValueError, match=r"make has not: .*no docstring"):
         load_tools([f"{path}:make"])
+
+
+class Asynchronous:
+    async def step(self, completion):
+        return None
+
+
+class Generating:
+    def reset(self, **columns):
+        yield None
+
+    def step(self, completion):
+        return None
+
+
+@pytest.mark.parametrize(("form", "method"), [(Asynchronous, "step"), (Generating, "reset")])
+def test_methods_that_do_not_return_their_result_are_refused(form, method):
+    with pytest.raises(ValueError, match=f"{method} is asynchronous or a generator; write it without async"):
+        load_environment(form)

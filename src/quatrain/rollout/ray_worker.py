@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -176,8 +177,10 @@ def _start(ray: ModuleType) -> bool:
     if ray.is_initialized():
         return False
     try:
-        with _signal_handlers_kept():
-            ray.init(include_dashboard=False, log_to_driver=True, logging_level="WARNING")
+        with _signal_handlers_kept(), warnings.catch_warnings():
+            # Ray's processes are forked and become another program at once, which is safe beside threads.
+            warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+            ray.init(include_dashboard=False, log_to_driver=True, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"rollout.workers needs a Ray cluster; connecting to one (RAY_ADDRESS is "

@@ -1,0 +1,224 @@
+"""Rollout workers on Ray: what happens to a worker or to the learner changes no token."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quatrain.config.load import load_config
+from quatrain.data.prompts import load_prompts
+from quatrain.policy import build_engine, load_policy, local_engine
+from quatrain.rollout.crew import CrewLost
+from quatrain.rollout.worker import WorkerLost
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.slow
+
+SETTINGS = ["rollout.n=4", "rollout.max_new_tokens=48", "data.batch_size=32", "rollout.max_concurrency=16"]
+QUATRAIN = Path(sys.executable).with_name("quatrain")
+
+
+def config_of(*settings):
+    return load_config(None, [*SETTINGS, *settings]).config
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_policy(config_of())
+
+
+@pytest.fixture(scope="module")
+def prompts(loaded):
+    config = config_of()
+    source = load_prompts(config.data.train, config.data, loaded.tokenizer, seed=1)
+    return source.take(0, 32)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded, prompts):
+    engine = local_engine(config_of(), loaded)
+    engine.sync_weights(loaded.params, 3)
+    yield engine.generate(prompts, step=2)
+    engine.close()
+
+
+class Watched:
+    """A fleet of Ray workers, and a batch that is sampled in a thread."""
+
+    def __init__(self, loaded, *settings):
+        self.seen = []
+        config = config_of(*settings)
+        self.fleet = build_engine(config, loaded, on_progress=self.seen.append)
+        self.batch = self.error = None
+        self.loaded = loaded
+
+    def begin(self, prompts, version=3):
+        def work():
+            try:
+                self.fleet.sync_weights(self.loaded.params, version)
+                self.batch = self.fleet.generate(prompts, step=2)
+            except Exception as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def until(self, reached, limit_s=120):
+        end = time.monotonic() + limit_s
+        while not reached():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def in_mid_batch(self):
+        return bool(self.seen) and 0 < self.seen[-1].completions < self.seen[-1].total
+
+    def processes(self):
+        posts = self.fleet._crew._posts
+        return [post.worker.process for post in posts if post.worker is not None]
+
+    def end(self):
+        self.thread.join(200)
+        assert not self.thread.is_alive()
+        if self.error:
+            raise self.error
+        return self.batch
+
+
+@pytest.fixture
+def watch(loaded):
+    made = []
+
+    def make(*settings):
+        made.append(Watched(loaded, *settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.fleet.close()
+
+
+def assert_same(batch, expected):
+    np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(batch.group_ids, expected.group_ids)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+    assert batch.columns == expected.columns
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_killed_or_stopped_in_mid_batch_changes_no_token(watch, prompts, expected, number):
+    run = watch("rollout.workers=2", "rollout.timeout_s=8")
+    run.begin(prompts)
+    run.until(run.in_mid_batch)
+    victim = run.processes()[0]
+    os.kill(victim, number)
+    batch = run.end()
+    assert_same(batch, expected)
+    assert batch.metrics["fleet/regiven_groups"].result() > 0
+    assert batch.metrics["fleet/restarts"].result() == 1
+    run.until(lambda: len(run.processes()) == 2)
+    assert victim not in run.processes()
+
+
+def test_a_worker_killed_while_it_loads_weights_loads_them_anew(watch, prompts, expected):
+    run = watch("rollout.workers=1", "rollout.timeout_s=30")
+    run.begin(prompts[:1])
+    run.end()
+    os.kill(run.processes()[0], signal.SIGSTOP)
+    run.begin(prompts, version=3)
+    time.sleep(0.5)
+    os.kill(run.processes()[0], signal.SIGKILL)
+    assert_same(run.end(), expected)
+
+
+def test_without_any_worker_the_run_ends_with_the_last_error(watch, prompts, monkeypatch):
+    run = watch("rollout.workers=1", "rollout.timeout_s=10")
+    run.begin(prompts[:1])
+    run.end()
+    stop = threading.Event()
+
+    def kill():
+        while not stop.wait(0.05):
+            for process in run.processes():
+                os.kill(process, signal.SIGKILL)
+
+    def no_room():
+        raise WorkerLost("no room on any host")
+
+    monkeypatch.setattr(run.fleet._crew._posts[0], "factory", no_room)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    run.begin(prompts)
+    try:
+        with pytest.raises(CrewLost, match="no rollout worker has been alive for 10 s"):
+            run.end()
+    finally:
+        stop.set()
+        killer.join()
+
+
+def begun(folder, *settings, **options):
+    words = [QUATRAIN, "train", *(f"--set={each}" for each in settings)]
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(words, cwd=folder, stdout=output, stderr=output, **options)
+
+
+def quatrain(folder, *settings, **options):
+    """The exit status of a run."""
+    return begun(folder, *settings, **options).wait(300)
+
+
+RUN = (
+    "run.steps=6",
+    "sft.steps=20",
+    "eval.num_prompts=8",
+    "eval.final_num_prompts=8",
+    "checkpoint.every_steps=2",
+)
+
+
+def weights_of(folder, name):
+    return hashlib.sha256((folder / "runs" / name / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory):
+    """The final weights of runs with their own engine, without and with a batch ahead."""
+    folder = tmp_path_factory.mktemp("unharmed")
+    for lag in (0, 1):
+        assert quatrain(folder, *RUN, f"run.name=lag{lag}", f"rollout.max_staleness={lag}") == 0
+    return [weights_of(folder, f"lag{lag}") for lag in (0, 1)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_over_a_fleet_trains_what_a_run_in_process_does(tmp_path, unharmed, lag):
+    assert quatrain(tmp_path, *RUN, "run.name=r", f"rollout.max_staleness={lag}", "rollout.workers=1") == 0
+    assert weights_of(tmp_path, "r") == unharmed[lag]
+
+
+def test_a_learner_killed_with_its_workers_alive_is_resumed_to_the_bit(tmp_path, unharmed):
+    settings = (*RUN, "run.name=r", "rollout.workers=1")
+    run = begun(tmp_path, *settings, start_new_session=True)
+    end = time.monotonic() + 200
+    while not (tmp_path / "runs" / "r" / "checkpoints" / "4").exists():
+        assert time.monotonic() < end
+        assert run.poll() is None
+        time.sleep(0.02)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    again = subprocess.run([QUATRAIN, "train", "--resume", "runs/r"], cwd=tmp_path, timeout=300, check=False)
+    assert again.returncode == 0
+    assert weights_of(tmp_path, "r") == unharmed[0]
+
+
+def test_a_reference_to_a_cluster_that_is_not_there_is_one_error(tmp_path):
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1", "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    assert quatrain(tmp_path, "rollout.workers=1", "run.name=r", env=environment) == 2
+    last = (tmp_path / "output").read_text().splitlines()[-1]
+    assert "rollout.workers needs a Ray cluster" in last
