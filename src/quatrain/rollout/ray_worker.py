@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, Wor
 
 CONTROL = "control"
 """The concurrency group of calls that an actor answers while it computes."""
+CONNECT_S = 10.0
+"""Seconds in which a cluster must answer."""
 OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "cpu": lambda devices: {"num_cpus": 0, "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}},
     "gpu": lambda devices: {"num_gpus": devices},
@@ -176,18 +179,27 @@ def _start(ray: ModuleType) -> bool:
     """Connects to a cluster, or starts Ray on this machine; whether this process has done so."""
     if ray.is_initialized():
         return False
+    address = os.environ.get("RAY_ADDRESS", "not set")
     try:
+        _connect_to(address)
         with _signal_handlers_kept(), warnings.catch_warnings():
             # Ray's processes are forked and become another program at once, which is safe beside threads.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
             ray.init(include_dashboard=False, log_to_driver=True, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"rollout.workers needs a Ray cluster; connecting to one (RAY_ADDRESS is "
-            f"{os.environ.get('RAY_ADDRESS', 'not set')}) failed: {_first_line(error)}; start one with "
-            "`ray start --head`, or unset RAY_ADDRESS to start Ray for this run alone"
+            f"rollout.workers needs a Ray cluster; connecting to one (RAY_ADDRESS is {address}) failed: "
+            f"{_first_line(error)}; start one with `ray start --head`, or unset RAY_ADDRESS to start Ray for "
+            "this run alone"
         ) from error
     return True
+
+
+def _connect_to(address: str) -> None:
+    """Raises OSError if nobody answers at HOST:PORT; ray itself would try for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 @contextmanager
