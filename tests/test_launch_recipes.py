@@ -22,6 +22,7 @@ from quatrain.config.load import load_config
 REPOSITORY = Path(__file__).parents[1]
 LAUNCH = REPOSITORY / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
+RAYJOB = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))
 JOBSET = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text(encoding="utf-8"))
 # Words that a shell would take apart or expand.
 WORDS = ["train", "c.yaml", "--set", "data.system_prompt=a 'b' \"c\" $HOME; exit 5 # $(date)", "--set", "x=*"]
@@ -227,6 +228,25 @@ def test_the_jobset_runs_a_command_of_quatrain_that_resumes():
     (mount,) = container["volumeMounts"]
     assert config.run.dir.startswith(mount["mountPath"])
     assert config.distributed.start_timeout_s == 3600
+
+
+def test_the_rayjob_has_a_worker_for_each_pod_and_keeps_the_heads_gpus_for_training():
+    assert (RAYJOB["apiVersion"], RAYJOB["kind"]) == ("ray.io/v1", "RayJob")
+    command, *words = shlex.split(RAYJOB["spec"]["entrypoint"])
+    config = parsed(words)
+    assert command == "quatrain"
+    assert words[2:4] == ["--resume", "auto"]
+    cluster = RAYJOB["spec"]["rayClusterSpec"]
+    head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"] == {"num-gpus": "0"}
+    assert config.rollout.workers == group["replicas"] == group["maxReplicas"]
+    for pod in (head["template"]["spec"], group["template"]["spec"]):
+        (container,) = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        mounts = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", ())}
+        assert mounts.keys() == {volume["name"] for volume in pod.get("volumes", ())}
+        assert all(config.run.dir.startswith(path) for path in mounts.values())
 
 
 def commands(page):

@@ -80,8 +80,7 @@ class Watched:
         return bool(self.seen) and 0 < self.seen[-1].completions < self.seen[-1].total
 
     def processes(self):
-        posts = self.fleet._crew._posts
-        return [post.worker.process for post in posts if post.worker is not None]
+        return [worker.process for worker in self.fleet.workers]
 
     def end(self):
         self.thread.join(200)

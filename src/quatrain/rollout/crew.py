@@ -113,7 +113,12 @@ class Crew:
     @property
     def num_alive(self) -> int:
         """Workers that have started and are not lost."""
-        return sum(post.worker is not None for post in self._posts)
+        return len(self.workers)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that have started and are not lost."""
+        return [post.worker for post in self._posts if post.worker is not None]
 
     def counts(self) -> CrewCounts:
         """Totals so far; `busy_s`: seconds in which a worker had groups, summed over workers."""

@@ -26,7 +26,7 @@ from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.interface import Completion, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.publish import Publisher, gathered
-from quatrain.rollout.worker import GroupSpec
+from quatrain.rollout.worker import GroupSpec, Worker
 from quatrain.types import Prompt, RolloutBatch
 
 LOOK_S = 0.2
@@ -88,6 +88,11 @@ class Fleet:
         self._closed = False
         self._crew = Crew(factories if is_main_process() else (), self._table, timeout_s=timeout_s)
         self._reported = self._crew.counts()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that are alive; none in other processes than the main one."""
+        return self._crew.workers
 
     def place(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
