@@ -38,7 +38,7 @@ NEEDS = {
     "model:judge": "a reward model; tests/e2e/test_reward_model.py trains with one",
     "--coordinator": "two hosts; tests/multihost runs several processes",
     "path=Qwen/": "the Hub; tests/models loads models from local folders and GGUF files",
-    "rollout.workers": "the extra `ray`; tests/slow/test_ray_workers.py trains with workers where it is installed",
+    "rollout.workers": "the extra `ray`; tests/slow/test_ray_workers.py trains with workers",
     "--serve": "a reader, until it is stopped; tests/report asks its server",
 }
 """Part of a command that is not executed -> what it needs, and what is tested in its place."""
