@@ -24,6 +24,8 @@ STARTING = 3
 """To start, a worker may take this many times `timeout_s`: it loads a model and may be put in a queue."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before a worker is started that was lost several times without finishing a group."""
+CLOSE_S = 10.0
+"""Longest wait for the end of a worker."""
 WorkerFactory = Callable[[], Worker]
 
 logger = logging.getLogger(__name__)
@@ -163,7 +165,7 @@ class Crew:
             self.changed.notify_all()
         closing = [_in_thread(_close_quietly, worker) for worker in workers]
         for thread in closing:
-            thread.join(self._timeout_s)
+            thread.join(CLOSE_S)
 
     def _start_thread(self, post: _Post) -> None:
         _in_thread(self._work, post, post.term)

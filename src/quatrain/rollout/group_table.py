@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
+from quatrain.types import Prompt
 
 SUSPECT = 2
 """From this many failures on, a group is given to a worker that has no other group."""
+SHOWN_CHARS = 80
+"""Characters of a prompt in a message."""
 
 
 class GroupFailed(RuntimeError):
@@ -138,7 +141,7 @@ class GroupTable:
             spec = entry.spec
             raise GroupFailed(
                 f"group {spec.prompt.group_id} of step {spec.step} failed {entry.failures} times, last on "
-                f"worker {worker}: {why}; its prompt ends with {spec.prompt.text[-80:]!r}; see what this "
+                f"{worker}: {why}; its prompt ends with {_end_of(spec.prompt)!r}; see what this "
                 "prompt or its environment does to a worker, and mend it or take it out of the data"
             )
 
@@ -163,3 +166,9 @@ class GroupTable:
         for number in numbers:
             del self._entries[number]
         return results
+
+
+def _end_of(prompt: Prompt) -> str:
+    """The last characters of a prompt's text."""
+    text = prompt.text
+    return (text if isinstance(text, str) else str(text[-1].get("content")))[-SHOWN_CHARS:]

@@ -40,11 +40,11 @@ def workers(
 
     `make` makes a worker of the given name; it is called in the actor's process, whose working directory is
     that of this process. `devices`: accelerators of each worker. A cluster is found as by `ray.init`: that of
-    `RAY_ADDRESS`, or one that was started on this machine; otherwise Ray is started here, and ended by the
-    publisher's `close`. Raises ValueError if ray is not installed or cannot start.
+    `RAY_ADDRESS`, or one that was started on this machine; otherwise, on a CPU, Ray is started here and
+    ended by the publisher's `close`. Raises ValueError if ray is not installed or cannot start.
     """
     ray = _ray()
-    own = _start(ray)
+    own = _start(ray, alone=platform == "cpu")
     options = {"num_cpus": 1, **OPTIONS[platform](devices)}
 
     def factory(number: int) -> Worker:
@@ -175,8 +175,11 @@ def _ray() -> ModuleType:
     return module
 
 
-def _start(ray: ModuleType) -> bool:
-    """Connects to a cluster, or starts Ray on this machine; whether this process has done so."""
+def _start(ray: ModuleType, *, alone: bool) -> bool:
+    """Connects to a cluster, or, if it may be `alone`, starts Ray here; whether this process has done so.
+
+    On accelerators there must be a cluster: Ray started here would give workers the devices that train.
+    """
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS", "not set")
@@ -185,12 +188,12 @@ def _start(ray: ModuleType) -> bool:
         with _signal_handlers_kept(), warnings.catch_warnings():
             # Ray's processes are forked and become another program at once, which is safe beside threads.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-            ray.init(include_dashboard=False, log_to_driver=True, logging_level="ERROR")
+            ray.init(None if alone else "auto", include_dashboard=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"rollout.workers needs a Ray cluster; connecting to one (RAY_ADDRESS is {address}) failed: "
-            f"{_first_line(error)}; start one with `ray start --head`, or unset RAY_ADDRESS to start Ray for "
-            "this run alone"
+            f"{_first_line(error)}; start one with `ray start --head`, or, on a CPU, unset RAY_ADDRESS to "
+            "start Ray for this run alone"
         ) from error
     return True
 
