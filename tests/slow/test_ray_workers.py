@@ -173,13 +173,8 @@ def quatrain(folder, *settings, **options):
     return begun(folder, *settings, **options).wait(300)
 
 
-RUN = (
-    "run.steps=6",
-    "sft.steps=20",
-    "eval.num_prompts=8",
-    "eval.final_num_prompts=8",
-    "checkpoint.every_steps=2",
-)
+EVALUATION = ("eval.num_prompts=8", "eval.final_num_prompts=8")
+RUN = (*EVALUATION, "run.steps=6", "sft.steps=20", "checkpoint.every_steps=2")
 
 
 def weights_of(folder, name):
@@ -199,6 +194,26 @@ def unharmed(tmp_path_factory):
 def test_a_run_over_a_fleet_trains_what_a_run_in_process_does(tmp_path, unharmed, lag):
     assert quatrain(tmp_path, *RUN, "run.name=r", f"rollout.max_staleness={lag}", "rollout.workers=1") == 0
     assert weights_of(tmp_path, "r") == unharmed[lag]
+
+
+def test_two_processes_that_train_get_the_same_batches_from_one_worker(tmp_path):
+    settings = [f"--set={each}" for each in (*EVALUATION, "run.steps=2", "sft.steps=10")]
+    for name, more in (("plain", []), ("fleet", ["--set=rollout.workers=1"])):
+        words = [
+            QUATRAIN,
+            "launch",
+            "--processes",
+            "2",
+            "--",
+            "train",
+            *settings,
+            f"--set=run.name={name}",
+            *more,
+        ]
+        assert subprocess.run(words, cwd=tmp_path, timeout=300, check=False).returncode == 0
+    found = [sorted((tmp_path / "runs" / name / "final").glob("model*")) for name in ("plain", "fleet")]
+    assert [path.name for path in found[0]] == [path.name for path in found[1]]
+    assert [path.read_bytes() for path in found[0]] == [path.read_bytes() for path in found[1]]
 
 
 def test_a_learner_killed_with_its_workers_alive_is_resumed_to_the_bit(tmp_path, unharmed):
