@@ -4,11 +4,11 @@
     python benchmarks/fleet.py kills configs/gsm8k_smollm2_cpu.yaml --figure fleet.svg
 
 `beside` samples the same batches with the engine in this process and with one worker by Ray, in turns, and
-prints the median ratio of their times. Both must have the same tokens.
+prints the median ratio of their times, and the fraction of completions with the same tokens.
 
 `kills` samples one batch with two workers: unharmed, with one worker killed (SIGKILL) at a quarter of it, and
-with a worker killed at each quarter. It prints the seconds of each, checks that the tokens are those of the
-unharmed batch, and draws the completions over time with the kills marked.
+with a worker killed at each quarter. It prints the seconds of each and the fraction of completions with the
+tokens of the unharmed batch, and draws the completions over time with the kills marked.
 
 Both need a quiet machine and the extra `ray`.
 """
@@ -36,6 +36,8 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.interface import RolloutProgress
 from quatrain.types import Prompt, RolloutBatch
 
+LARGEST_GAP = 1e-3
+"""Log-probabilities of the same tokens differ by less, in nats."""
 QUARTERS = (0.25, 0.5, 0.75)
 CASES: dict[str, tuple[float, ...]] = {"unharmed": (), "one kill": (0.25,), "three kills": QUARTERS}
 """At which fractions of the batch a worker is killed."""
@@ -88,6 +90,7 @@ def beside(config: Config, loaded: LoadedPolicy, batches: Sequence[Sequence[Prom
         "Ray": build_engine(with_workers(config, 1), loaded),
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    same: list[float] = []
     for step, prompts in enumerate(batches):
         found = {}
         for name, engine in engines.items():
@@ -95,7 +98,7 @@ def beside(config: Config, loaded: LoadedPolicy, batches: Sequence[Sequence[Prom
             engine.sync_weights(loaded.params, step)
             found[name] = engine.generate(prompts, step=step)
             seconds[name].append(time.perf_counter() - began)
-        check_same(found["in process"], found["Ray"])
+        same.append(share_of_same(found["in process"], found["Ray"]))
     for engine in engines.values():
         engine.close()
     ratios = [ray / own for own, ray in zip(*(times[1:] for times in seconds.values()), strict=True)]
@@ -103,6 +106,7 @@ def beside(config: Config, loaded: LoadedPolicy, batches: Sequence[Sequence[Prom
     return [
         *(f"{name}: {median:.2f} s a batch" for name, median in medians.items()),
         f"Ray / in process: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        f"completions with the same tokens: {statistics.mean(same):.4f}",
     ]
 
 
@@ -111,7 +115,6 @@ def kills(config: Config, loaded: LoadedPolicy, prompts: Sequence[Prompt]) -> di
     runs: dict[str, Run] = {}
     for name, fractions in CASES.items():
         runs[name] = run_with_kills(config, loaded, prompts, fractions)
-        check_same(runs["unharmed"].batch, runs[name].batch)
     return runs
 
 
@@ -153,20 +156,39 @@ def kill_one(fleet: Fleet, number: int) -> bool:
     return True
 
 
-def check_same(one: RolloutBatch, other: RolloutBatch) -> None:
-    """Raises AssertionError unless both batches have the same tokens."""
-    np.testing.assert_array_equal(one.input_ids, other.input_ids)
-    np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-4)
+def share_of_same(one: RolloutBatch, other: RolloutBatch) -> float:
+    """The fraction of completions with the same tokens in both batches, which have the same groups.
+
+    Workers decode other numbers of sequences at a time, and rounding that depends on it can change a token
+    whose draw falls between two. Raises AssertionError if log-probabilities of common tokens differ.
+    """
+    np.testing.assert_array_equal(one.group_ids, other.group_ids)
+    width = min(one.input_ids.shape[1], other.input_ids.shape[1])
+    equal = one.input_ids[:, :width] == other.input_ids[:, :width]
+    common = np.logical_and.accumulate(equal, axis=1)
+    gaps = np.abs(one.rollout_logprobs[:, :width] - other.rollout_logprobs[:, :width])
+    assert gaps[common].max() < LARGEST_GAP, gaps[common].max()
+    ends = [
+        np.array_equal(a[x], b[y])
+        for a, x, b, y in zip(
+            one.input_ids, one.attention_mask, other.input_ids, other.attention_mask, strict=True
+        )
+    ]
+    return float(np.mean(ends))
 
 
 def kills_table(runs: dict[str, Run]) -> list[str]:
     """The table of `kills`."""
-    table = ["| | seconds | regiven groups | workers started again |", "|---|---|---|---|"]
+    table = [
+        "| | seconds | regiven groups | workers started again | same completions |",
+        "|---|---|---|---|---|",
+    ]
     for name, run in runs.items():
         regiven, restarts = (
             run.batch.metrics[f"fleet/{each}"].result() for each in ("regiven_groups", "restarts")
         )
-        table.append(f"| {name} | {run.seconds:.1f} | {regiven:.0f} | {restarts:.0f} |")
+        same = share_of_same(runs["unharmed"].batch, run.batch)
+        table.append(f"| {name} | {run.seconds:.1f} | {regiven:.0f} | {restarts:.0f} | {same:.4f} |")
     return table
 
 
@@ -184,7 +206,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     axes.set_xlabel("seconds (a cross: a worker is killed)")
     axes.set_ylabel("completions")
     axes.legend(frameon=False)
-    style_axes(axes)
+    style_axes(axes, "Completions of a batch by two workers")
     figure.savefig(path)
 
 
