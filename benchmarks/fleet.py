@@ -203,10 +203,10 @@ def draw(runs: dict[str, Run], path: Path) -> None:
         (line,) = axes.plot(times, counts, drawstyle="steps-post", label=name)
         marks = [max(count for at, count in [(0.0, 0), *run.progress] if at <= kill) for kill in run.kills]
         axes.plot(run.kills, marks, "x", color=line.get_color(), markersize=9, markeredgewidth=2)
+    style_axes(axes, "Completions of a batch by two workers")
     axes.set_xlabel("seconds (a cross: a worker is killed)")
     axes.set_ylabel("completions")
     axes.legend(frameon=False)
-    style_axes(axes, "Completions of a batch by two workers")
     figure.savefig(path)
 
 

@@ -311,7 +311,6 @@ def worker_config(config: Config) -> Config:
     most = rollout.max_concurrency
     own = {
         "workers": 0,
-        "servers": (),
         "weights_dir": None,
         "mesh": spec,
         "max_staleness": 0,

@@ -260,18 +260,14 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.in_flight needs no greedy baseline",
         ),
         (
-            "rollout.workers=1 rollout.servers=[http://a:1]",
-            "rollout.servers must be empty if rollout.workers is set",
-        ),
-        (
             "rollout.workers=1 rollout.max_staleness=1 rollout.in_flight=true",
             "rollout.in_flight must be false with rollout.workers",
         ),
+        ("rollout.weights_dir=/tmp/w", "rollout.weights_dir has no effect without rollout.workers"),
         (
-            "rollout.servers=[http://a:1] rollout.tools=[a.py:f]",
-            "rollout.servers must be empty with rollout.environment or",
+            "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",
+            "rollout.weights_dir must be null with lora.rank",
         ),
-        ("rollout.weights_dir=/tmp/w", "rollout.weights_dir has no effect without rollout.workers or"),
         ("rollout.timeout_s=0", "rollout.timeout_s must be greater than 0"),
         ("rollout.max_staleness=-1", "rollout.max_staleness must be greater than or equal to 0"),
         ("rollout.max_staleness=1000", "rollout.max_staleness must be less than or equal to 64"),

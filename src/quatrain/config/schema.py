@@ -456,24 +456,17 @@ class RolloutConfig(Section):
         "engine samples, and whose death costs time and no data. 0: the devices of this run sample: "
         "[fleet.md](fleet.md).",
     )
-    servers: tuple[Text, ...] = Field(
-        (),
-        strict=False,
-        description="Addresses of inference servers that sample (`quatrain serve`, vLLM or SGLang), such as "
-        "`http://host:8000`; empty: none.",
-    )
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no "
-        "answer is lost and started anew (three times as many while it starts); also the deadline of loading "
-        "weights, and the longest time without any worker.",
+        description="With `rollout.workers`: seconds after which a worker that gives no answer is lost and "
+        "started anew (three times as many while it starts); also the deadline of loading weights, and the "
+        "longest time without any worker.",
     )
     weights_dir: Text | None = Field(
         None,
-        description="Folder on a file system that all workers share, through which they get the weights of "
-        "each step. null: Ray's object store for `rollout.workers`; the run's folder for "
-        "`rollout.servers`.",
+        description="Folder on a file system that all rollout workers share, through which they get the "
+        "weights of each step; null: through Ray's object store.",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
@@ -497,7 +490,7 @@ class RolloutConfig(Section):
     @property
     def has_fleet(self) -> bool:
         """Whether workers outside this run's processes sample."""
-        return self.workers > 0 or bool(self.servers)
+        return self.workers > 0
 
     @property
     def samples_the_policy(self) -> bool:
@@ -1311,31 +1304,23 @@ class Config(Section):
     @model_validator(mode="after")
     def _fleet_is_possible(self) -> Self:
         rollout = self.rollout
-        if rollout.workers and rollout.servers:
-            raise PydanticCustomError(
-                "across_sections",
-                "must be empty if rollout.workers is set: either workers of this run sample, or servers; set "
-                "one of the two",
-                {"key": "rollout.servers", "value": list(rollout.servers)},
-            )
         if rollout.has_fleet and rollout.in_flight:
             raise PydanticCustomError(
                 "across_sections",
-                "must be false with rollout.workers or rollout.servers: each of their groups is sampled from "
-                "one version of the weights; set false, or sample on devices of this run",
+                "must be false with rollout.workers: each of their groups is sampled from one version of the "
+                "weights; set false, or sample on devices of this run",
                 {"key": "rollout.in_flight", "value": True},
-            )
-        if rollout.servers and rollout.has_episodes:
-            raise PydanticCustomError(
-                "across_sections",
-                "must be empty with rollout.environment or rollout.tools: a server samples single turns; use "
-                "rollout.workers, or no environment",
-                {"key": "rollout.servers", "value": list(rollout.servers)},
             )
         if rollout.weights_dir is not None and not rollout.has_fleet:
             raise PydanticCustomError(
                 "across_sections",
-                "has no effect without rollout.workers or rollout.servers; set one of these, or null",
+                "has no effect without rollout.workers; set that, or null",
+                {"key": "rollout.weights_dir", "value": rollout.weights_dir},
+            )
+        if rollout.weights_dir is not None and self.lora.rank:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be null with lora.rank: adapters are sent to rollout workers through Ray's object store",
                 {"key": "rollout.weights_dir", "value": rollout.weights_dir},
             )
         return self
