@@ -1320,7 +1320,7 @@ class Config(Section):
         if rollout.weights_dir is not None and self.lora.rank:
             raise PydanticCustomError(
                 "across_sections",
-                "must be null with lora.rank: adapters are sent to rollout workers through Ray's object store",
+                "must be null with lora.rank: adapters reach rollout workers through Ray's object store",
                 {"key": "rollout.weights_dir", "value": rollout.weights_dir},
             )
         return self
