@@ -14,7 +14,19 @@ from quatrain import cli
 from quatrain.cluster import processes as hosts
 from quatrain.cluster.stop import Stopped
 
-COMMANDS = ("train", "eval", "sft", "launch", "plan", "config", "report", "samples", "export", "bench")
+COMMANDS = (
+    "train",
+    "eval",
+    "sft",
+    "launch",
+    "plan",
+    "config",
+    "report",
+    "samples",
+    "export",
+    "bench",
+    "serve",
+)
 HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
 
 
@@ -391,11 +403,20 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     stand_in(monkeypatch, "train", "supervise", lambda resolved: told(None, "sft", resolved.config.sft.steps))
     stand_in(monkeypatch, "export", "export", lambda run, output, *, step: told(7, "export", run, output))
     stand_in(monkeypatch, "bench", "bench", lambda resolved, steps: told({}, "bench", steps))
+    stand_in(
+        monkeypatch,
+        "serve.server",
+        "serve",
+        lambda config, *, host, port, ready: told(ready("http://here"), "serve", config.seed, host, port),
+    )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
     assert quatrain("export", "runs/x", "out")[0] == 0
     assert quatrain("bench", "--steps", "2")[0] == 0
-    assert calls == [("eval", 3), ("sft", 5), ("export", Path("runs/x"), Path("out")), ("bench", 2)]
+    served = "builtin:tiny is served at http://here/v1; Ctrl-C ends it\n"
+    assert quatrain("serve", "--set", "seed=4", "--port", "0") == (0, served, "")
+    exported = ("export", Path("runs/x"), Path("out"))
+    assert calls == [("eval", 3), ("sft", 5), exported, ("bench", 2), ("serve", 4, "127.0.0.1", 0)]
 
 
 def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrain, tmp_path):

@@ -394,6 +394,50 @@ def samples(
     print_samples(folder, Console(), step=step, evaluation=evaluation)
 
 
+@app.command(
+    epilog=_examples(
+        "serve --set model.path=runs/my-run/final",
+        "serve runs/my-run --port 9000",
+        "serve configs/gsm8k_smollm2_cpu.yaml --set rollout.max_concurrency=16",
+    )
+)
+def serve(
+    config: ConfigArgument = None,
+    set_: SetOption = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address to listen on; any but this machine's own needs QUATRAIN_SERVE_TOKEN to be set.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.", min=0, max=65535)
+    ] = 8000,
+) -> None:
+    """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
+    if config is not None and config.is_dir():
+        config, set_ = _run_to_evaluate(config, set_)
+    resolved = _resolve(config, set_)
+    try:
+        from quatrain.serve.server import serve as run
+    except ImportError as error:
+        raise ValueError(
+            f"quatrain serve needs starlette and uvicorn: {error}; install them with "
+            "`pip install 'quatrain[serve]'`"
+        ) from error
+    from quatrain.parallel.compilation_cache import compilation_cache
+
+    model = resolved.config.model.path
+    with compilation_cache(resolved.config.run.compilation_cache):
+        run(
+            resolved.config,
+            host=host,
+            port=port,
+            ready=lambda url: typer.echo(f"{model} is served at {url}/v1; Ctrl-C ends it"),
+        )
+
+
 @app.command(epilog=_examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
 def bench(
     config: ConfigArgument = None,

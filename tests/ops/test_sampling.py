@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quatrain.ops.sampling import sample, token_uniforms
+from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ALMOST_ONE = np.float32(1 - 2**-24)
@@ -257,3 +257,51 @@ def test_logits_that_are_no_numbers_show_with_the_vocabulary_first_too(bad):
     tokens, logprobs = draw([[0.0, bad, 1.0]], [0.5], vocabulary_first=True)
     assert 0 <= tokens[0] < 3
     assert np.isnan(logprobs[0])
+
+
+compiled_each = jax.jit(sample_each, static_argnames="vocabulary_first")
+
+
+def each_of(options):
+    """Parameters of rows with these options."""
+    rows = [OFF | row for row in options]
+    column = {name: np.array([row[name] for row in rows], np.float32) for name in OFF}
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(column["min_p"])
+    seeds = np.zeros(len(rows), np.uint32)
+    top_k = column["top_k"].astype(np.int32)
+    return EachSampling(seeds, column["temperature"], top_k, column["top_p"], log_min_p)
+
+
+@pytest.mark.parametrize("vocabulary_first", [False, True])
+@pytest.mark.parametrize("vocab", [1, 384, 700])
+def test_rows_with_parameters_of_their_own_are_sampled_as_if_alone(vocab, vocabulary_first):
+    """Each row among rows of all other kinds; in top-k, the order in which a uniform chooses differs."""
+    kinds = [{}, {"temperature": 0.0}, *FILTERS, {"temperature": 0.0, "top_k": 3}]
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(size=(8 * len(kinds), vocab)) * 3).astype(np.float32)
+    logits[:, rng.random(vocab) < 0.2] = -np.inf
+    logits[:, 0] = 1.0
+    uniforms = rng.random(len(logits)).astype(np.float32)
+    options = [kinds[row % len(kinds)] for row in range(len(logits))]
+    tokens, logprobs = compiled_each(logits, uniforms, each_of(options), vocabulary_first=vocabulary_first)
+    for row, option in enumerate(options):
+        if option.get("top_k") and option.get("temperature") != 0:
+            probs = expected_probs(logits[row].astype(np.float64), **option)
+            assert probs[tokens[row]] > 0
+            assert np.isclose(logprobs[row], np.log(probs[tokens[row]]), atol=1e-4)
+        else:
+            token, logprob = draw(logits[row : row + 1], uniforms[row : row + 1], **option)
+            assert tokens[row] == token[0], option
+            np.testing.assert_allclose(logprobs[row], logprob[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab", [5, 700])
+def test_top_k_of_each_row_gives_the_distribution_itself(vocab):
+    logits = np.round(np.random.default_rng(vocab).normal(size=vocab) * 2, 1).astype(np.float32)  # with ties
+    for top_k in (1, 3, vocab, vocab + 9):
+        uniforms = ((np.arange(4096) + 0.5) / 4096).astype(np.float32)
+        each = each_of([{"top_k": top_k}] * 4096)
+        tokens, _ = compiled_each(np.tile(logits, (4096, 1)), uniforms, each)
+        expected = expected_probs(logits.astype(np.float64), top_k=min(top_k, vocab))
+        assert np.abs(np.bincount(tokens, minlength=vocab) - expected * 4096).max() < 1.01

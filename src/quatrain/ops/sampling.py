@@ -6,6 +6,9 @@ Data flow: the decoder's logits and `token_uniforms` -> here -> token ids and th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +40,16 @@ def token_uniforms(
         return jax.random.uniform(key, dtype=jnp.float32)
 
     return jax.vmap(uniform)(sequence_ids, positions)
+
+
+class EachSampling(NamedTuple):
+    """Sampling parameters of each of B sequences; the meaning of each number is that of `sample`."""
+
+    seeds: jax.Array  # [B] uint32
+    temperature: jax.Array  # [B] float32, >= 0
+    top_k: jax.Array  # [B] int32, >= 0
+    top_p: jax.Array  # [B] float32, in (0, 1]
+    log_min_p: jax.Array  # [B] float32, the logarithm of min_p
 
 
 def sample(
@@ -99,6 +112,51 @@ def sample(
     return tokens.astype(jnp.int32), logprobs
 
 
+def sample_each(
+    logits: jax.Array, uniforms: jax.Array, each: EachSampling, *, vocabulary_first: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """As `sample`, with parameters of their own for each row, which are data and not static.
+
+    A filter costs time only in calls in which a row has it on. Of top-k, the tokens that pass are those of
+    `sample`; a uniform chooses among them in the order of the vocabulary.
+
+    Args:
+        logits: [B, V] float32; -inf forbids a token.
+        uniforms: [B] float32 in [0, 1).
+        each: [B] parameters, in range; not checked here.
+        vocabulary_first: as in `sample`.
+
+    Returns:
+        (tokens [B] int32, logprobs [B] float32), as `sample`.
+    """
+    axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
+    size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
+    greedy = each.temperature == 0
+    scaled = logits / jnp.expand_dims(jnp.where(greedy, 1.0, each.temperature), axis)
+
+    def when_any(rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array) -> jax.Array:
+        kept = partial(_where_rows, rows, axis)
+        return jax.lax.cond(rows.any(), lambda x: kept(keep(x), x), lambda x: x, candidates)
+
+    top_k, top_p = (jnp.expand_dims(x, axis) for x in (each.top_k, each.top_p))
+    drawn = ~greedy
+    candidates = when_any(drawn & (each.top_k > 0), lambda x: _keep_likeliest(x, top_k, axis, size), scaled)
+    candidates = when_any(drawn & (each.top_p < 1), lambda x: _keep_nucleus(x, top_p, axis, size), candidates)
+    floor = candidates.max(axis=axis, keepdims=True) + jnp.expand_dims(each.log_min_p, axis)
+    candidates = jnp.where(candidates >= floor, candidates, -jnp.inf)
+    tokens, logprobs = _invert_cdf(candidates, uniforms, axis, size)
+    best = jnp.argmax(logits, axis=axis).astype(jnp.int32)
+    best_logprobs = logits.max(axis=axis) - jax.nn.logsumexp(logits, axis=axis)
+    return (
+        jnp.where(greedy, best, tokens).astype(jnp.int32),
+        jnp.where(greedy, best_logprobs, logprobs),
+    )
+
+
+def _where_rows(rows: jax.Array, axis: int, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(jnp.expand_dims(rows, axis), new, old)
+
+
 def _check(
     logits: jax.Array, uniforms: jax.Array, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
@@ -119,7 +177,19 @@ def _check(
 # of `size` words: [W / size, size, B] or [B, W / size, size].
 
 
-def _keep_nucleus(logits: jax.Array, top_p: float, axis: int, size: int) -> jax.Array:
+def _keep_likeliest(logits: jax.Array, top_k: jax.Array, axis: int, size: int) -> jax.Array:
+    """`logits` with -inf outside the `top_k` (0: all) likeliest of each row, ties by position."""
+    width = logits.shape[axis]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, width), width)
+    ascending = jnp.sort(logits, axis=axis)
+    least = jnp.take_along_axis(ascending, width - wanted, axis=axis)
+    above, tied = logits > least, logits == least
+    most = wanted - above.sum(axis=axis, keepdims=True)
+    inside = above | (tied & (_running_count(tied, axis, size) <= most))
+    return jnp.where(inside, logits, -jnp.inf)
+
+
+def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: int) -> jax.Array:
     """`logits` with -inf outside the smallest set of mass >= top_p, likeliest first, ties by position.
 
     Instead of sorting (on a CPU, hundreds of times the cost of the sampling itself), the least weight

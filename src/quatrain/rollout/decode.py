@@ -32,7 +32,7 @@ from quatrain.models.decode_step import Continued, Sharing
 from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
-from quatrain.ops.sampling import sample, token_uniforms
+from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.mesh import DATA_AXES, mesh_shape
@@ -62,18 +62,19 @@ class Packed(NamedTuple):
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
     layout: Unpacking | None = None  # of [1, T] tokens
+    sampling: EachSampling | None = None  # [N], if each prompt has its own
 
 
 @dataclass(frozen=True)
 class Program:
     """The static argument of the compiled functions: model, sampling, dtype, attention and mesh.
 
-    `sampling` holds only what one token depends on (`Sampling.of_one_token`). A completion ends with the
-    first token that is in `stop_ids`.
+    `sampling` holds only what one token depends on (`Sampling.of_one_token`); it is None if each sequence has
+    its own, which is data. A completion ends with the first token that is in `stop_ids`.
     """
 
     arch: Architecture
-    sampling: Sampling
+    sampling: Sampling | None
     stop_ids: tuple[int, ...]
     dtype: jnp.dtype
     attention: str
@@ -92,24 +93,31 @@ class Program:
         steps: jax.Array,
         sequence_ids: jax.Array,
         positions: jax.Array,
+        each: EachSampling | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
 
         `positions` [B] are the indices of the tokens in their completions, from which their randomness
-        derives.
+        derives. `each`: the sampling and the seed of each sequence, instead of `sampling` and `seed`.
         """
-        each = jax.vmap(token_uniforms, (None, 0, 0, 0))
-        uniforms = each(seed, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        seeds, seed_axis = (seed, None) if each is None else (each.seeds, 0)
+        by_row = jax.vmap(token_uniforms, (seed_axis, 0, 0, 0))
+        uniforms = by_row(seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        by_word = self.backend.vocabulary_first
         sampling = self.sampling
-        tokens, logprobs = sample(
-            token_logits,
-            uniforms,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            vocabulary_first=self.backend.vocabulary_first,
-        )
+        if sampling is None:
+            assert each is not None, "without a sampling of all, each sequence has its own"
+            tokens, logprobs = sample_each(token_logits, uniforms, each, vocabulary_first=by_word)
+        else:
+            tokens, logprobs = sample(
+                token_logits,
+                uniforms,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                vocabulary_first=by_word,
+            )
         return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
 
     def stops(self, tokens: jax.Array) -> jax.Array:
@@ -169,6 +177,7 @@ def _prefill_shard(
         jnp.repeat(packed.steps, n),
         packed.sequence_ids.reshape(-1),
         jnp.repeat(packed.offsets, n),
+        packed.sampling,
     )
     return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
@@ -223,6 +232,7 @@ class Slots(NamedTuple):
     sequence_ids: jax.Array  # uint32
     steps: jax.Array  # uint32
     live: jax.Array  # bool
+    sampling: EachSampling | None = None  # if each sequence has its own
 
 
 class Decoded(NamedTuple):
@@ -307,6 +317,7 @@ def _decode_shard(
             slots.steps,
             slots.sequence_ids,
             slots.offsets + lengths.astype(jnp.uint32),
+            slots.sampling,
         )
         decoded = Decoded(
             jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),
@@ -326,7 +337,8 @@ def _decode_shard(
 def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:
     """The decode steps of a call."""
     if not program.backend.decode_ends_early:
-        steps = min(TOKENS_PER_CALL, max(program.sampling.max_new_tokens - 1, 1))
+        longest = TOKENS_PER_CALL if program.sampling is None else program.sampling.max_new_tokens - 1
+        steps = min(TOKENS_PER_CALL, max(longest, 1))
         return jax.lax.fori_loop(0, steps, lambda _, carry: advance(carry), begin)
 
     def any_live(carry: _Carry) -> jax.Array:

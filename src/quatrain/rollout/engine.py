@@ -29,6 +29,7 @@ from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
+from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
@@ -58,6 +59,9 @@ class RolloutEngine:
     are compiled for that size, which changes only for longer prompts. With `episodes`, each sample is an
     episode of several turns with an environment of its own, which `close` ends.
 
+    With `own_sampling`, sequences that come one by one, each with a sampling of its own, share the slots
+    (`submit_own`), instead of groups with the sampling of `config`.
+
     Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora`
     says.
 
@@ -85,6 +89,7 @@ class RolloutEngine:
         on_progress: OnProgress | None = None,
         usual_prompt: int = 1,
         episodes: EpisodeRules | None = None,
+        own_sampling: bool = False,
     ):
         self._with_adapters = arch
         self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
@@ -103,7 +108,7 @@ class RolloutEngine:
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
-        self._episodes = episodes
+        self._episodes, self._own_sampling = episodes, own_sampling
         self._params: Any = None
         self._copies_base = self.arch.lora is None
         self._version = -1
@@ -200,6 +205,30 @@ class RolloutEngine:
         with self._interruption():
             return Ticket(session, session.submit(prompts, step))
 
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> list[Ticket]:
+        """Queue a sequence for each prompt, whose `group_id` is 0, in an engine with `own_sampling`.
+
+        A ticket for each; for `advance`, `finished`, `take`, `completion` and `cancel`. Raises ValueError if
+        the KV cache of one of them does not fit.
+        """
+        session = self._session
+        if session is None:
+            session = self._session = self._new_session(self.sampling)
+        assert isinstance(session, Session), "an engine with own_sampling has no episodes"
+        with self._interruption():
+            return [Ticket(session, (group,)) for group in session.submit_own(prompts, owners)]
+
+    def completion(self, ticket: Ticket) -> Completion:
+        """The tokens so far of a sequence that `submit_own` queued; not to be changed."""
+        assert isinstance(ticket.session, Session)
+        return ticket.session.completion(ticket.groups[0])
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forget a sequence that `submit_own` queued, finished or not."""
+        assert isinstance(ticket.session, Session)
+        with self._interruption():
+            ticket.session.cancel(ticket.groups[0])
+
     def wait(self, ticket: Ticket) -> RolloutBatch:
         """The batch of the prompts that were submitted for `ticket`; decodes all that is in flight meanwhile.
 
@@ -281,7 +310,7 @@ class RolloutEngine:
             self._usual_prompt,
         )
         if self._episodes is None:
-            return Session(sampler, sampling, self._max_concurrency)
+            return Session(sampler, sampling, self._max_concurrency, own_sampling=self._own_sampling)
         between_turns = sampling.max_new_tokens + self._episodes.max_environment_tokens
         sampler = replace(sampler, more_context=between_turns)
         return EpisodeSession(self._episodes, partial(Session, sampler, sampling, self._max_concurrency))

@@ -6,6 +6,7 @@ tokens. Turns that go on after a row of the prompt cache: `Group` -> `Extended` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
@@ -17,14 +18,25 @@ from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued
 from quatrain.ops.ladder import power_of_two, round_up_coarsely
 from quatrain.ops.packing import useful_common_prefix
+from quatrain.ops.sampling import EachSampling
 from quatrain.rollout.decode import Extended, Packed
-from quatrain.rollout.interface import Completion
+from quatrain.rollout.interface import Completion, Sampling
 from quatrain.types import Prompt
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
 FEWEST_COLUMNS = 32
 """Least number of columns of a cache; the cache of generated tokens starts with it and grows by doubling."""
+
+
+@dataclass(frozen=True)
+class OwnSampling:
+    """The sampling of one sequence, of which `sampling.n` is 1, and what its randomness derives from."""
+
+    sampling: Sampling
+    seed: int
+    step: int
+    sequence_id: int
 
 
 @dataclass
@@ -35,6 +47,7 @@ class Group:
     samples among those of the prompt. `limit` is the most tokens that a completion may have, of those that
     the policy samples. `context` [P] int32 are the tokens before the turn, of which the last `offset` are
     tokens of the completion. Keys and values of the first `kept` of them are in a row of the prompt cache.
+    `own` is the sampling of its only sample, if it differs from group to group.
     """
 
     prompt: Prompt
@@ -45,6 +58,13 @@ class Group:
     context: np.ndarray
     offset: int = 0
     kept: int = 0
+    own: OwnSampling | None = None
+
+    @classmethod
+    def alone(cls, prompt: Prompt, own: OwnSampling) -> Group:
+        """One sample with a sampling of its own; the prompt's `group_id` is 0."""
+        group = cls.of(prompt, own.step, (own.sequence_id,), own.sampling.max_new_tokens)
+        return replace(group, own=own)
 
     @classmethod
     def of(cls, prompt: Prompt, step: int, numbers: Sequence[int], limit: int) -> Group:
@@ -126,7 +146,9 @@ def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, unpack: bool) -> P
     if unpack:
         _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
         layout = unpacking(segment_ids, branch_ids)
-    return Packed._make([*as_jit_arguments(*arrays), layout])
+    owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
+    sampling = each_sampling([own for row in owners for own in row])
+    return Packed._make([*as_jit_arguments(*arrays), layout, sampling])
 
 
 def _common_prefix(pack: Pack) -> int:
@@ -206,6 +228,22 @@ def extension(batch: list[list[Continuation]], n: int, tokens: int, num_rows: in
     arrays = (input_ids, starts, counts, rows, sequence_ids, steps, offsets)
     *continued, ids, step, offset = as_jit_arguments(*(np.concatenate(array) for array in arrays))
     return Extended(Continued(*continued), ids, step, offset)
+
+
+def each_sampling(owners: Sequence[OwnSampling | None]) -> EachSampling | None:
+    """The parameters of each sequence, those of `sample` without filters for None; None if all are None."""
+    if not any(owners):
+        return None
+    count = len(owners)
+    seeds, top_k = np.zeros(count, np.uint32), np.zeros(count, np.int32)
+    temperature, top_p = (np.ones(count, np.float32) for _ in range(2))
+    log_min_p = np.full(count, -np.inf, np.float32)
+    for i, own in enumerate(owners):
+        if own is not None:
+            seeds[i], top_k[i] = own.seed, own.sampling.top_k
+            temperature[i], top_p[i] = own.sampling.temperature, own.sampling.top_p
+            log_min_p[i] = math.log(own.sampling.min_p) if own.sampling.min_p else -np.inf
+    return EachSampling(*as_jit_arguments(seeds, temperature, top_k, top_p, log_min_p))
 
 
 def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:

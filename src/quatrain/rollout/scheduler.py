@@ -67,13 +67,15 @@ class Scheduler:
 
     Tickets number the groups from 0 in the order of submission. `slots[i]` is the sample that runs in slot i,
     and `rows[i]` is the ticket of the group whose prompt is in row i; the entries of replica 0 come first,
-    then those of replica 1, and so on. Only `resize` changes the numbers of slots and rows.
+    then those of replica 1, and so on. Only `resize` changes the numbers of slots and rows. `varying`: the
+    demand changes all the time, so that the number of slots is always a power of two.
     """
 
     max_slots: int
     num_replicas: int = 1
     slots: list[Occupant | None] = field(default_factory=list)
     rows: list[int | None] = field(default_factory=list)
+    varying: bool = False
 
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
@@ -134,6 +136,14 @@ class Scheduler:
                 self.slots[slot] = placed
                 filled.append((slot, placed))
         return filled
+
+    def cancel(self, ticket: int) -> None:
+        """Finishes what is unfinished of a group of one sample."""
+        taken = [slot for slot, occupant in enumerate(self.slots) if occupant and occupant.ticket == ticket]
+        if taken:
+            self.finish(taken[0])
+        elif not self.is_finished(ticket):
+            self.finish_waiting(ticket, 0)
 
     def finish(self, slot: int) -> None:
         """Frees `slot`, whose sample is finished."""
@@ -241,6 +251,8 @@ class Scheduler:
         """
         in_use = self._in_use(self.slots)
         demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
+        if self.varying:
+            return max(FEWEST_SLOTS, power_of_two(demand))
         if demand > self.num_slots:
             return min(round_up(demand, minimum=1), max(self.max_slots, demand))
         return min(max(FEWEST_SLOTS, power_of_two(demand)), self.num_slots)

@@ -43,8 +43,10 @@ from quatrain.rollout.groups import (
     Admitted,
     Continuation,
     Group,
+    OwnSampling,
     Pack,
     as_jit_arguments,
+    each_sampling,
     extension,
     pack_prompts,
     prompt_columns,
@@ -84,9 +86,9 @@ class Sampler:
         """Replicas of the sampler, one per data shard; each decodes its own slots."""
         return mesh_shape(self.mesh).num_data_shards
 
-    def program(self, sampling: Sampling) -> Program:
-        """The static argument of the compiled functions."""
-        token = sampling.of_one_token()
+    def program(self, sampling: Sampling | None) -> Program:
+        """The static argument of the compiled functions; None: each sequence has a sampling of its own."""
+        token = sampling and sampling.of_one_token()
         return Program(self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh)
 
 
@@ -134,6 +136,9 @@ class Session:
     With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
     `max_concurrency` sequences does not fit.
 
+    With `own_sampling`, groups have one sample each with a sampling of its own (`submit_own`); `sampling` is
+    not used. Fewer than `max_concurrency` run where the cache has no room for more.
+
     With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
     `goes_on` returned True is then held until `resume` or `drop` is called; another one is finished.
     """
@@ -144,14 +149,18 @@ class Session:
         sampling: Sampling,
         max_concurrency: int | None,
         goes_on: GoesOn | None = None,
+        *,
+        own_sampling: bool = False,
     ):
         self.sampling, self.tally = sampling, Tally()
+        self._own_sampling = own_sampling
+        self._most_tokens = 1 if own_sampling else sampling.max_new_tokens
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
         self._sampler, self._limit = sampler, max_concurrency
-        self._program = sampler.program(sampling)
+        self._program = sampler.program(None if own_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
-        self._scheduler = Scheduler(0, sampler.num_replicas)
+        self._scheduler = Scheduler(0, sampler.num_replicas, varying=own_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
@@ -173,6 +182,30 @@ class Session:
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
         self.reserve(prompts, self._scheduler.demand + len(prompts) * self.sampling.n)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
+
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
+        """Queue a sample for each prompt, whose `group_id` is 0; their tickets.
+
+        Raises ValueError if the cache of one sequence does not fit.
+        """
+        longest = self._most_tokens
+        self._most_tokens = max(longest, *(own.sampling.max_new_tokens for own in owners))
+        try:
+            self.reserve(prompts, self._scheduler.demand + len(prompts))
+        except ValueError:
+            self._most_tokens = longest
+            raise
+        return self.submit_groups(list(map(Group.alone, prompts, owners)))
+
+    def completion(self, ticket: int) -> Completion:
+        """What there is of the only sample of a group."""
+        return self._groups[ticket].completions[0]
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a group of one sample, finished or not."""
+        self._scheduler.cancel(ticket)
+        self.take([ticket])
+        self._free_cache()
 
     def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Queue groups in their first turn, for which `reserve` made room; their tickets."""
@@ -273,12 +306,12 @@ class Session:
         """
         sampler, replicas = self._sampler, self._sampler.num_replicas
         columns = prompt_columns(longest + sampler.more_context)
-        columns += self._ring_columns(self.sampling.max_new_tokens)
+        columns += self._ring_columns(self._most_tokens)
         each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
         fitting = sampler.cache_bytes // each
         most = self._limit // replicas if self._limit else max(fitting, 1)
         together = min(most, -(-demand // replicas))
-        if together > fitting:
+        if together > fitting and not (fitting and self._own_sampling):
             each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
             raise ValueError(
                 "the KV cache of all sequences that decode at once must fit into the memory for it: "
@@ -303,7 +336,7 @@ class Session:
         while columns < needed:
             columns *= 2
         more = 0 if self._goes_on is None else TOKENS_PER_CALL - 1
-        return min(columns, round_up(self.sampling.max_new_tokens + more))
+        return min(columns, round_up(self._most_tokens + more))
 
     def _resize(self) -> None:
         """Changes the numbers of slots, rows and columns to those that the next round needs."""
@@ -481,8 +514,11 @@ class Session:
 
     def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
         """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""
-        if self.sampling.stop:
-            self._cut_at_stop_strings([group.completions[index] for group, index in samples])
+        with_stop = [
+            (group.completions[index], stop) for group, index in samples if (stop := self._stop(group))
+        ]
+        if with_stop:
+            self._cut_at_stop_strings(with_stop)
         ended = []
         for i, (group, index) in enumerate(samples):
             completion = group.completions[index]
@@ -493,20 +529,24 @@ class Session:
         self.tally = self.tally.plus(completions=len(ended))
         return ended
 
-    def _cut_at_stop_strings(self, completions: list[Completion]) -> None:
-        """Truncates each completion after the token that completes a stop string."""
+    def _stop(self, group: Group) -> tuple[str, ...]:
+        """The strings that end a completion of the group."""
+        return self.sampling.stop if group.own is None else group.own.sampling.stop
 
-        def matches(text: str) -> bool:
-            return any(stop in text for stop in self.sampling.stop)
+    def _cut_at_stop_strings(self, with_stop: list[tuple[Completion, tuple[str, ...]]]) -> None:
+        """Truncates each completion after the token that completes one of its stop strings."""
+
+        def matches(text: str, strings: tuple[str, ...]) -> bool:
+            return any(string in text for string in strings)
 
         tokenizer = self._sampler.tokenizer
-        texts = tokenizer.batch_decode([completion.last_turn for completion in completions])
-        for completion, text in zip(completions, texts, strict=True):
-            if not matches(text):
+        texts = tokenizer.batch_decode([completion.last_turn for completion, _ in with_stop])
+        for (completion, strings), text in zip(with_stop, texts, strict=True):
+            if not matches(text, strings):
                 continue
             turn = completion.last_turn
             length = len(turn)
-            while length > 1 and matches(tokenizer.decode(turn[: length - 1])):
+            while length > 1 and matches(tokenizer.decode(turn[: length - 1]), strings):
                 length -= 1
             completion.cut(completion.turns[-1] + length)
             completion.finish_reason = "stop"
@@ -530,15 +570,16 @@ class Session:
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
         lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
         offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
+        owners: list[OwnSampling | None] = [None] * count
         for slot, group, index in self._live():
             tokens[slot], lengths[slot] = group.completions[index].tokens[-1], group.turn_length(index)
             limits[slot] = lengths[slot] + group.left(index)
             prompt_lengths[slot], offsets[slot] = len(group.context), group.offset
             sequence_ids[slot] = group.sequence_ids(self.sampling.n)[index]
             steps[slot], live[slot] = group.step, True
-        return Slots(
-            *as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
-        )
+            owners[slot] = group.own
+        arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
+        return Slots._make([*arrays, each_sampling(owners)])
 
     def _sharing(self) -> Sharing:
         """Which slots attend to which row of the prompt cache, as indices on their replica."""

@@ -1,0 +1,1 @@
+"""The rollout engine behind an OpenAI-compatible HTTP server (`quatrain serve`)."""

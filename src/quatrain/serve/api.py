@@ -1,0 +1,449 @@
+"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of a `Service`.
+
+Data flow: a request -> checked (`requests.py`) -> token ids -> `Service.submit` -> `Progress` -> JSON, whole
+or as a stream of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hmac
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quatrain.data.tokenizer import render
+from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
+from quatrain.serve.service import Progress, Service, ServiceFailed
+from quatrain.serve.text import TextStream
+from quatrain.types import Prompt
+
+TOKEN = "QUATRAIN_SERVE_TOKEN"
+"""The environment variable with the token that requests must bring as `Authorization: Bearer TOKEN`."""
+MOST_BYTES = 32 * 2**20
+"""Bytes of the body of a request."""
+LOOK_S = 0.5
+"""Seconds between two looks whether a client that waits for an answer is still there."""
+
+AnyRequest = CompletionRequest | ChatRequest
+Handler = Callable[[Request], Awaitable[Response]]
+Events = AsyncIterator[tuple[int, Progress]]
+
+
+@dataclass
+class _Choice:
+    """What has come of a completion."""
+
+    text: TextStream
+    prompt_ids: Sequence[int]
+    progress: list[Progress] = field(default_factory=list)
+    content: str = ""
+
+    def add(self, progress: Progress) -> str:
+        """The text that this adds."""
+        self.progress.append(progress)
+        new = self.text.push(progress.tokens, finished=progress.finish_reason is not None)
+        self.content += new
+        return new
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(progress.tokens) for progress in self.progress)
+
+
+class Api:
+    """Answers requests for the model named `model`, whose weights `service` samples from.
+
+    `token`: what requests must bring, all but `GET /health`; None: no request needs one, and weights and
+    pauses are refused. Positions of prompt and completion together are at most `max_positions`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Any,
+        *,
+        model: str,
+        vocab_size: int,
+        max_positions: int,
+        token: str | None,
+    ):
+        self._service, self._model, self._token = service, model, token
+        self._vocab_size, self._max_positions = vocab_size, max_positions
+        self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
+        self._began = int(time.time())
+        self._encoding = asyncio.Lock()
+
+    def app(self, hosts: Sequence[str]) -> Starlette:
+        """The application; it answers requests that name one of `hosts`, or any with "*"."""
+        routes: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", self._health),
+            "/version": ("GET", self._version),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/weights": ("POST", self._weights),
+            "/pause": ("POST", self._pause),
+            "/resume": ("POST", self._resume),
+        }
+        return Starlette(
+            routes=[
+                Route(path, self._answered(path, handler), methods=[method])
+                for path, (method, handler) in routes.items()
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        )
+
+    def _answered(self, path: str, handler: Handler) -> Handler:
+        async def answer(request: Request) -> Response:
+            try:
+                self._authorise(request, path)
+                return await handler(request)
+            except BadRequest as error:
+                return _error(error.status, str(error), error.field)
+            except ServiceFailed as error:
+                return _error(503, str(error))
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return answer
+
+    def _authorise(self, request: Request, path: str) -> None:
+        if path == "/health":
+            return
+        if self._token is None:
+            if path in ("/weights", "/pause", "/resume"):
+                raise BadRequest(
+                    f"{path} needs a token, which this server does not have; start it with {TOKEN} set, and "
+                    "send `Authorization: Bearer` with its value",
+                    status=403,
+                )
+            return
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), self._token.encode()):
+            raise BadRequest(
+                f"{path} needs the server's token; send `Authorization: Bearer` with the value of {TOKEN}",
+                status=401,
+            )
+
+    async def _health(self, request: Request) -> Response:
+        error = self._service.error
+        if error is not None:
+            return JSONResponse({"status": error}, status_code=503)
+        return JSONResponse({"status": "paused" if self._service.paused else "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "engine": "quatrain",
+                "version": version("quatrain"),
+                "weight_version": self._service.version,
+            }
+        )
+
+    async def _models(self, request: Request) -> Response:
+        model = {
+            "id": self._model,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "quatrain",
+            "max_model_len": self._max_positions,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _metrics(self, request: Request) -> Response:
+        service, totals = self._service, self._service.totals
+        numbers = {
+            "sequences_running": ("gauge", service.num_running),
+            "weight_version": ("gauge", service.version),
+            "paused": ("gauge", int(service.paused)),
+            "requests_total": ("counter", totals.requests),
+            "sequences_cancelled_total": ("counter", totals.cancelled),
+            "prompt_tokens_total": ("counter", totals.prompt_tokens),
+            "sampled_tokens_total": ("counter", totals.sampled_tokens),
+            "weight_loads_total": ("counter", totals.weight_loads),
+        }
+        lines = [
+            f"# TYPE quatrain_{name} {kind}\nquatrain_{name} {value}\n"
+            for name, (kind, value) in numbers.items()
+        ]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    async def _weights(self, request: Request) -> Response:
+        asked = parsed(WeightsRequest, await _body(request))
+        try:
+            version = await asyncio.to_thread(self._service.load, asked.path, asked.version)
+        except (ValueError, OSError) as error:
+            raise BadRequest(str(error), "path") from error
+        return JSONResponse({"weight_version": version})
+
+    async def _pause(self, request: Request) -> Response:
+        await asyncio.to_thread(self._service.pause)
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        await asyncio.to_thread(self._service.resume)
+        return JSONResponse({"status": "ok"})
+
+    async def _completions(self, request: Request) -> Response:
+        asked = parsed(CompletionRequest, await _body(request))
+        self._check_model(asked)
+        return await self._sampled(request, asked, [await self._ids(prompt) for prompt in asked.prompts])
+
+    async def _chat(self, request: Request) -> Response:
+        asked = parsed(ChatRequest, await _body(request))
+        self._check_model(asked)
+        return await self._sampled(request, asked, [await self._ids(asked.messages, "messages")])
+
+    def _check_model(self, asked: AnyRequest) -> None:
+        if asked.model != self._model:
+            raise BadRequest(
+                f"this server has the model {self._model}; got {asked.model}; see /v1/models",
+                "model",
+                status=404,
+            )
+
+    async def _ids(self, prompt: Any, name: str = "prompt") -> list[int]:
+        """The token ids of a text, of messages, or of a list that has them already."""
+        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+            outside = [token for token in prompt if token >= self._vocab_size]
+            if outside or not prompt:
+                what = f"{outside[0]}" if outside else "none"
+                raise BadRequest(
+                    f"a prompt has at least one token id, each below {self._vocab_size}; got {what}", name
+                )
+            return prompt
+        async with self._encoding:
+            try:
+                return await asyncio.to_thread(render, self._tokenizer, prompt)
+            except ValueError as error:
+                raise BadRequest(str(error), name) from error
+
+    async def _sampled(self, request: Request, asked: AnyRequest, prompts: list[list[int]]) -> Response:
+        if not prompts:
+            raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
+        owners = asked.sequences(list(map(len, prompts)), self._max_positions)
+        repeated = [prompt for prompt in prompts for _ in range(asked.n)]
+        queued = await self._queued(repeated, owners)
+        choices = [_Choice(TextStream(self._tokenizer, asked.stop_strings), prompt) for prompt in repeated]
+        answer = _Answer(asked, self._model, choices, prompts, self._tokenizer)
+        if asked.stream:
+            return StreamingResponse(
+                self._stream(answer, queued), media_type="text/event-stream", headers=_NO_CACHE
+            )
+        async with self._events(queued, request.is_disconnected) as events:
+            async for number, progress in events:
+                choices[number].add(progress)
+        return JSONResponse(answer.whole(self._service.version))
+
+    async def _stream(self, answer: _Answer, queued: _Queued) -> AsyncIterator[str]:
+        """The events of a stream, the last of which is `[DONE]`, or an error."""
+        try:
+            async with self._events(queued) as events:
+                for part in answer.first():
+                    yield _event(part)
+                async for number, progress in events:
+                    yield _event(answer.part(number, progress))
+            for part in answer.last(self._service.version):
+                yield _event(part)
+            yield "data: [DONE]\n\n"
+        except (BadRequest, ServiceFailed) as error:
+            yield _event(_error_body(503, str(error), None))
+
+    async def _queued(self, prompts: Sequence[Sequence[int]], owners: Sequence[Any]) -> _Queued:
+        """Queues the sequences of a request; raises BadRequest if there is no room for one of them."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Progress]]()
+
+        def listen(number: int, progress: Progress) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server ends
+                loop.call_soon_threadsafe(queue.put_nowait, (number, progress))
+
+        arrays = [Prompt(0, np.array(prompt, np.int32), "") for prompt in prompts]
+        submitted = self._service.submit(arrays, owners, listen)
+        try:
+            return _Queued(await asyncio.shield(asyncio.wrap_future(submitted)), queue)
+        except ValueError as error:
+            raise BadRequest(str(error), "max_tokens") from error
+        except asyncio.CancelledError:
+            submitted.add_done_callback(
+                lambda done: None if done.exception() else self._service.cancel(done.result())
+            )
+            raise
+
+    @asynccontextmanager
+    async def _events(
+        self, queued: _Queued, gone: Callable[[], Awaitable[bool]] | None = None
+    ) -> AsyncIterator[Events]:
+        """The progress of queued sequences until all have ended; those left at the end are cancelled."""
+
+        async def events() -> Events:
+            left = len(queued.keys)
+            while left:
+                try:
+                    number, progress = await asyncio.wait_for(queued.queue.get(), LOOK_S)
+                except TimeoutError:
+                    if gone is not None and await gone():
+                        raise ClientDisconnect from None
+                    continue
+                if progress.error is not None:
+                    raise ServiceFailed(progress.error)
+                left -= progress.finish_reason is not None
+                yield number, progress
+
+        try:
+            yield events()
+        finally:
+            self._service.cancel(queued.keys)
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """The keys of a request's sequences, and the queue of their progress."""
+
+    keys: list[int]
+    queue: asyncio.Queue[tuple[int, Progress]]
+
+
+class _Answer:
+    """The JSON of an answer, in OpenAI's form, whole or in parts."""
+
+    def __init__(
+        self,
+        asked: AnyRequest,
+        model: str,
+        choices: Sequence[_Choice],
+        prompts: Sequence[Sequence[int]],
+        tokenizer: Any,
+    ):
+        self._asked, self._choices, self._tokenizer = asked, choices, tokenizer
+        self._is_chat = isinstance(asked, ChatRequest)
+        self._prompt_tokens = sum(map(len, prompts))
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, version: int) -> dict[str, Any]:
+        """The answer to a request without a stream."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            message = {"message": {"role": "assistant", "content": choice.content}}
+            said = message if self._is_chat else {"text": choice.content}
+            choices.append({"index": index, **said, **self._facts(choice, choice.progress)})
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        body = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        return {**body, "weight_version": version}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """The events before the first token: in a chat, who speaks."""
+        if self._is_chat:
+            for index in range(len(self._choices)):
+                delta = {"delta": {"role": "assistant", "content": ""}}
+                yield self._chunk([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
+
+    def part(self, number: int, progress: Progress) -> dict[str, Any]:
+        """The event of a sequence's progress."""
+        choice = self._choices[number]
+        new = choice.add(progress)
+        said = {"delta": {"content": new}} if self._is_chat else {"text": new}
+        first = len(choice.progress) == 1
+        return self._chunk([{"index": number, **said, **self._facts(choice, [progress], prompt=first)}])
+
+    def last(self, version: int) -> Iterator[dict[str, Any]]:
+        """The event with the numbers of tokens, if it was asked for."""
+        options = self._asked.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._chunk([]), "usage": self._usage(), "weight_version": version}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _facts(self, choice: _Choice, progress: Sequence[Progress], *, prompt: bool = True) -> dict[str, Any]:
+        """What is said of tokens beside their text."""
+        tokens = [token for part in progress for token in part.tokens]
+        facts: dict[str, Any] = {"finish_reason": progress[-1].finish_reason, "logprobs": None}
+        if self._asked.wants_logprobs:
+            values = [value for part in progress for value in part.logprobs]
+            if not all(map(math.isfinite, values)):
+                raise BadRequest("the model's logits are not finite; load other weights", status=500)
+            facts["logprobs"] = self._logprobs(tokens, values)
+        if self._asked.return_token_ids:
+            facts["token_ids"] = tokens
+            facts["weight_versions"] = [version for part in progress for version in part.versions]
+            if prompt:
+                facts["prompt_token_ids"] = list(choice.prompt_ids)
+        return facts
+
+    def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        texts = [self._tokenizer.decode([token]) for token in tokens]
+        if not self._is_chat:
+            offsets = np.cumsum([0, *map(len, texts)]).tolist()[:-1]
+            named = {"tokens": texts, "token_logprobs": list(values)}
+            return {**named, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ]
+        }
+
+    def _usage(self) -> dict[str, int]:
+        sampled = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self._prompt_tokens + sampled,
+        }
+
+
+_NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request; raises BadRequest if it is not said to be JSON, or too long.
+
+    A page in a browser cannot send JSON to another site without asking first.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise BadRequest(
+            f"a request must have the header `Content-Type: application/json`; got {kind or 'none'}",
+            status=415,
+        )
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise BadRequest(f"the body of a request has at most {MOST_BYTES} bytes; split it", status=413)
+    return bytes(body)
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+def _error_body(status: int, message: str, field: str | None) -> dict[str, Any]:
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
+        status, "server_error" if status >= 500 else "invalid_request_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
+
+
+def _error(status: int, message: str, field: str | None = None) -> Response:
+    """An error in OpenAI's form."""
+    return JSONResponse(_error_body(status, message, field), status_code=status)

@@ -1,0 +1,283 @@
+"""The requests that the server takes, checked: OpenAI's fields, and some of vLLM's and quatrain's own.
+
+Data flow: JSON -> `CompletionRequest` or `ChatRequest` -> `sequences` -> `OwnSampling` for each sequence. A
+field that the engine cannot follow is refused unless it has the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quatrain.rollout.groups import OwnSampling
+from quatrain.rollout.interface import Sampling
+
+MOST_SEQUENCES = 1024
+"""Sequences of one request."""
+DEFAULT_TOKENS = 16
+"""Tokens of a completion, as in OpenAI's interface; an answer in a chat may fill the model's positions."""
+
+_AnyRequest = TypeVar("_AnyRequest", bound=BaseModel)
+TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
+Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class BadRequest(ValueError):
+    """A request that cannot be answered; `field` is the field at fault, `status` the HTTP status."""
+
+    def __init__(self, message: str, field: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.field, self.status = field, status
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class Place(_Strict):
+    """Where a sequence stands in training: its tokens are those that training on one machine would sample."""
+
+    step: Uint32
+    group_id: Annotated[int, Field(ge=0, lt=2**63)]
+    sample: Uint32
+    n: Annotated[int, Field(ge=1, lt=2**32)]
+
+    @property
+    def sequence_id(self) -> int:
+        """The id that the sequence's randomness derives from."""
+        return (self.group_id * self.n + self.sample) % 2**32
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: a last event with the numbers of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Request(_Strict):
+    """What both kinds of requests have."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 1
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    quatrain: Place | None = None
+    user: str | None = None
+    # Fields that are taken with the value that changes nothing:
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _no_tiny_temperature(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 0.01:
+            raise ValueError("must be 0, which takes the likeliest token, or at least 0.01")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings(cls, value: str | list[str] | None) -> str | list[str] | None:
+        each = [value] if isinstance(value, str) else value or []
+        if len(each) > 16 or not all(each):
+            raise ValueError("must be at most 16 strings, none of them empty")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value:
+            raise ValueError("is not supported; leave it out")
+        return value
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end a completion."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The most tokens of a completion, if the request says so."""
+        raise NotImplementedError
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probability of each token."""
+        raise NotImplementedError
+
+    def sequences(self, lengths: Sequence[int], max_positions: int) -> list[OwnSampling]:
+        """The sampling of each completion, of prompts of these `lengths`: those of a prompt adjacent.
+
+        Raises BadRequest if prompt and completion are longer than the model's positions together.
+        """
+        count = self.n * len(lengths)
+        if count > MOST_SEQUENCES:
+            raise BadRequest(f"a request has at most {MOST_SEQUENCES} completions; got {count}", "n")
+        if self.quatrain is not None and (count > 1 or self.seed is None):
+            raise BadRequest(
+                f"with `quatrain`, a request has a seed and one completion; got seed {self.seed} and "
+                f"{count} completions",
+                "quatrain",
+            )
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
+        return [
+            OwnSampling(
+                self._sampling(lengths[number // self.n], max_positions),
+                seed,
+                0 if self.quatrain is None else self.quatrain.step,
+                number if self.quatrain is None else self.quatrain.sequence_id,
+            )
+            for number in range(count)
+        ]
+
+    def _sampling(self, length: int, max_positions: int) -> Sampling:
+        room = max_positions - length
+        wanted = self.wanted_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            raise BadRequest(
+                f"prompt and completion must fit into the model's {max_positions} positions; the prompt has "
+                f"{length} tokens and the completion may have {wanted or 1}; shorten the prompt or lower "
+                "max_tokens",
+                "max_tokens",
+            )
+        return Sampling(
+            n=1,
+            max_new_tokens=room if wanted is None else wanted,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            stop=self.stop_strings,
+        )
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`: prompts as texts or token ids."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=1)] | None = DEFAULT_TOKENS
+    logprobs: Literal[0] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_tokens`; null: as in OpenAI's interface."""
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether `logprobs` is 0, which asks for those of the sampled tokens alone."""
+        return self.logprobs is not None
+
+
+class Text(_Strict):
+    """A part of a message; other kinds of parts are for models that see or hear."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`: messages, which the chat template renders."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _join_texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose content is a text."""
+        joined = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                content = "".join(Text.model_validate(part).text for part in content)
+            joined.append({**message, "content": content})
+        return joined
+
+    @field_validator("tools")
+    @classmethod
+    def _no_tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if value:
+            raise ValueError("are not supported; leave them out")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value not in (None, {"type": "text"}):
+            raise ValueError('must be {"type": "text"}; other formats are not supported')
+        return value
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_completion_tokens`, or `max_tokens`, its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """`logprobs`."""
+        return bool(self.logprobs)
+
+
+class WeightsRequest(_Strict):
+    """`POST /weights`: the folder of a model, and the version that its weights get."""
+
+    path: Annotated[str, Field(min_length=1)]
+    version: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def parsed(kind: type[_AnyRequest], body: bytes) -> _AnyRequest:
+    """The request in `body`; raises BadRequest, which names the field, if it is not one of this kind."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body of a request must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body of a request must be a JSON object; got {type(value).__name__}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise BadRequest(*_first_fault(error)) from error
+
+
+def _first_fault(error: ValidationError) -> tuple[str, str]:
+    """(message, field) of the first fault."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, fault["loc"]))
+    field = str(fault["loc"][0]) if fault["loc"] else ""
+    what = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        return f"{place} is not supported; leave it out", field
+    if fault["type"] == "missing":
+        return f"{place} is missing", field
+    return f"{place}: {what}; got {str(fault['input'])[:100]!r}", field

@@ -1,0 +1,133 @@
+"""Loads a model and serves it: `quatrain serve`.
+
+Data flow: configuration -> `load_policy` -> `RolloutEngine` -> `Service` -> `Api` -> uvicorn, until a signal.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from quatrain.config.schema import Config
+from quatrain.models.architecture import Architecture
+from quatrain.policy import LoadedPolicy, load_policy
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.serve.api import TOKEN, Api
+from quatrain.serve.service import Service
+from quatrain.weights.hf import load_hf
+
+CLOSE_S = 5
+"""Seconds that answers in progress get when the server is to end."""
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the model of `config` until the process gets a signal; `ready` gets the address.
+
+    `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
+    machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
+    """
+    import uvicorn
+
+    token = os.environ.get(TOKEN) or None
+    local = _is_loopback(host)
+    if token is None and not local:
+        raise ValueError(
+            f"a server that others can reach needs a token: --host {host} is not an address of this machine "
+            f"alone, and {TOKEN} is not set; set it to a secret that clients send, or use --host 127.0.0.1"
+        )
+    with _bound(host, port) as bound:
+        loaded = load_policy(config, critic=False, adapters=False, environments=False)
+        engine = serving_engine(config, loaded)
+        service = Service(engine, weights_of(loaded.arch, config, engine))
+        try:
+            api = Api(
+                service,
+                loaded.tokenizer,
+                model=config.model.path,
+                vocab_size=loaded.arch.vocab_size,
+                max_positions=loaded.arch.max_position,
+                token=token,
+            )
+            settings = uvicorn.Config(
+                api.app(LOOPBACK if local else ("*",)),
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=CLOSE_S,
+            )
+            bound.listen()
+            ready(_url(bound))
+            with suppress(KeyboardInterrupt):  # the way to end it
+                uvicorn.Server(settings).run(sockets=[bound])
+        finally:
+            service.close()
+
+
+def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
+    """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
+    changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.max_position, "max_staleness": 0}
+    engine = RolloutEngine(
+        loaded.arch,
+        config.rollout.model_copy(update=changes),
+        loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        seed=config.seed,
+        dtype=config.model.dtype,
+        attention=loaded.attention,
+        mesh=loaded.meshes.rollout,
+        own_sampling=True,
+    )
+    engine.sync_weights(loaded.params, 0)
+    return engine
+
+
+def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Callable[[str], Any]:
+    """What reads the weights in a folder, which must be of `arch`."""
+
+    def read(path: str) -> Any:
+        found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh)
+        if found != arch:
+            raise ValueError(
+                f"new weights must be of the model that is served ({config.model.path}); the architecture in "
+                f"{path} is another; serve that model with a server of its own"
+            )
+        return params
+
+    return read
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Any:
+    """A socket bound to the address, which does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host must be an address of this machine; {host} is not: {error}") from error
+    with bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError as error:
+            raise ValueError(
+                f"--host and --port must be a free address of this machine; {host}:{port} cannot be used: "
+                f"{error}; choose another port, or 0 for any free one"
+            ) from error
+        yield bound
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

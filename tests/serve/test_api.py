@@ -1,0 +1,316 @@
+"""The server as its clients see it: the openai package, and requests that are wrong."""
+
+import threading
+import time
+
+import httpx2 as httpx
+import jax
+import numpy as np
+import openai
+import pytest
+from servers import MODEL, served, service_of
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.data.tokenizer import render
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.serve.requests import MOST_SEQUENCES
+from quatrain.types import Prompt
+from quatrain.weights.hf import save_hf
+
+TOKEN = "the-token-of-the-tests"
+PROMPT = [3, 4, 5, 6, 8]
+
+
+@pytest.fixture(scope="module")
+def server(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer, max_concurrency=8)
+    with served(service, small_arch, tokenizer, token=TOKEN) as url:
+        yield url, service
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key=TOKEN, max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=server[0], headers=headers, timeout=120) as client:
+        yield client
+
+
+def complete(client, prompt=PROMPT, *, own=None, **options):
+    extra = {"return_token_ids": True, **(own or {})}
+    return client.completions.create(
+        model=MODEL, prompt=prompt, logprobs=0, extra_body=extra, **{"max_tokens": 12, **options}
+    )
+
+
+def test_tokens_are_those_that_training_samples(small_arch, small_params, tokenizer, client):
+    settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
+    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    engine.sync_weights(small_params, 0)
+    prompt = Prompt(21, np.array(PROMPT, np.int32), "")
+    batch = engine.generate([prompt], step=5)
+    for sample in range(3):
+        place = {"step": 5, "group_id": 21, "sample": sample, "n": 3}
+        answer = complete(client, seed=11, temperature=0.9, own={"quatrain": place})
+        [choice] = answer.choices
+        mask = batch.completion_mask[sample]
+        assert choice.token_ids == batch.input_ids[sample][mask].tolist()
+        np.testing.assert_allclose(
+            choice.logprobs.token_logprobs, batch.rollout_logprobs[sample][mask], atol=1e-5
+        )
+        assert choice.text == batch.completions[sample]
+        assert choice.finish_reason == batch.finish_reason[sample]
+        assert choice.prompt_token_ids == PROMPT
+        assert choice.weight_versions == [0] * len(choice.token_ids)
+    assert answer.usage.prompt_tokens == 5
+    assert answer.usage.completion_tokens == len(choice.token_ids)
+
+
+def test_several_prompts_and_samples_come_in_order(client, tokenizer):
+    texts = ["1 + 2", "What is 3?"]
+    answer = complete(client, texts, n=3, seed=4, temperature=1.2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    for choice, text in zip(answer.choices, [text for text in texts for _ in range(3)]):
+        assert choice.prompt_token_ids == render(tokenizer, text)
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) > 2
+    again = complete(client, texts, n=3, seed=4, temperature=1.2)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
+    other = complete(client, texts, n=3, temperature=1.2)
+    assert [choice.text for choice in other.choices] != [choice.text for choice in answer.choices]
+
+
+def test_a_chat_is_streamed(client, tokenizer):
+    messages = [{"role": "user", "content": "How much is 1 + 2?"}]
+    options = {"model": MODEL, "messages": messages, "max_tokens": 20, "seed": 3, "logprobs": True}
+    whole = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+    [choice] = whole.choices
+    assert choice.prompt_token_ids == render(tokenizer, messages)
+    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    assert len(choice.logprobs.content) == len(choice.token_ids)
+    parts = list(
+        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == choice.message.content
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == choice.finish_reason
+    assert parts[-1].usage.completion_tokens == len(choice.token_ids)
+    logprobs = [
+        each.logprob
+        for part in parts
+        if part.choices and part.choices[0].logprobs
+        for each in part.choices[0].logprobs.content
+    ]
+    assert logprobs == [each.logprob for each in choice.logprobs.content]
+
+
+def test_a_stop_string_ends_the_text_before_it(client):
+    whole = complete(client, max_tokens=30, seed=9, temperature=1.5).choices[0]
+    stop = whole.text[3:5]
+    for stream in (False, True):
+        answer = complete(client, max_tokens=30, seed=9, temperature=1.5, stop=[stop], stream=stream)
+        choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+        assert "".join(choice.text for choice in choices) == whole.text[: whole.text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_requests_share_the_slots(server, client):
+    answers = []
+    kinds = [{"temperature": 0}, {"top_p": 0.5}, {"extra": {"top_k": 2}}, {"extra": {"min_p": 0.2}}]
+    alone = [
+        complete(client, seed=5, max_tokens=40, own=kind.get("extra"), **_without(kind)) for kind in kinds
+    ]
+
+    def ask(number):
+        kind = kinds[number]
+        answers.append(
+            (number, complete(client, seed=5, max_tokens=40, own=kind.get("extra"), **_without(kind)))
+        )
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(kinds))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, answer in answers:
+        assert answer.choices[0].token_ids == alone[number].choices[0].token_ids, kinds[number]
+    assert len(answers) == len(kinds)
+
+
+def _without(kind):
+    return {name: value for name, value in kind.items() if name != "extra"}
+
+
+def test_a_client_that_leaves_frees_its_slots(server, http):
+    service = server[1]
+    http.post("/pause", json={}).raise_for_status()
+    cancelled = service.totals.cancelled
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.3)
+    with (
+        pytest.raises(httpx.ReadTimeout),
+        http.stream("POST", "/v1/completions", json={**body, "stream": True}, timeout=0.3) as answer,
+    ):
+        answer.read()
+    deadline = time.monotonic() + 20
+    while service.num_running and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service.num_running == 0
+    assert service.totals.cancelled == cancelled + 2
+    http.post("/resume", json={}).raise_for_status()
+
+
+def test_new_weights_are_used_from_the_next_token_on(server, http, small_arch, small_params, tmp_path):
+    body = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 6,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    before = http.post("/v1/completions", json=body).json()["choices"][0]
+    doubled = jax.tree.map(lambda x: x * 1.5, small_params)
+    save_hf(tmp_path / "new", small_arch, doubled)
+    save_hf(tmp_path / "old", small_arch, small_params)
+    loaded = http.post("/weights", json={"path": str(tmp_path / "new"), "version": 7})
+    assert loaded.json() == {"weight_version": 7}
+    answer = http.post("/v1/completions", json=body).json()
+    [choice] = answer["choices"]
+    assert set(choice["weight_versions"]) == {7}
+    assert answer["weight_version"] == 7
+    assert choice["logprobs"]["token_logprobs"] != before["logprobs"]["token_logprobs"]
+    assert http.get("/version").json()["weight_version"] == 7
+    http.post("/weights", json={"path": str(tmp_path / "old"), "version": 0}).raise_for_status()
+    after = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert after["logprobs"] == before["logprobs"]
+    missing = http.post("/weights", json={"path": str(tmp_path / "none"), "version": 8})
+    assert missing.status_code == 400
+    assert str(tmp_path / "none") in missing.json()["error"]["message"]
+    assert http.get("/version").json()["weight_version"] == 0
+
+
+def test_health_models_and_metrics(http):
+    assert http.get("/health").json() == {"status": "ok"}
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["id"] == MODEL
+    assert model["max_model_len"] > 100
+    lines = http.get("/metrics").text.splitlines()
+    values = dict(line.split() for line in lines if not line.startswith("#"))
+    assert float(values["quatrain_requests_total"]) > 0
+    assert values["quatrain_sequences_running"] == "0"
+
+
+GOOD = {"model": MODEL, "prompt": PROMPT}
+BAD = {
+    "no prompt": ({"model": MODEL}, 400, "prompt"),
+    "empty prompt": ({**GOOD, "prompt": []}, 400, "at least one"),
+    "empty text": ({**GOOD, "prompt": ""}, 400, "at least one token"),
+    "token out of range": ({**GOOD, "prompt": [3, 10**6]}, 400, "1000000"),
+    "negative token": ({**GOOD, "prompt": [-1]}, 400, "prompt"),
+    "another model": ({**GOOD, "model": "gpt"}, 404, "/v1/models"),
+    "temperature": ({**GOOD, "temperature": -1}, 400, "temperature"),
+    "tiny temperature": ({**GOOD, "temperature": 1e-6}, 400, "0.01"),
+    "not a number": ({**GOOD, "temperature": "warm"}, 400, "temperature"),
+    "top_p": ({**GOOD, "top_p": 0}, 400, "top_p"),
+    "no tokens": ({**GOOD, "max_tokens": 0}, 400, "max_tokens"),
+    "too many tokens": ({**GOOD, "max_tokens": 10**9}, 400, "positions"),
+    "too many samples": ({**GOOD, "n": MOST_SEQUENCES + 1}, 400, "n:"),
+    "too many sequences": ({**GOOD, "prompt": [[3]] * 600, "n": 2}, 400, "1200"),
+    "alternatives": ({**GOOD, "logprobs": 5}, 400, "logprobs"),
+    "unknown field": ({**GOOD, "guided_json": {}}, 400, "guided_json is not supported"),
+    "penalty": ({**GOOD, "presence_penalty": 1}, 400, "presence_penalty"),
+    "bias": ({**GOOD, "logit_bias": {"3": 1}}, 400, "logit_bias"),
+    "empty stop": ({**GOOD, "stop": [""]}, 400, "stop"),
+    "place without seed": (
+        {**GOOD, "quatrain": {"step": 0, "group_id": 0, "sample": 0, "n": 1}},
+        400,
+        "seed",
+    ),
+    "not an object": ([1], 400, "JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_gets_one_error_in_openais_form(http, name):
+    body, status, named = BAD[name]
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert named in error["message"]
+    assert error["code"] == status
+    assert "\n" not in error["message"]
+
+
+CHATS = {
+    "no messages": ({"messages": []}, "messages"),
+    "no role": ({"messages": [{"content": "hello"}]}, "role"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "type",
+    ),
+    "tools": ({"messages": [{"role": "user", "content": "hello"}], "tools": [{}]}, "tools"),
+    "a format": (
+        {"messages": [{"role": "user", "content": "hello"}], "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_bad_chat(http, name):
+    body, named = CHATS[name]
+    answer = http.post("/v1/chat/completions", json={"model": MODEL, **body})
+    assert answer.status_code == 400, answer.text
+    assert named in answer.json()["error"]["message"]
+
+
+def test_bodies_that_are_not_json(http):
+    assert http.post("/v1/completions", content=b"{}").status_code == 415
+    json_kind = {"Content-Type": "application/json"}
+    assert http.post("/v1/completions", content=b"{", headers=json_kind).status_code == 400
+    assert http.post("/v1/completions", content=b"[" * 100_000, headers=json_kind).status_code == 400
+    long = b" " * (33 * 2**20)
+    assert http.post("/v1/completions", content=long, headers=json_kind).status_code == 413
+
+
+def test_a_server_with_a_token_answers_nobody_without_it(server, http):
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        with httpx.Client(base_url=server[0], headers=headers) as stranger:
+            assert stranger.get("/health").status_code == 200
+            for path in ("/v1/completions", "/v1/chat/completions", "/weights", "/pause", "/resume"):
+                assert stranger.post(path, json=GOOD).status_code == 401
+            assert stranger.get("/v1/models").status_code == 401
+    assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_without_a_token_weights_are_not_changed(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer)
+    with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url) as http:
+        for path in ("/weights", "/pause", "/resume"):
+            answer = http.post(path, json={"path": "x", "version": 1})
+            assert answer.status_code == 403
+            assert "QUATRAIN_SERVE_TOKEN" in answer.json()["error"]["message"]
+        assert http.get("/v1/models").status_code == 200
+
+
+def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer)
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    service._engine.advance = fail
+    with served(service, small_arch, tokenizer) as url, httpx.Client(base_url=url, timeout=30) as http:
+        answer = http.post("/v1/completions", json=GOOD)
+        assert answer.status_code == 503
+        assert "out of memory" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json=GOOD).status_code == 503
+        health = http.get("/health")
+        assert (health.status_code, "out of memory" in health.text) == (503, True)

@@ -1,0 +1,88 @@
+"""`quatrain serve` as a process: a model is served until a signal, and what cannot be served is refused."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import openai
+import pytest
+from servers import service_of
+
+from quatrain.config.load import load_config
+from quatrain.policy import load_policy
+from quatrain.serve.server import serve, serving_engine, weights_of
+from quatrain.weights.hf import save_hf
+
+QUATRAIN = (sys.executable, "-m", "quatrain.cli")
+
+
+@pytest.fixture(scope="module")
+def folder(small_arch, small_params, tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "final"
+    save_hf(path, small_arch, small_params)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def config(folder):
+    return load_config(None, [f"model.path={folder}"], {}).config
+
+
+def test_a_model_is_served_until_a_signal(folder, tmp_path):
+    command = [*QUATRAIN, "serve", "--set", f"model.path={folder}", "--port", "0"]
+    environ = {name: value for name, value in os.environ.items() if name != "QUATRAIN_SERVE_TOKEN"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+        try:
+            line = process.stdout.readline()
+            url = re.search(r"is served at (http://127\.0\.0\.1:\d+/v1);", line)[1]
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+                [model] = client.models.list().data
+                assert model.id == str(folder)
+                answer = client.completions.create(
+                    model=model.id, prompt="1 + 2", max_tokens=5, temperature=0
+                )
+                assert 1 <= answer.usage.completion_tokens <= 5
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_others_are_served_with_a_token_only(config, monkeypatch):
+    monkeypatch.delenv("QUATRAIN_SERVE_TOKEN", raising=False)
+    for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
+        with pytest.raises(ValueError, match="QUATRAIN_SERVE_TOKEN is not set"):
+            serve(config, host=host, port=0, ready=print)
+
+
+def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded(config):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port} cannot be used.*choose another port"):
+            serve(config, host="127.0.0.1", port=port, ready=print)
+
+
+def test_weights_of_another_architecture_are_refused(config, small_arch, small_params, tokenizer, tmp_path):
+    loaded = load_policy(config, critic=False, adapters=False, environments=False)
+    engine = serving_engine(config, loaded)
+    read = weights_of(loaded.arch, config, engine)
+    assert jax.tree.structure(read(config.model.path)) == jax.tree.structure(small_params)
+    save_hf(tmp_path, small_arch, small_params)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"rope_theta": ', '"rope_theta": 1'))
+    with pytest.raises(ValueError, match=r"new weights must be of the model that is served"):
+        read(str(tmp_path))
+    engine.close()
+
+
+def test_requests_end_with_the_service(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer)
+    service.close()
+    with pytest.raises(RuntimeError, match="the server was closed"):
+        service.submit([], [], print).result()
