@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,7 @@ from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
-from quatrain.models.lora import with_adapters, with_lora
+from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
@@ -264,7 +265,7 @@ def role_meshes(config: Config) -> Meshes:
 def build_engine(
     config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
 ) -> Rollouts:
-    """What samples for `loaded`: an engine on this run's devices, or a fleet of workers (`rollout.workers`).
+    """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.
 
     It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
     rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Raises ValueError if the
@@ -277,6 +278,8 @@ def build_engine(
     return Fleet(
         factories,
         publisher,
+        # Servers load whole models; quatrain's own workers have the base, and take adapters.
+        prepare=partial(merged, arch=loaded.arch, dtype=config.model.dtype) if rollout.servers else None,
         sampling=Sampling.of(rollout),
         tokenizer=loaded.tokenizer,
         dtype=config.model.dtype,
@@ -290,9 +293,11 @@ def _workers(
     config: Config, loaded: LoadedPolicy, usual_prompt: int
 ) -> tuple[Sequence[WorkerFactory], Publisher]:
     """The factories of a fleet's workers, and what publishes weights for them."""
+    rollout = config.rollout
+    if rollout.servers:
+        return _servers(config, loaded)
     from quatrain.rollout import ray_worker  # imports little; ray itself only with workers
 
-    rollout = config.rollout
     factories, publisher = ray_worker.workers(
         partial(engine_worker, worker_config(config), usual_prompt),
         rollout.workers,
@@ -303,6 +308,22 @@ def _workers(
     if rollout.weights_dir is None:
         return factories, publisher
     return factories, Folder(rollout.weights_dir, loaded.arch, loaded.sampling)
+
+
+def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFactory], Publisher]:
+    """The factories of workers that are inference servers, which load weights from folders."""
+    from quatrain.rollout import http_worker  # other runs need no HTTP client
+
+    rollout = config.rollout
+    rules = http_worker.ServerRules(
+        loaded.tokenizer, loaded.stop_ids, loaded.arch.vocab_size, config.seed, Sampling.of(rollout)
+    )
+    factories = http_worker.workers(
+        rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
+    )
+    in_run = Path(config.run.dir) / (config.run.name or "") / "weights"
+    arch = replace(loaded.arch, lora=None)
+    return factories, Folder(rollout.weights_dir or in_run, arch, loaded.sampling)
 
 
 def worker_config(config: Config) -> Config:

@@ -64,6 +64,10 @@ logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
 """Python functions for entries of `reward.functions`, by their names there."""
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
+PROBES = 4
+"""Prompts for each inference server on which it is compared with the trainer before training begins."""
+SERVER_TOLERANCE = 4
+"""How many times `rollout.logprob_diff_warning` a server may differ from the trainer then."""
 NEXT_CONFIG = Path("configs", "gsm8k_smollm2_cpu.yaml")
 
 
@@ -322,9 +326,31 @@ class Run:
             self.learner.reference = self._reference(state.params)
         if self.folder.resumed:
             state = self._restore(state)
-        else:
+        if config.rollout.servers:
+            self._compare_servers(state)
+        if not self.folder.resumed:
             self.evaluate_first(state.params)
         return state, stages
+
+    def _compare_servers(self, state: TrainState) -> None:
+        """Raises ValueError if servers and trainer give the same tokens other log-probabilities."""
+        limit = self.config.rollout.logprob_diff_warning
+        if limit is None:
+            return
+        prompts = self.prompts.head(PROBES * len(self.config.rollout.servers))
+        sampling = replace(self.engine.sampling, n=1)
+        self.engine.sync_weights(state.params, state.step)
+        rollouts = self.engine.generate(prompts, sampling=sampling)
+        gap = self.learner.sampler_gap(state, rollouts)
+        if not gap <= SERVER_TOLERANCE * limit:
+            raise ValueError(
+                "servers (rollout.servers) and trainer must agree in log-probabilities of sampled tokens; "
+                f"on the first {len(prompts)} prompts they differ by {gap:.3g} nats on average, more than "
+                f"{SERVER_TOLERANCE} times rollout.logprob_diff_warning ({limit:g}). See that the servers "
+                "compute in the trainer's precision (vLLM: --dtype float32 or model.dtype: bfloat16), return "
+                "processed log-probabilities (vLLM: --logprobs-mode processed_logprobs) and were started "
+                "from this model without quantization"
+            )
 
     def _critic_params(self, params: Any) -> Any:
         """The critic's parameters at the start: as loaded, or copies of the policy's `params`; else None."""

@@ -67,10 +67,10 @@ def _overlong(config: Config) -> dict[str, int]:
 
 
 def _correction(config: Config) -> str:
-    """`truncate` where the sampler's weights are older than the trainer's, or both round to bfloat16."""
+    """`truncate` where other weights or another engine sample than are trained, or both round to bfloat16."""
     if config.update.old_logprobs == "rollout" or not config.rollout.samples_the_policy:
         return "none"
-    differs = config.rollout.max_staleness > 0 or config.model.dtype == "bfloat16"
+    differs = config.rollout.differs_from_trainer or config.model.dtype == "bfloat16"
     return "truncate" if differs else "none"
 
 

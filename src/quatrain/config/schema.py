@@ -42,6 +42,7 @@ Count = Annotated[int, Field(ge=1), AfterValidator(_fits_32_bits)]
 NonNegative = Annotated[int, Field(ge=0), AfterValidator(_fits_32_bits)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(?:/[^\s?#]*)?$")]
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
 MAX_STALENESS = 64
@@ -456,17 +457,23 @@ class RolloutConfig(Section):
         "engine samples, and whose death costs time and no data. 0: the devices of this run sample: "
         "[fleet.md](fleet.md).",
     )
+    servers: tuple[Url, ...] = Field(
+        (),
+        description="Addresses of inference servers that sample in place of this run's devices, e.g. "
+        "`[http://gpu1:8000]`: `quatrain serve`, vLLM or SGLang: [servers.md](servers.md).",
+    )
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="With `rollout.workers`: seconds after which a worker that gives no answer is lost and "
-        "started anew (three times as many while it starts); also the deadline of loading weights, and the "
-        "longest time without any worker.",
+        description="With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives "
+        "no answer is lost and started anew (three times as many while it starts); also the deadline of "
+        "loading weights, and the longest time without any worker.",
     )
     weights_dir: Text | None = Field(
         None,
-        description="Folder on a file system that all rollout workers share, through which they get the "
-        "weights of each step; null: through Ray's object store.",
+        description="Folder on a file system that all rollout workers or servers share, through which they "
+        "get the weights of each step; null: workers get them through Ray's object store, servers through "
+        "`weights/` in the run's folder.",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
@@ -490,12 +497,17 @@ class RolloutConfig(Section):
     @property
     def has_fleet(self) -> bool:
         """Whether workers outside this run's processes sample."""
-        return self.workers > 0
+        return self.workers > 0 or bool(self.servers)
 
     @property
     def samples_the_policy(self) -> bool:
         """Whether tokens are drawn from the policy's whole distribution, at some temperature."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
+
+    @property
+    def differs_from_trainer(self) -> bool:
+        """Whether other weights or another engine sample than those that are trained."""
+        return self.max_staleness > 0 or bool(self.servers)
 
 
 class PlacementConfig(Section):
@@ -835,11 +847,11 @@ class UpdateConfig(Section):
     correction: Literal["none", "truncate", "mask"] | None = Field(
         None,
         description="Correction for tokens that older weights sampled than those at the start of the "
-        "training step, or weights rounded otherwise: the policy loss of a token is multiplied by the ratio "
-        "of the two probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is "
-        "above the cap or below its inverse (`mask`); derived: `truncate` if `rollout.max_staleness` is "
-        "above 0 or `model.dtype` is bfloat16, but `none` with `update.old_logprobs: rollout` and with a "
-        "sampling filter; else `none`.",
+        "training step, another engine, or weights rounded otherwise: the policy loss of a token is "
+        "multiplied by the ratio of the two probabilities, at most `update.correction_cap` (`truncate`), "
+        "or by 0 where the ratio is above the cap or below its inverse (`mask`); derived: `truncate` if "
+        "`rollout.max_staleness` is above 0, `rollout.servers` is set or `model.dtype` is bfloat16, but `none` with "
+        "`update.old_logprobs: rollout` and with a sampling filter; else `none`.",
     )
     correction_cap: float = Field(
         2.0, ge=1, description="Bound of the ratio of probabilities in `update.correction`."
@@ -1304,20 +1316,40 @@ class Config(Section):
     @model_validator(mode="after")
     def _fleet_is_possible(self) -> Self:
         rollout = self.rollout
+        if rollout.workers and rollout.servers:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty with rollout.workers: either workers or servers sample; leave one of the two "
+                "out",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
+            )
+        if rollout.servers and rollout.has_episodes:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty with rollout.environment and rollout.tools: quatrain's own engine samples "
+                "episodes; set rollout.workers, or sample on devices of this run",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
+            )
+        if len(set(rollout.servers)) < len(rollout.servers):
+            raise PydanticCustomError(
+                "across_sections",
+                "must name each server once; leave the second one out",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
+            )
         if rollout.has_fleet and rollout.in_flight:
             raise PydanticCustomError(
                 "across_sections",
-                "must be false with rollout.workers: each of their groups is sampled from one version of the "
-                "weights; set false, or sample on devices of this run",
+                "must be false with rollout.workers and rollout.servers: each of their groups is sampled "
+                "from one version of the weights; set false, or sample on devices of this run",
                 {"key": "rollout.in_flight", "value": True},
             )
         if rollout.weights_dir is not None and not rollout.has_fleet:
             raise PydanticCustomError(
                 "across_sections",
-                "has no effect without rollout.workers; set that, or null",
+                "has no effect without rollout.workers or rollout.servers; set one of these, or null",
                 {"key": "rollout.weights_dir", "value": rollout.weights_dir},
             )
-        if rollout.weights_dir is not None and self.lora.rank:
+        if rollout.weights_dir is not None and self.lora.rank and rollout.workers:
             raise PydanticCustomError(
                 "across_sections",
                 "must be null with lora.rank: adapters reach rollout workers through Ray's object store",
@@ -1360,6 +1392,14 @@ class Config(Section):
                 "needs log-probabilities of the policy's own distribution, and rollout.top_p, top_k, min_p "
                 "or temperature 0 make the sampler draw from another; unset these, or set none",
                 asked,
+            )
+        if rollout.servers and not rollout.samples_the_policy:
+            raise PydanticCustomError(
+                "across_sections",
+                "must be empty with rollout.top_p, top_k, min_p or temperature 0: what other engines sample "
+                "is corrected by the ratio of policy to sampler, which then draws from another distribution; "
+                "unset these, or sample on devices of this run",
+                {"key": "rollout.servers", "value": list(rollout.servers)},
             )
         if rollout.max_staleness and not rollout.samples_the_policy:
             raise PydanticCustomError(

@@ -61,6 +61,8 @@ class Fleet:
     With several processes, the main process alone talks to workers; all must call the same methods in the
     same order, and get the same batches.
 
+    `prepare` makes of the parameters what is published, e.g. with adapters merged.
+
     `wait` and `generate` raise `WorkerRefused` if a worker cannot serve this run, `GroupFailed` if a group
     failed too often, and `CrewLost` if there was no worker for `timeout_s`.
     """
@@ -75,12 +77,13 @@ class Fleet:
         dtype: DTypeLike,
         timeout_s: float,
         greedy_baseline: bool = False,
+        prepare: Callable[[Any], Any] | None = None,
         retries: int = 3,
         on_progress: Callable[[RolloutProgress], None] | None = None,
     ):
         self.sampling = sampling
         self._publisher, self._tokenizer, self._dtype = publisher, tokenizer, dtype
-        self._greedy_baseline, self._on_progress = greedy_baseline, on_progress
+        self._greedy_baseline, self._on_progress, self._prepare = greedy_baseline, on_progress, prepare
         self._numbers = count()
         self._table = GroupTable(retries)
         self._published: deque[Any] = deque()
@@ -97,7 +100,7 @@ class Fleet:
     def place(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
         began = time.perf_counter()
-        tree = gathered(params, self._dtype)
+        tree = gathered(params if self._prepare is None else self._prepare(params), self._dtype)
         return HostWeights(tree, time.perf_counter() - began)
 
     def sync_weights(self, params: Any, version: int) -> None:

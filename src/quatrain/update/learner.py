@@ -364,6 +364,11 @@ class Learner:
         params = to_memory("device", params)
         return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
 
+    def sampler_gap(self, state: TrainState, rollouts: RolloutBatch) -> float:
+        """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
+        own = self._logprobs(state.params, rollouts)
+        return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
+
     def _reference_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"

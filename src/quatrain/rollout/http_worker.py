@@ -1,0 +1,310 @@
+"""Inference servers as rollout workers: one request for each sample, token ids in and out.
+
+Data flow: `workers` -> factories of `HttpWorker`, each of which probes its server; `submit` -> requests, in a
+thread with an event loop -> `FinishedGroup`, to `take`. Servers get weights as folders of safetensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+
+from quatrain.rollout.crew import WorkerFactory
+from quatrain.rollout.interface import Completion, Sampling
+from quatrain.rollout.server_kinds import Answer, Asked, Refusal, ServerKind, kind_of, shortened
+from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost, WorkerRefused
+
+TOKEN = "QUATRAIN_SERVE_TOKEN"
+"""The environment variable with the token that servers are sent, if it is set."""
+CONNECT_S = 10.0
+"""Seconds in which a server must accept a connection."""
+CONTROL_S = 60.0
+"""Longest wait for the answer to a question that costs a server nothing."""
+PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46"
+PROBE_TOKENS = 8
+PROBE_TEMPERATURE = 100.0
+"""Then all tokens are about equally likely, which unprocessed log-probabilities do not show."""
+
+
+@dataclass(frozen=True)
+class ServerRules:
+    """What the servers of a run have in common: tokenizer, stop tokens, seed, and training's sampling."""
+
+    tokenizer: Any
+    stop_ids: Sequence[int]
+    vocab_size: int
+    seed: int
+    sampling: Sampling
+
+
+def workers(
+    addresses: Sequence[str], rules: ServerRules, *, max_concurrency: int | None, timeout_s: float
+) -> list[WorkerFactory]:
+    """Factories of a worker for each address; together they decode at most `max_concurrency` sequences."""
+    slots = max_concurrency and -(-max_concurrency // len(addresses))
+    return [
+        partial(HttpWorker, address, rules, num_slots=slots, timeout_s=timeout_s) for address in addresses
+    ]
+
+
+@dataclass
+class _Group:
+    """A group in the server: its samples so far, and the first error of a request."""
+
+    spec: GroupSpec
+    version: int
+    samples: dict[int, Completion] = field(default_factory=dict)
+
+
+class HttpWorker:
+    """A `Worker` that is a server at `address`, which stays when the worker is closed.
+
+    The server is probed at the start. Raises WorkerLost if it does not answer in `timeout_s`, answers with a
+    status of 500 or more, or has weights that this run did not load; WorkerRefused if it cannot serve a run.
+    """
+
+    def __init__(self, address: str, rules: ServerRules, *, num_slots: int | None, timeout_s: float):
+        self.name, self.num_slots = address, num_slots
+        self._rules, self._timeout_s = rules, timeout_s
+        self._changed = threading.Condition()
+        self._groups: dict[int, _Group] = {}
+        self._finished: list[FinishedGroup] = []
+        self._error: Exception | None = None
+        self._closed = False
+        headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
+        options: dict[str, Any] = {
+            "base_url": address,
+            "headers": headers,
+            "timeout": httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
+            "trust_env": False,
+        }
+        self._client = httpx.Client(**options)
+        limits = httpx.Limits(max_connections=num_slots, max_keepalive_connections=num_slots)
+        self._requests = httpx.AsyncClient(**options, limits=limits)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, name=f"requests to {address}", daemon=True).start()
+        try:
+            self._kind: ServerKind = kind_of(self._call)
+            self.name = f"{self._kind.name} at {address}"
+            self._kind.model(self._call)
+            self._kind.prepare(self._call)
+            self._probe()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Refusal):
+                raise WorkerRefused(f"{self.name}: it refused a question: {error}") from error
+            if isinstance(error, WorkerRefused):
+                raise WorkerRefused(f"{self.name}: {error}") from error
+            raise
+
+    def load(self, weights: Any, version: int, timeout_s: float) -> int:
+        """The server loads the folder `weights`; the version that it says it has then."""
+        try:
+            self._kind.load(self._call, weights, version, timeout_s)
+        except Refusal as error:
+            raise WorkerLost(f"it did not load {weights}: {error}") from error
+        return self._version()
+
+    def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
+        """Asks for each sample of each group."""
+        with self._changed:
+            self._groups |= {spec.number: _Group(spec, version) for spec in groups}
+        for spec in groups:
+            asyncio.run_coroutine_threadsafe(self._sample_group(spec, version), self._loop)
+
+    def take(self, timeout_s: float) -> list[FinishedGroup]:
+        """Groups of which all samples have come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error, timeout_s)
+            if self._error is not None:
+                raise self._error
+            finished, self._finished = self._finished, []
+            return finished
+
+    def state(self) -> State:
+        """Busy as long as requests are unanswered, each of which has its deadline."""
+        return "busy" if self._groups else "idle"
+
+    def close(self) -> None:
+        """Takes back the requests; the server frees their slots."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.close()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._requests.aclose()
+        self._loop.stop()
+
+    async def _sample_group(self, spec: GroupSpec, version: int) -> None:
+        """Asks for the samples of a group, and for the version of the weights before and after."""
+        try:
+            before = await asyncio.to_thread(self._version)
+            completions = await asyncio.gather(
+                *(self._sample(spec, number, version) for number in range(spec.sampling.n))
+            )
+            after = await asyncio.to_thread(self._version)
+        except Refusal as error:
+            self._finish(FinishedGroup(spec.number, error=f"{self.name} refused it: {error}"))
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+        else:
+            samples = [(spec.prompt, self._stamped(each, min(before, after))) for each in completions]
+            self._finish(FinishedGroup(spec.number, samples))
+
+    async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
+        prompt = spec.prompt.input_ids.tolist()
+        asked = Asked(
+            prompt, spec.sampling, self._rules.seed, spec.step, spec.prompt.group_id, number, version
+        )
+        path, body = self._kind.request(asked, self._rules.stop_ids)
+        try:
+            response = await self._requests.post(path, json=body)
+        except (httpx.HTTPError, OSError) as error:
+            raise WorkerLost(f"a request failed: {_reason(error)}") from error
+        answer = self._kind.read(_value(response))
+        self._check(answer, spec.sampling)
+        return answer
+
+    def _finish(self, group: FinishedGroup) -> None:
+        with self._changed:
+            self._groups.pop(group.number, None)
+            self._finished.append(group)
+            self._changed.notify_all()
+
+    def _stamped(self, answer: Answer, version: int) -> Completion:
+        """The completion, whose tokens are of the older version that the server said it had."""
+        versions = answer.versions or [version] * len(answer.tokens)
+        reason = "stop" if answer.finish_reason == "stop" else "length"
+        return Completion(
+            tokens=[int(token) for token in answer.tokens],
+            logprobs=[float(np.float32(value)) for value in answer.logprobs],
+            versions=[min(each, version) for each in versions],
+            finish_reason=reason,
+        )
+
+    def _version(self) -> int:
+        label = self._kind.version(self._call)
+        if not label.isdecimal():
+            raise WorkerLost(f"it has weights that this run did not load: their label is {label!r}")
+        return int(label)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        params: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        limit = min(CONTROL_S, self._timeout_s) if timeout_s is None else timeout_s
+        timeout = httpx.Timeout(limit, connect=min(CONNECT_S, limit))
+        try:
+            response = self._client.request(method, path, json=body, params=params, timeout=timeout)
+        except (httpx.HTTPError, OSError) as error:
+            raise WorkerLost(f"{method} {path} failed: {_reason(error)}") from error
+        return _value(response)
+
+    def _check(self, answer: Answer, sampling: Sampling) -> None:
+        """Raises WorkerRefused for an answer that cannot be trained on, and WorkerLost for one cut short."""
+        tokens, logprobs = answer.tokens, answer.logprobs
+        if answer.finish_reason not in ("stop", "length"):
+            raise WorkerLost(f"a request ended with {answer.finish_reason!r}")
+        numbers = all(
+            isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in logprobs
+        )
+        if len(logprobs) != len(tokens) or not numbers:
+            raise WorkerRefused(
+                f"it must return a log-probability for each token, each a number of at most 0; got "
+                f"{len(tokens)} tokens and {shortened(logprobs)}"
+            )
+        ids = all(isinstance(token, int) and 0 <= token < self._rules.vocab_size for token in tokens)
+        if not ids or not 1 <= len(tokens) <= sampling.max_new_tokens:
+            raise WorkerRefused(
+                f"it must return 1 to {sampling.max_new_tokens} token ids, each below the vocabulary's size "
+                f"of {self._rules.vocab_size}; got {shortened(tokens)}"
+            )
+
+    def _probe(self) -> None:
+        """Raises WorkerRefused if the server has another vocabulary, or log-probabilities of another kind."""
+        rules = self._rules
+        ids = rules.tokenizer.encode(PROBE_TEXT)
+        sampling = Sampling(n=1, max_new_tokens=PROBE_TOKENS)
+        asked = Asked(PROBE_TEXT, sampling, rules.seed, 0, 0, 0, 0)
+        answer = self._probed(asked)
+        seen = answer.prompt_tokens
+        same = seen == ids if isinstance(seen, list) else seen in (None, len(ids))
+        if not same:
+            raise WorkerRefused(
+                f"its tokenizer must be that of training: the text {PROBE_TEXT!r} has the ids "
+                f"{shortened(ids)} here and {shortened(seen)} there; serve the model that is trained"
+            )
+        self._probed(asked._replace(prompt=ids))
+        if rules.sampling.temperature == 1:
+            return
+        hot = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
+        logprobs = self._probed(asked._replace(prompt=ids, sampling=hot)).logprobs
+        even = -math.log(rules.vocab_size)
+        if abs(float(np.mean(logprobs)) - even) > 1:
+            raise WorkerRefused(
+                "its log-probabilities must be those of the distribution that tokens are drawn from, after "
+                f"temperature and filters: at temperature {PROBE_TEMPERATURE:g} they are "
+                f"{np.mean(logprobs):.1f} on average, where about {even:.1f} is expected; start vLLM with "
+                "--logprobs-mode processed_logprobs, or set rollout.temperature to 1"
+            )
+
+    def _probed(self, asked: Asked) -> Answer:
+        path, body = self._kind.request(asked, ())
+        answer = self._kind.read(self._call("POST", path, body, timeout_s=self._timeout_s))
+        self._check(answer, asked.sampling)
+        return answer
+
+
+def _value(response: httpx.Response) -> Any:
+    """The JSON of a response; raises WorkerLost or `Refusal` by its status."""
+    if response.status_code >= 500:
+        raise WorkerLost(f"it answered with status {response.status_code}: {shortened(response.text)}")
+    if response.status_code >= 400:
+        raise Refusal(response.status_code, f"status {response.status_code}, {shortened(_message(response))}")
+    if not response.content:
+        return {}
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _message(response: httpx.Response) -> str:
+    """The message of an error in OpenAI's form, or the text of the response."""
+    try:
+        value = json.loads(response.text)
+        return str(value["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,338 @@
+"""How each kind of inference server is asked: quatrain's own, vLLM and SGLang.
+
+Data flow: `kind_of` finds the kind of a server; `HttpWorker` asks it by the paths and JSON that are made and
+read here. Token ids go in and out, each with its log-probability; no text is encoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from quatrain.rollout.interface import Sampling
+from quatrain.rollout.worker import WorkerLost, WorkerRefused
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+"""The environment in which vLLM has the paths that change weights."""
+
+
+class Answer(NamedTuple):
+    """A sampled sequence: ids, a log-probability for each, why it ended, its text as the server has it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    text: str
+    prompt_tokens: list[int] | int | None = None
+    """The ids of the prompt, or their number, if the server says so."""
+    versions: list[int] | None = None
+    """The version of each token's weights, if the server says so."""
+
+
+class Asked(NamedTuple):
+    """One sequence to sample: `prompt` is a list of ids, or a text for the probe alone."""
+
+    prompt: list[int] | str
+    sampling: Sampling
+    seed: int
+    step: int
+    group_id: int
+    sample: int
+    version: int
+
+
+Call = Callable[..., Any]
+"""`call(method, path, json, params=…, timeout_s=…)`: the JSON of an answer; raises WorkerLost, `Refusal`."""
+
+
+class Refusal(Exception):
+    """A server answered a request with a status of 400 to 499."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class ServerKind(Protocol):
+    """Requests of one kind of server; `call` of each method is the worker's, and blocks."""
+
+    name: str
+
+    def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        """(path, JSON) that ask for one sequence."""
+        ...
+
+    def read(self, value: Any) -> Answer:
+        """The answer to such a request; raises WorkerRefused if ids or log-probabilities are missing."""
+        ...
+
+    def model(self, call: Call) -> str:
+        """The name of the served model."""
+        ...
+
+    def prepare(self, call: Call) -> None:
+        """Check that the server can be given weights, and let it go on if it was left paused.
+
+        Raises WorkerRefused, which says how to start it.
+        """
+        ...
+
+    def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
+        """Have it load the safetensors in `path`; it goes on afterwards, also if this fails."""
+        ...
+
+    def version(self, call: Call) -> str:
+        """The label of the weights that it has."""
+        ...
+
+
+@dataclass
+class Completions:
+    """What quatrain's server and vLLM share: OpenAI's completions, with ids."""
+
+    name: str
+    model_name: str = ""
+
+    def model(self, call: Call) -> str:
+        """The first model that the server lists."""
+        self.model_name = str(call("GET", "/v1/models")["data"][0]["id"])
+        return self.model_name
+
+    def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        """A completion of ids."""
+        sampling = asked.sampling
+        return "/v1/completions", {
+            "model": self.model_name,
+            "prompt": asked.prompt,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "logprobs": 0,
+            "return_token_ids": True,
+            **self.own_fields(asked, stop_ids),
+        }
+
+    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Fields of this kind of server alone."""
+        raise NotImplementedError
+
+    def read(self, value: Any) -> Answer:
+        """The only choice."""
+        try:
+            choice = value["choices"][0]
+            text, reason = str(choice["text"]), str(choice["finish_reason"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise WorkerRefused(f"its answer is no completion: {shortened(value)}") from error
+        tokens, named = choice.get("token_ids"), choice.get("logprobs")
+        if not isinstance(tokens, list):
+            raise WorkerRefused(
+                "it returns text without token ids; text does not determine the ids that were sampled. "
+                "Serve with `quatrain serve`, or vLLM 0.10.2 or newer, which return them"
+            )
+        logprobs = named.get("token_logprobs") if isinstance(named, dict) else None
+        if not isinstance(logprobs, list):
+            raise WorkerRefused(
+                "it returns no log-probabilities, which were asked for with logprobs=0; let it return them "
+                "(vLLM: --max-logprobs of at least 1)"
+            )
+        given = choice.get("prompt_token_ids")
+        return Answer(tokens, logprobs, reason, text, given, choice.get("weight_versions"))
+
+
+@dataclass
+class Quatrain(Completions):
+    """`quatrain serve`; its tokens are those of an engine in process."""
+
+    name: str = "quatrain"
+
+    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """The place in training, from which the randomness derives."""
+        place = {
+            "step": asked.step,
+            "group_id": asked.group_id,
+            "sample": asked.sample,
+            "n": asked.sampling.n,
+        }
+        return {"seed": asked.seed, "quatrain": place}
+
+    def prepare(self, call: Call) -> None:
+        """Weights need the server's token."""
+        try:
+            call("POST", "/resume", {})
+        except Refusal as refusal:
+            raise WorkerRefused(
+                f"it does not let this run change its weights: {refusal}; start it with QUATRAIN_SERVE_TOKEN "
+                "set, and this run with the same value"
+            ) from refusal
+
+    def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
+        """One request, which takes effect between two decode calls."""
+        call("POST", "/weights", {"path": path, "version": version}, timeout_s=timeout_s)
+
+    def version(self, call: Call) -> str:
+        """The version of the last load."""
+        return str(call("GET", "/version")["weight_version"])
+
+
+@dataclass
+class Vllm(Completions):
+    """vLLM, in its development mode, which has the paths that change weights."""
+
+    name: str = "vLLM"
+
+    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """A seed for each sequence; and no block of the prefix cache of another version is used."""
+        return {
+            "seed": seed_of(asked),
+            "stop_token_ids": list(stop_ids),
+            "cache_salt": f"quatrain {asked.version}",
+            "skip_special_tokens": True,
+        }
+
+    def prepare(self, call: Call) -> None:
+        """The development mode is on."""
+        try:
+            call("GET", "/weight_info")
+            call("POST", "/resume", {})
+        except Refusal as refusal:
+            raise WorkerRefused(
+                f"it has no way to change its weights ({refusal}); start vLLM with {DEV_MODE} in its "
+                "environment, vLLM 0.32 or newer"
+            ) from refusal
+
+    def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
+        """Pauses, loads in place, forgets cached keys and values, labels, and goes on."""
+        with _paused(call, "/pause", "/resume", params={"mode": "keep"}):
+            body = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout_s}
+            call("POST", "/collective_rpc", body, timeout_s=timeout_s)
+            call("POST", "/reset_prefix_cache", {}, timeout_s=timeout_s)
+            call("POST", "/update_weight_version", {"new_version": str(version)})
+
+    def version(self, call: Call) -> str:
+        """The label that `load` set."""
+        return str(call("GET", "/weight_info")["weight_version"])
+
+
+@dataclass
+class Sglang:
+    """SGLang, by its own interface of ids."""
+
+    name: str = "SGLang"
+    _info: str = "/get_model_info"
+
+    def model(self, call: Call) -> str:
+        """The path that it was started with."""
+        return str(call("GET", self._info)["model_path"])
+
+    def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        """Ids, or for the probe a text."""
+        sampling = asked.sampling
+        given = {"text": asked.prompt} if isinstance(asked.prompt, str) else {"input_ids": asked.prompt}
+        parameters = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(stop_ids),
+            "sampling_seed": seed_of(asked),
+            "no_stop_trim": True,
+        }
+        return "/generate", {**given, "sampling_params": parameters, "return_logprob": True, "stream": False}
+
+    def read(self, value: Any) -> Answer:
+        """Ids and log-probabilities are pairs."""
+        try:
+            meta = value["meta_info"]
+            reason, text = str(meta["finish_reason"]["type"]), str(value["text"])
+            prompt_tokens = int(meta["prompt_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorkerRefused(f"its answer is none of SGLang's: {shortened(value)}") from error
+        pairs = meta.get("output_token_logprobs")
+        if not isinstance(pairs, list):
+            raise WorkerRefused("it returns no log-probabilities, which were asked for with return_logprob")
+        logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        label = str(meta.get("weight_version", ""))
+        versions = [int(label)] * len(tokens) if label.isdecimal() else None
+        return Answer(tokens, logprobs, reason, text, prompt_tokens, versions)
+
+    def prepare(self, call: Call) -> None:
+        """It labels its weights, and goes on if it was left paused."""
+        if "weight_version" not in call("GET", self._info):
+            raise WorkerRefused(
+                "it does not label its weights with a version (weight_version in /get_model_info); install a "
+                "newer SGLang"
+            )
+        try:
+            call("POST", "/continue_generation", {})
+        except Refusal as refusal:
+            raise WorkerRefused(
+                f"it cannot pause and go on ({refusal}), which new weights need; install a newer SGLang"
+            ) from refusal
+
+    def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
+        """Pauses, loads, forgets cached keys and values, and goes on."""
+        with _paused(call, "/pause_generation", "/continue_generation"):
+            body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+            answer = call("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
+            if not answer.get("success"):
+                raise WorkerLost(f"it could not load {path}: {answer.get('message')}")
+
+    def version(self, call: Call) -> str:
+        """The label that `load` set."""
+        return str(call("GET", self._info)["weight_version"])
+
+
+def kind_of(call: Call) -> ServerKind:
+    """The kind of the server that `call` asks; raises WorkerRefused if it is none of the three."""
+    version = _asked(call, "/version")
+    if isinstance(version, dict) and version.get("engine") == "quatrain":
+        return Quatrain()
+    if isinstance(version, dict) and "version" in version:
+        return Vllm()
+    info = _asked(call, "/get_model_info")
+    if isinstance(info, dict) and "model_path" in info:
+        return Sglang()
+    raise WorkerRefused(
+        "it is no server of `quatrain serve`, vLLM or SGLang: it answers neither /version nor "
+        "/get_model_info as these do; correct the address in rollout.servers"
+    )
+
+
+def seed_of(asked: Asked) -> int:
+    """A seed that derives from the run's seed, the training step and the sequence alone."""
+    place = [asked.seed, asked.step, asked.group_id, asked.sample]
+    digest = hashlib.sha256(json.dumps(place).encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def shortened(value: Any) -> str:
+    """The beginning of an answer, for a message."""
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _asked(call: Call, path: str) -> Any:
+    """The answer of a path that a server need not have; None if it does not."""
+    try:
+        return call("GET", path)
+    except Refusal:
+        return None
+
+
+@contextmanager
+def _paused(call: Call, pause: str, resume: str, params: Mapping[str, str] | None = None) -> Iterator[None]:
+    """The server samples nothing within the block, and goes on after it, also after an error."""
+    call("POST", pause, {}, params=params)
+    try:
+        yield
+    finally:
+        call("POST", resume, {})

@@ -1,0 +1,437 @@
+"""Inference servers as workers of a fleet: quatrain's own, and fakes of vLLM and SGLang with their faults."""
+
+import json
+import math
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import jax
+import numpy as np
+import pytest
+from servers import served, service_of
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.rollout.crew import CrewLost
+from quatrain.rollout.engine import RolloutEngine
+from quatrain.rollout.fleet import Fleet
+from quatrain.rollout.group_table import GroupFailed
+from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
+from quatrain.rollout.interface import Sampling
+from quatrain.rollout.publish import Folder
+from quatrain.rollout.worker import WorkerRefused
+from quatrain.types import Prompt
+
+TOKEN = "the-token-of-the-tests"
+LENGTHS = (5, 2, 17, 9, 3)
+PROMPTS = [
+    Prompt(20 + i, np.arange(3, 3 + length, dtype=np.int32), f"prompt {i}", {"answer": i})
+    for i, length in enumerate(LENGTHS)
+]
+SAMPLING = Sampling(n=3, max_new_tokens=12, temperature=0.9)
+LIMIT_S = 60
+"""A test that takes longer hangs."""
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("QUATRAIN_SERVE_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def rules(small_arch, tokenizer):
+    return ServerRules(tokenizer, (0, 7), small_arch.vocab_size, 11, SAMPLING)
+
+
+@contextmanager
+def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
+    factories = workers(addresses, rules, max_concurrency=None, timeout_s=timeout_s)
+    fleet = Fleet(
+        factories,
+        Folder(folder, arch),
+        sampling=rules.sampling,
+        tokenizer=rules.tokenizer,
+        dtype="float32",
+        timeout_s=timeout_s,
+        **options,
+    )
+    watch = threading.Timer(LIMIT_S, fleet.close)
+    watch.start()
+    try:
+        yield fleet
+    finally:
+        watch.cancel()
+        fleet.close()
+
+
+@pytest.fixture
+def own_server(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer, seed=99)
+    with served(service, small_arch, tokenizer, token=TOKEN) as url:
+        yield url, service
+
+
+def test_tokens_and_weights_are_those_of_an_engine_in_process(
+    own_server, rules, small_arch, small_params, tokenizer, tmp_path
+):
+    settings = RolloutConfig(n=3, max_new_tokens=12, temperature=0.9)
+    engine = RolloutEngine(small_arch, settings, tokenizer, stop_ids=(0, 7), seed=11, cache_bytes=1 << 26)
+    with fleet_of([own_server[0]], rules, tmp_path / "weights", small_arch) as fleet:
+        for version, factor in ((5, 1.0), (6, 1.5)):
+            params = jax.tree.map(lambda x, factor=factor: x * factor, small_params)
+            for each in (engine, fleet):
+                each.sync_weights(params, version)
+            batch, expected = (each.generate(PROMPTS, step=3) for each in (fleet, engine))
+            np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+            np.testing.assert_array_equal(batch.policy_version, expected.policy_version)
+            np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=5e-5)
+            np.testing.assert_array_equal(batch.finish_reason, expected.finish_reason)
+            assert batch.completions == expected.completions
+            assert batch.columns == expected.columns
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_fleet_of_servers_survives_the_end_of_one(
+    own_server, rules, small_arch, small_params, tokenizer, tmp_path
+):
+    other = service_of(small_arch, small_params, tokenizer)
+    with (
+        served(other, small_arch, tokenizer, token=TOKEN) as second,
+        fleet_of([own_server[0], second], rules, tmp_path, small_arch) as fleet,
+    ):
+        fleet.sync_weights(small_params, 1)
+        expected = fleet.generate(PROMPTS, step=3)
+        other.close()  # it answers 503 from now on
+        batch = fleet.generate(PROMPTS, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+
+
+def test_a_server_without_a_token_lets_nobody_change_its_weights(
+    small_arch, small_params, tokenizer, rules, monkeypatch
+):
+    service = service_of(small_arch, small_params, tokenizer)
+    with (
+        served(service, small_arch, tokenizer) as url,
+        pytest.raises(WorkerRefused, match=r"quatrain at http.*change its weights.*QUATRAIN_SERVE_TOKEN"),
+    ):
+        HttpWorker(url, rules, num_slots=None, timeout_s=20)
+
+
+class Fake:
+    """A server that answers as `kind` does; `faults`: functions by path of (body) -> (status, JSON).
+
+    Its tokens are numbers from the seed; its log-probabilities those of an even distribution.
+    """
+
+    def __init__(self, kind, tokenizer, vocab_size):
+        self.kind, self.tokenizer, self.vocab_size = kind, tokenizer, vocab_size
+        self.faults, self.asked, self.label, self.paused = {}, [], "default", False
+        self.logprob = lambda temperature: -math.log(vocab_size)
+
+    def answer(self, method, path, body):
+        self.asked.append((path, body))
+        for prefix, fault in list(self.faults.items()):
+            if path.startswith(prefix):
+                result = fault(body)
+                if result is not None:
+                    return result
+        return getattr(self, f"{self.kind}_answer")(path.partition("?")[0], body)
+
+    def sampled(self, seed, sampling):
+        count = 1 + seed % sampling["max"]
+        tokens = [8 + (seed + i) % 20 for i in range(count)]
+        return tokens, [self.logprob(sampling["temperature"])] * count
+
+    def vllm_answer(self, path, body):
+        if path == "/version":
+            return 200, {"version": "0.32.0"}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "fake"}]}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return 200, {"status": path}
+        if path == "/collective_rpc":
+            assert self.paused
+            assert body["method"] == "reload_weights"
+            self.loaded = body["kwargs"]["weights_path"]
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return 200, ""
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+            return 200, {"success": True}
+        if path == "/v1/completions":
+            prompt = body["prompt"]
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            kind = {"max": body["max_tokens"], "temperature": body["temperature"]}
+            tokens, logprobs = self.sampled(body["seed"], kind)
+            choice = {
+                "text": self.tokenizer.decode(tokens),
+                "finish_reason": "length",
+                "token_ids": tokens,
+                "logprobs": {"token_logprobs": logprobs},
+                "prompt_token_ids": ids,
+            }
+            return 200, {"choices": [choice]}
+        return 404, {"error": {"message": "not found"}}
+
+    def sglang_answer(self, path, body):
+        if path == "/get_model_info":
+            return 200, {"model_path": "fake", "weight_version": self.label}
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+            return 200, {"status": "ok"}
+        if path == "/update_weights_from_disk":
+            assert self.paused
+            self.loaded, self.label = body["model_path"], body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded to update model weights."}
+        if path == "/generate":
+            parameters = body["sampling_params"]
+            ids = self.tokenizer.encode(body["text"]) if "text" in body else body["input_ids"]
+            kind = {"max": parameters["max_new_tokens"], "temperature": parameters["temperature"]}
+            tokens, logprobs = self.sampled(parameters["sampling_seed"], kind)
+            meta = {
+                "id": "1",
+                "finish_reason": {"type": "length", "length": len(tokens)},
+                "prompt_tokens": len(ids),
+                "weight_version": self.label,
+                "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens)],
+            }
+            return 200, {"text": self.tokenizer.decode(tokens), "output_ids": tokens, "meta_info": meta}
+        return 404, {"detail": "Not Found"}
+
+
+@contextmanager
+def listening(fake):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def respond(self):
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            answer = fake.answer(self.command, self.path, json.loads(body) if body else None)
+            if answer == "reset":
+                self.close_connection = True
+                return
+            status, value = answer
+            content = json.dumps(value).encode() if value != "" else b""
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = respond
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def fake(request, tokenizer, small_arch):
+    return Fake(request.param, tokenizer, small_arch.vocab_size)
+
+
+@pytest.fixture
+def vllm(tokenizer, small_arch):
+    return Fake("vllm", tokenizer, small_arch.vocab_size)
+
+
+def test_ids_seeds_weights_and_labels(fake, rules, small_arch, small_params, tmp_path):
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        batch = fleet.generate(PROMPTS, step=3)
+        again = fleet.generate(PROMPTS, step=3)
+        other = fleet.generate(PROMPTS, step=4)
+        assert fake.loaded == str(tmp_path / "v000004")
+        assert fake.label == "4"
+        assert not fake.paused
+    assert len(batch) == 15
+    assert set(batch.policy_version[batch.completion_mask].tolist()) == {4}
+    np.testing.assert_array_equal(batch.input_ids, again.input_ids)
+    assert batch.input_ids.shape != other.input_ids.shape or (batch.input_ids != other.input_ids).any()
+    seeds = [
+        (body.get("sampling_params") or body).get("sampling_seed", body.get("seed"))
+        for path, body in fake.asked
+        if path in ("/generate", "/v1/completions")
+    ]
+    assert len(set(seeds[-15:])) == 15
+    if fake.kind == "vllm":
+        salts = [body["cache_salt"] for path, body in fake.asked if path == "/v1/completions"]
+        assert set(salts[-45:]) == {"quatrain 4"}
+
+
+def once(answer):
+    """The fault of the first request alone."""
+    left = [answer]
+    return lambda body: left.pop() if left else None
+
+
+def after_the_probe(fake, fault):
+    """A fault of requests for groups: the probe has no group's prompt."""
+    ids = [prompt.input_ids.tolist() for prompt in PROMPTS]
+
+    def on_groups(body):
+        prompt = body.get("prompt", body.get("input_ids"))
+        return fault(body) if prompt in ids else None
+
+    fake.faults["/v1/completions"] = fake.faults["/generate"] = on_groups
+
+
+@pytest.mark.parametrize("answer", [(500, {"error": "out of memory"}), "reset"], ids=["500", "reset"])
+def test_a_failed_request_costs_time_and_no_group(fake, rules, small_arch, small_params, tmp_path, answer):
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS, step=3)
+        after_the_probe(fake, once(answer))
+        batch = fleet.generate(PROMPTS, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert batch.metrics["fleet/restarts"].result() == 1
+
+
+def test_a_restarted_server_has_other_weights_and_is_loaded_again(
+    fake, rules, small_arch, small_params, tmp_path
+):
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS, step=3)
+        fake.label = "default"
+        batch = fleet.generate(PROMPTS, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert fake.label == "4"
+        fake.label = "3"  # another run has loaded its weights
+        batch = fleet.generate(PROMPTS, step=3)
+        assert fake.label == "4"
+        assert batch.metrics["fleet/stale_groups"].result() >= 1
+
+
+def test_a_refused_group_ends_the_run_by_name(fake, rules, small_arch, small_params, tmp_path):
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        after_the_probe(fake, lambda body: (400, {"error": {"message": "prompt too long"}}))
+        with pytest.raises(GroupFailed, match="prompt too long"):
+            fleet.generate(PROMPTS[:1], step=3)
+
+
+def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch, small_params, tmp_path):
+    load = "/collective_rpc" if fake.kind == "vllm" else "/update_weights_from_disk"
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=2.0) as fleet:
+        fake.faults[load] = lambda body: (500, {"error": "no such file"})
+        fleet.sync_weights(small_params, 4)
+        with pytest.raises(CrewLost, match=r"status 500.*no such file"):
+            fleet.generate(PROMPTS, step=3)
+        assert not fake.paused
+
+
+def test_a_load_that_never_returns_ends_at_its_deadline(vllm, rules, small_arch, small_params, tmp_path):
+    asleep = threading.Event()
+    vllm.faults["/collective_rpc"] = once_then(lambda: asleep.wait(20))
+    with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
+        fleet.sync_weights(small_params, 4)
+        began = time.monotonic()
+        fleet.generate(PROMPTS, step=3)
+        assert time.monotonic() - began < 10
+        assert not vllm.paused
+        asleep.set()
+
+
+def once_then(action):
+    left = [action]
+
+    def fault(body):
+        if left:
+            left.pop()()
+
+    return fault
+
+
+def without(*names):
+    """A choice without these fields."""
+
+    def fault(body):
+        fields = {"token_ids": [8, 9], "logprobs": {"token_logprobs": [-1.0, -1.0]}}
+        choice = {"text": "a b", "finish_reason": "length", **fields}
+        return 200, {"choices": [{name: value for name, value in choice.items() if name not in names}]}
+
+    return fault
+
+
+def replaced(**fields):
+    choice = {"text": "a b", "finish_reason": "length", "token_ids": [8, 9]}
+    choice["logprobs"] = {"token_logprobs": [-1.0, -1.0]}
+    return lambda body: (200, {"choices": [{**choice, **fields}]})
+
+
+BAD_SERVERS = {
+    "text only": ({"/v1/completions": without("token_ids")}, "text without token ids"),
+    "no log-probabilities": ({"/v1/completions": without("logprobs")}, "no log-probabilities"),
+    "too few": (
+        {"/v1/completions": replaced(logprobs={"token_logprobs": [-1.0]})},
+        "a log-probability for each token",
+    ),
+    "above 0": (
+        {"/v1/completions": replaced(logprobs={"token_logprobs": [-1.0, 0.5]})},
+        "each a number of at most 0",
+    ),
+    "null": (
+        {"/v1/completions": replaced(logprobs={"token_logprobs": [None, -1.0]})},
+        "each a number of at most 0",
+    ),
+    "ids out of range": ({"/v1/completions": replaced(token_ids=[8, 10**7])}, "below the vocabulary's size"),
+    "another vocabulary": (
+        {"/v1/completions": replaced(prompt_token_ids=[1, 2, 3])},
+        "its tokenizer must be that of training",
+    ),
+    "no answer": ({"/v1/completions": lambda body: (200, {"hello": 1})}, "is no completion"),
+    "no weight verbs": (
+        {"/weight_info": lambda body: (404, {"detail": "Not Found"})},
+        "VLLM_SERVER_DEV_MODE=1",
+    ),
+    "refuses": (
+        {"/v1/models": lambda body: (401, {"error": {"message": "no key"}})},
+        "refused a question.*no key",
+    ),
+    "another server": (
+        {"/version": lambda body: (404, ""), "/get_model_info": lambda body: (404, "")},
+        "no server of `quatrain serve`, vLLM or SGLang",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SERVERS)
+def test_a_server_that_cannot_serve_is_refused_at_the_start(vllm, rules, name):
+    faults, message = BAD_SERVERS[name]
+    vllm.faults |= faults
+    with listening(vllm) as url, pytest.raises(WorkerRefused, match=message) as error:
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+    assert url in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unprocessed_log_probabilities_are_refused(vllm, rules):
+    vllm.logprob = lambda temperature: -2.0
+    with (
+        listening(vllm) as url,
+        pytest.raises(WorkerRefused, match=r"after temperature.*--logprobs-mode processed_logprobs"),
+    ):
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+
+
+def test_nobody_answers(rules, small_arch, small_params, tmp_path):
+    with fleet_of(["http://127.0.0.1:9"], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
+        fleet.sync_weights(small_params, 4)
+        with pytest.raises(CrewLost, match=r"GET /version failed: ConnectError"):
+            fleet.generate(PROMPTS, step=3)
