@@ -459,6 +459,7 @@ class RolloutConfig(Section):
     )
     servers: tuple[Url, ...] = Field(
         (),
+        strict=False,
         description="Addresses of inference servers that sample in place of this run's devices, e.g. "
         "`[http://gpu1:8000]`: `quatrain serve`, vLLM or SGLang: [servers.md](servers.md).",
     )
@@ -850,8 +851,8 @@ class UpdateConfig(Section):
         "training step, another engine, or weights rounded otherwise: the policy loss of a token is "
         "multiplied by the ratio of the two probabilities, at most `update.correction_cap` (`truncate`), "
         "or by 0 where the ratio is above the cap or below its inverse (`mask`); derived: `truncate` if "
-        "`rollout.max_staleness` is above 0, `rollout.servers` is set or `model.dtype` is bfloat16, but `none` with "
-        "`update.old_logprobs: rollout` and with a sampling filter; else `none`.",
+        "`rollout.max_staleness` is above 0, `rollout.servers` is set or `model.dtype` is bfloat16, but "
+        "`none` with `update.old_logprobs: rollout` and with a sampling filter; else `none`.",
     )
     correction_cap: float = Field(
         2.0, ge=1, description="Bound of the ratio of probabilities in `update.correction`."
