@@ -5,7 +5,7 @@ ORACLES ?= .venv-oracles
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 
-.PHONY: help setup train test test-slow test-browser test-hlo check bench docs smollm2 oracles
+.PHONY: help setup train test test-slow test-browser test-hlo test-vllm check bench docs smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -33,6 +33,10 @@ test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chrom
 test-hlo: $(STAMP) ## compile for an H100 and a TPU v5e, without either, and check counts (installs 800 MB into .hlo/)
 	$(BIN)/python scripts/install_compilers.py
 	$(BIN)/python -m pytest -m hlo tests/hlo -rs --durations=5
+
+test-vllm: $(STAMP) ## train with a real vLLM on this CPU (installs 4 GB into .vllm/; needs make smollm2)
+	$(BIN)/python scripts/install_vllm.py
+	$(BIN)/python -m pytest -m vllm tests/vllm -rs -s --durations=5
 
 check: $(STAMP) ## run linter, format check, type checker and the check of import directions
 	$(BIN)/ruff check .

@@ -39,6 +39,7 @@ NEEDS = {
     "--coordinator": "two hosts; tests/multihost runs several processes",
     "path=Qwen/": "the Hub; tests/models loads models from local folders and GGUF files",
     "rollout.workers": "the extra `ray`; tests/slow/test_ray_workers.py trains with workers",
+    "rollout.servers": "servers; tests/serve and tests/vllm train with some",
     "quatrain serve": "clients, until it is stopped; tests/serve asks its server",
     "--serve": "a reader, until it is stopped; tests/report asks its server",
 }

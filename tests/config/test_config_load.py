@@ -265,6 +265,27 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
         ),
         ("rollout.weights_dir=/tmp/w", "rollout.weights_dir has no effect without rollout.workers"),
         (
+            "rollout.servers=[http://a:1] rollout.workers=1",
+            "rollout.servers must be empty with rollout.workers",
+        ),
+        (
+            "rollout.servers=[http://a:1,http://a:1]",
+            "rollout.servers must name each server once",
+        ),
+        (
+            "rollout.servers=[http://a:1] rollout.max_staleness=1 rollout.in_flight=true",
+            "rollout.in_flight must be false with rollout.workers and rollout.servers",
+        ),
+        (
+            "rollout.servers=[http://a:1] rollout.top_p=0.9",
+            "rollout.servers must be empty with rollout.top_p",
+        ),
+        (
+            "rollout.servers=[http://a:1] rollout.environment=game.py:Game",
+            "rollout.servers must be empty with rollout.environment",
+        ),
+        ("rollout.servers=[gpu1:8000]", "rollout.servers"),
+        (
             "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",
             "rollout.weights_dir must be null with lora.rank",
         ),
