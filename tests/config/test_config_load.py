@@ -284,7 +284,7 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.servers=[http://a:1] rollout.environment=game.py:Game",
             "rollout.servers must be empty with rollout.environment",
         ),
-        ("rollout.servers=[gpu1:8000]", "rollout.servers"),
+        ("rollout.servers=[gpu1:8000]", "rollout.servers.0 must be an address such as http://host:8000"),
         (
             "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",
             "rollout.weights_dir must be null with lora.rank",

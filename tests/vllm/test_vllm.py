@@ -27,6 +27,7 @@ CONFIG = ROOT / "configs" / "gsm8k_smollm2_cpu.yaml"
 SETTINGS = (
     "data.train=builtin:arithmetic",
     "data.eval=builtin:arithmetic",
+    "data.question_column=null",
     "data.batch_size=4",
     "rollout.n=8",
     "rollout.max_new_tokens=48",

@@ -38,11 +38,18 @@ def _fits_32_bits(count: int) -> int:
     return count
 
 
+def _is_address(text: str) -> str:
+    if not _ADDRESS.fullmatch(text):
+        raise PydanticCustomError("address", "must be an address such as http://host:8000")
+    return text
+
+
+_ADDRESS = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
 Count = Annotated[int, Field(ge=1), AfterValidator(_fits_32_bits)]
 NonNegative = Annotated[int, Field(ge=0), AfterValidator(_fits_32_bits)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(min_length=1)]
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(?:/[^\s?#]*)?$")]
+Url = Annotated[str, AfterValidator(_is_address)]
 # Random keys are created from 32 bits: a larger seed would silently act like a smaller one.
 LARGEST_SEED = 2**32 - 1
 MAX_STALENESS = 64

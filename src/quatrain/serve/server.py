@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import uvicorn
+
 from quatrain.config.schema import Config
 from quatrain.models.architecture import Architecture
 from quatrain.policy import LoadedPolicy, load_policy
@@ -31,8 +33,6 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
     `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
     machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
     """
-    import uvicorn
-
     token = os.environ.get(TOKEN) or None
     local = _is_loopback(host)
     if token is None and not local:
