@@ -127,7 +127,7 @@ class Fake:
     def __init__(self, kind, tokenizer, vocab_size):
         self.kind, self.tokenizer, self.vocab_size = kind, tokenizer, vocab_size
         self.faults, self.asked, self.label, self.paused = {}, [], "default", False
-        self.logprob = lambda temperature: -math.log(vocab_size)
+        self.logprob = lambda temperature: -math.log(vocab_size) if temperature > 0.1 else 0.0
 
     def answer(self, method, path, body):
         self.asked.append((path, body))
@@ -228,8 +228,11 @@ def listening(fake):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # of connections; one too many would be reset
+        daemon_threads = True
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -316,6 +319,14 @@ def test_a_restarted_server_has_other_weights_and_is_loaded_again(
         batch = fleet.generate(PROMPTS, step=3)
         assert fake.label == "4"
         assert batch.metrics["fleet/stale_groups"].result() >= 1
+
+
+def test_answers_that_become_unusable_end_the_run_by_name(vllm, rules, small_arch, small_params, tmp_path):
+    with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        after_the_probe(vllm, without("logprobs"))
+        with pytest.raises(WorkerRefused, match=f"vLLM at {url}: it returns no log-probabilities"):
+            fleet.generate(PROMPTS, step=3)
 
 
 def test_a_refused_group_ends_the_run_by_name(fake, rules, small_arch, small_params, tmp_path):

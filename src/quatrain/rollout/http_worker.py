@@ -32,8 +32,9 @@ CONTROL_S = 60.0
 """Longest wait for the answer to a question that costs a server nothing."""
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46"
 PROBE_TOKENS = 8
-PROBE_TEMPERATURE = 100.0
-"""Then all tokens are about equally likely, which unprocessed log-probabilities do not show."""
+PROBE_TEMPERATURE = 0.01
+"""Then the likeliest token is nearly certain, which unprocessed log-probabilities do not show."""
+PROBE_GAP = 0.02
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,9 @@ class HttpWorker:
         except Refusal as error:
             self._finish(FinishedGroup(spec.number, error=f"{self.name} refused it: {error}"))
         except Exception as error:
+            named = WorkerRefused(f"{self.name}: {error}") if isinstance(error, WorkerRefused) else error
             with self._changed:
-                self._error = self._error or error
+                self._error = self._error or named
                 self._changed.notify_all()
         else:
             samples = [(spec.prompt, self._stamped(each, min(before, after))) for each in completions]
@@ -265,15 +267,14 @@ class HttpWorker:
         self._probed(asked._replace(prompt=ids))
         if rules.sampling.temperature == 1:
             return
-        hot = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
-        logprobs = self._probed(asked._replace(prompt=ids, sampling=hot)).logprobs
-        even = -math.log(rules.vocab_size)
-        if abs(float(np.mean(logprobs)) - even) > 1:
+        cold = Sampling(n=1, max_new_tokens=PROBE_TOKENS, temperature=PROBE_TEMPERATURE)
+        median = float(np.median(self._probed(asked._replace(prompt=ids, sampling=cold)).logprobs))
+        if median < -PROBE_GAP:
             raise WorkerRefused(
                 "its log-probabilities must be those of the distribution that tokens are drawn from, after "
-                f"temperature and filters: at temperature {PROBE_TEMPERATURE:g} they are "
-                f"{np.mean(logprobs):.1f} on average, where about {even:.1f} is expected; start vLLM with "
-                "--logprobs-mode processed_logprobs, or set rollout.temperature to 1"
+                f"temperature and filters: at temperature {PROBE_TEMPERATURE:g} their median is "
+                f"{median:.2f}, where about 0 is expected; start vLLM with --logprobs-mode processed_logprobs, or set "
+                "rollout.temperature to 1"
             )
 
     def _probed(self, asked: Asked) -> Answer:
