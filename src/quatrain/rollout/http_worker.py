@@ -273,8 +273,8 @@ class HttpWorker:
             raise WorkerRefused(
                 "its log-probabilities must be those of the distribution that tokens are drawn from, after "
                 f"temperature and filters: at temperature {PROBE_TEMPERATURE:g} their median is "
-                f"{median:.2f}, where about 0 is expected; start vLLM with --logprobs-mode processed_logprobs, or set "
-                "rollout.temperature to 1"
+                f"{median:.2f}, where about 0 is expected; start vLLM with --logprobs-mode "
+                "processed_logprobs, or set rollout.temperature to 1"
             )
 
     def _probed(self, asked: Asked) -> Answer:
