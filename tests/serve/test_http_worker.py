@@ -154,9 +154,11 @@ class Fake:
             self.paused = path == "/pause"
             return 200, {"status": path}
         if path == "/collective_rpc":
+            if body["method"] == "quatrain_extension":
+                return 200, {"results": ["Reload"]}
             assert self.paused
-            assert body["method"] == "reload_weights"
-            self.loaded = body["kwargs"]["weights_path"]
+            assert body["method"] == "load_quatrain_weights"
+            self.loaded = body["kwargs"]["path"]
             return 200, {"results": [None]}
         if path == "/reset_prefix_cache":
             return 200, ""
@@ -337,10 +339,14 @@ def test_a_refused_group_ends_the_run_by_name(fake, rules, small_arch, small_par
             fleet.generate(PROMPTS[:1], step=3)
 
 
+def failing_load(body):
+    return None if body.get("method") == "quatrain_extension" else (500, {"error": "no such file"})
+
+
 def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch, small_params, tmp_path):
     load = "/collective_rpc" if fake.kind == "vllm" else "/update_weights_from_disk"
     with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=2.0) as fleet:
-        fake.faults[load] = lambda body: (500, {"error": "no such file"})
+        fake.faults[load] = failing_load
         fleet.sync_weights(small_params, 4)
         with pytest.raises(CrewLost, match=r"status 500.*no such file"):
             fleet.generate(PROMPTS, step=3)
@@ -349,7 +355,8 @@ def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch,
 
 def test_a_load_that_never_returns_ends_at_its_deadline(vllm, rules, small_arch, small_params, tmp_path):
     asleep = threading.Event()
-    vllm.faults["/collective_rpc"] = once_then(lambda: asleep.wait(20))
+    sleep_once = once_then(lambda: asleep.wait(20))
+    vllm.faults["/collective_rpc"] = lambda body: sleep_once(body) if "kwargs" in body else None
     with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
         fleet.sync_weights(small_params, 4)
         began = time.monotonic()
@@ -410,6 +417,10 @@ BAD_SERVERS = {
     "no weight verbs": (
         {"/weight_info": lambda body: (404, {"detail": "Not Found"})},
         "VLLM_SERVER_DEV_MODE=1",
+    ),
+    "no worker extension": (
+        {"/collective_rpc": lambda body: (500, {"error": "no such method"})},
+        "--worker-extension-cls quatrain.rollout.vllm_extension.Reload",
     ),
     "refuses": (
         {"/v1/models": lambda body: (401, {"error": {"message": "no key"}})},

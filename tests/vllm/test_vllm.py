@@ -79,7 +79,13 @@ def vllm(folder, tmp_path):
         command += ["--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager", *arguments]
         # On a CPU, vLLM 0.32 fails if a prompt of a request with a seed is computed in chunks.
         command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]
-        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command += ["--worker-extension-cls", "quatrain.rollout.vllm_extension.Reload"]
+        own = {
+            "PYTHONPATH": str(ROOT / "src"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
         with (tmp_path / "vllm.log").open("w") as log:
             process = subprocess.Popen(

@@ -18,6 +18,8 @@ from quatrain.rollout.worker import WorkerLost, WorkerRefused
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """The environment in which vLLM has the paths that change weights."""
+EXTENSION = "--worker-extension-cls quatrain.rollout.vllm_extension.Reload"
+"""The option with which vLLM has the method that loads them."""
 
 
 class Answer(NamedTuple):
@@ -197,7 +199,7 @@ class Vllm(Completions):
         }
 
     def prepare(self, call: Call) -> None:
-        """The development mode is on."""
+        """The development mode is on, and the server has the worker extension."""
         try:
             call("GET", "/weight_info")
             call("POST", "/resume", {})
@@ -206,11 +208,18 @@ class Vllm(Completions):
                 f"it has no way to change its weights ({refusal}); start vLLM with {DEV_MODE} in its "
                 "environment, vLLM 0.32 or newer"
             ) from refusal
+        try:
+            call("POST", "/collective_rpc", {"method": "quatrain_extension"})
+        except (Refusal, WorkerLost) as error:
+            raise WorkerRefused(
+                f"it has no worker extension that loads weights ({error}); start vLLM with {EXTENSION} and "
+                "with quatrain's package in its PYTHONPATH"
+            ) from error
 
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
         """Pauses, loads in place, forgets cached keys and values, labels, and goes on."""
         with _paused(call, "/pause", "/resume", params={"mode": "keep"}):
-            body = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout_s}
+            body = {"method": "load_quatrain_weights", "kwargs": {"path": path}, "timeout": timeout_s}
             call("POST", "/collective_rpc", body, timeout_s=timeout_s)
             call("POST", "/reset_prefix_cache", {}, timeout_s=timeout_s)
             call("POST", "/update_weight_version", {"new_version": str(version)})
