@@ -377,9 +377,17 @@ def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:
 
 
 def local_engine(
-    config: Config, loaded: LoadedPolicy, *, on_progress: OnProgress | None = None, usual_prompt: int = 1
+    config: Config,
+    loaded: LoadedPolicy,
+    *,
+    on_progress: OnProgress | None = None,
+    usual_prompt: int = 1,
+    own_sampling: bool = False,
 ) -> RolloutEngine:
-    """The rollout engine on devices of this run, with the parameters of `build_engine`."""
+    """The rollout engine on devices of this run, with the parameters of `build_engine`.
+
+    With `own_sampling`, each sequence has a sampling of its own.
+    """
     return RolloutEngine(
         loaded.arch,
         config.rollout,
@@ -392,6 +400,7 @@ def local_engine(
         on_progress=on_progress,
         usual_prompt=usual_prompt,
         episodes=_episode_rules(config, loaded),
+        own_sampling=own_sampling,
     )
 
 

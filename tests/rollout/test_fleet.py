@@ -2,12 +2,12 @@
 
 import threading
 import time
-from contextlib import contextmanager
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_workers import Workers, lost, sample
+from fleets import closing
 
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.fleet import Fleet
@@ -31,7 +31,6 @@ class Tokenizer:
         return " ".join(map(str, tokens))
 
 
-@contextmanager
 def fleet_of(workers, timeout_s=5.0, **options):
     fleet = Fleet(
         workers.factories,
@@ -42,13 +41,7 @@ def fleet_of(workers, timeout_s=5.0, **options):
         timeout_s=timeout_s,
         **options,
     )
-    watch = threading.Timer(LIMIT_S, fleet.close)
-    watch.start()
-    try:
-        yield fleet
-    finally:
-        watch.cancel()
-        fleet.close()
+    return closing(fleet, LIMIT_S)
 
 
 def texts(prompts=PROMPTS, step=3, sampling=SAMPLING):

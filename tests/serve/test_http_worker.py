@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import jax
 import numpy as np
 import pytest
+from fleets import closing
 from servers import served, service_of
 
 from quatrain.config.schema import RolloutConfig
@@ -44,7 +45,6 @@ def rules(small_arch, tokenizer):
     return ServerRules(tokenizer, (0, 7), small_arch.vocab_size, 11, SAMPLING)
 
 
-@contextmanager
 def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
     factories = workers(addresses, rules, max_concurrency=None, timeout_s=timeout_s)
     fleet = Fleet(
@@ -56,13 +56,7 @@ def fleet_of(addresses, rules, folder, arch, timeout_s=20.0, **options):
         timeout_s=timeout_s,
         **options,
     )
-    watch = threading.Timer(LIMIT_S, fleet.close)
-    watch.start()
-    try:
-        yield fleet
-    finally:
-        watch.cancel()
-        fleet.close()
+    return closing(fleet, LIMIT_S)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,9 @@ import numpy as np
 
 from quatrain.rollout.crew import WorkerFactory
 from quatrain.rollout.interface import Completion, Sampling
-from quatrain.rollout.server_kinds import Answer, Asked, Refusal, ServerKind, kind_of, shortened
+from quatrain.rollout.server_kinds import TOKEN, Answer, Asked, Refusal, ServerKind, kind_of, shortened
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost, WorkerRefused
 
-TOKEN = "QUATRAIN_SERVE_TOKEN"
-"""The environment variable with the token that servers are sent, if it is set."""
 CONNECT_S = 10.0
 """Seconds in which a server must accept a connection."""
 CONTROL_S = 60.0
@@ -58,15 +56,6 @@ def workers(
     ]
 
 
-@dataclass
-class _Group:
-    """A group in the server: its samples so far, and the first error of a request."""
-
-    spec: GroupSpec
-    version: int
-    samples: dict[int, Completion] = field(default_factory=dict)
-
-
 class HttpWorker:
     """A `Worker` that is a server at `address`, which stays when the worker is closed.
 
@@ -78,7 +67,7 @@ class HttpWorker:
         self.name, self.num_slots = address, num_slots
         self._rules, self._timeout_s = rules, timeout_s
         self._changed = threading.Condition()
-        self._groups: dict[int, _Group] = {}
+        self._unfinished: set[int] = set()
         self._finished: list[FinishedGroup] = []
         self._error: Exception | None = None
         self._closed = False
@@ -97,7 +86,6 @@ class HttpWorker:
         try:
             self._kind: ServerKind = kind_of(self._call)
             self.name = f"{self._kind.name} at {address}"
-            self._kind.model(self._call)
             self._kind.prepare(self._call)
             self._probe()
         except BaseException as error:
@@ -119,7 +107,7 @@ class HttpWorker:
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
         """Asks for each sample of each group."""
         with self._changed:
-            self._groups |= {spec.number: _Group(spec, version) for spec in groups}
+            self._unfinished |= {spec.number for spec in groups}
         for spec in groups:
             asyncio.run_coroutine_threadsafe(self._sample_group(spec, version), self._loop)
 
@@ -134,7 +122,7 @@ class HttpWorker:
 
     def state(self) -> State:
         """Busy as long as requests are unanswered, each of which has its deadline."""
-        return "busy" if self._groups else "idle"
+        return "busy" if self._unfinished else "idle"
 
     def close(self) -> None:
         """Takes back the requests; the server frees their slots."""
@@ -192,7 +180,7 @@ class HttpWorker:
 
     def _finish(self, group: FinishedGroup) -> None:
         with self._changed:
-            self._groups.pop(group.number, None)
+            self._unfinished.discard(group.number)
             self._finished.append(group)
             self._changed.notify_all()
 
@@ -289,7 +277,7 @@ def _value(response: httpx.Response) -> Any:
     if response.status_code >= 500:
         raise WorkerLost(f"it answered with status {response.status_code}: {shortened(response.text)}")
     if response.status_code >= 400:
-        raise Refusal(response.status_code, f"status {response.status_code}, {shortened(_message(response))}")
+        raise Refusal(f"status {response.status_code}, {shortened(_message(response))}")
     if not response.content:
         return {}
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from quatrain.rollout.interface import Sampling
 from quatrain.rollout.worker import WorkerLost, WorkerRefused
 
+TOKEN = "QUATRAIN_SERVE_TOKEN"
+"""The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """The environment in which vLLM has the paths that change weights."""
 EXTENSION = "--worker-extension-cls quatrain.rollout.vllm_extension.Reload"
@@ -23,12 +26,11 @@ EXTENSION = "--worker-extension-cls quatrain.rollout.vllm_extension.Reload"
 
 
 class Answer(NamedTuple):
-    """A sampled sequence: ids, a log-probability for each, why it ended, its text as the server has it."""
+    """A sampled sequence: ids, a log-probability for each, and why it ended."""
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
-    text: str
     prompt_tokens: list[int] | int | None = None
     """The ids of the prompt, or their number, if the server says so."""
     versions: list[int] | None = None
@@ -54,10 +56,6 @@ Call = Callable[..., Any]
 class Refusal(Exception):
     """A server answered a request with a status of 400 to 499."""
 
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
 
 class ServerKind(Protocol):
     """Requests of one kind of server; `call` of each method is the worker's, and blocks."""
@@ -70,10 +68,6 @@ class ServerKind(Protocol):
 
     def read(self, value: Any) -> Answer:
         """The answer to such a request; raises WorkerRefused if ids or log-probabilities are missing."""
-        ...
-
-    def model(self, call: Call) -> str:
-        """The name of the served model."""
         ...
 
     def prepare(self, call: Call) -> None:
@@ -93,16 +87,15 @@ class ServerKind(Protocol):
 
 
 @dataclass
-class Completions:
+class Completions(ABC):
     """What quatrain's server and vLLM share: OpenAI's completions, with ids."""
 
     name: str
     model_name: str = ""
 
-    def model(self, call: Call) -> str:
-        """The first model that the server lists."""
+    def prepare(self, call: Call) -> None:
+        """Requests name the first model that the server lists."""
         self.model_name = str(call("GET", "/v1/models")["data"][0]["id"])
-        return self.model_name
 
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
         """A completion of ids."""
@@ -121,15 +114,15 @@ class Completions:
             **self.own_fields(asked, stop_ids),
         }
 
+    @abstractmethod
     def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """Fields of this kind of server alone."""
-        raise NotImplementedError
 
     def read(self, value: Any) -> Answer:
         """The only choice."""
         try:
             choice = value["choices"][0]
-            text, reason = str(choice["text"]), str(choice["finish_reason"])
+            reason = str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError) as error:
             raise WorkerRefused(f"its answer is no completion: {shortened(value)}") from error
         tokens, named = choice.get("token_ids"), choice.get("logprobs")
@@ -145,7 +138,7 @@ class Completions:
                 "(vLLM: --max-logprobs of at least 1)"
             )
         given = choice.get("prompt_token_ids")
-        return Answer(tokens, logprobs, reason, text, given, choice.get("weight_versions"))
+        return Answer(tokens, logprobs, reason, given, choice.get("weight_versions"))
 
 
 @dataclass
@@ -166,11 +159,12 @@ class Quatrain(Completions):
 
     def prepare(self, call: Call) -> None:
         """Weights need the server's token."""
+        super().prepare(call)
         try:
             call("POST", "/resume", {})
         except Refusal as refusal:
             raise WorkerRefused(
-                f"it does not let this run change its weights: {refusal}; start it with QUATRAIN_SERVE_TOKEN "
+                f"it does not let this run change its weights: {refusal}; start it with {TOKEN} "
                 "set, and this run with the same value"
             ) from refusal
 
@@ -200,6 +194,7 @@ class Vllm(Completions):
 
     def prepare(self, call: Call) -> None:
         """The development mode is on, and the server has the worker extension."""
+        super().prepare(call)
         try:
             call("GET", "/weight_info")
             call("POST", "/resume", {})
@@ -236,10 +231,6 @@ class Sglang:
     name: str = "SGLang"
     _info: str = "/get_model_info"
 
-    def model(self, call: Call) -> str:
-        """The path that it was started with."""
-        return str(call("GET", self._info)["model_path"])
-
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
         """Ids, or for the probe a text."""
         sampling = asked.sampling
@@ -261,7 +252,7 @@ class Sglang:
         """Ids and log-probabilities are pairs."""
         try:
             meta = value["meta_info"]
-            reason, text = str(meta["finish_reason"]["type"]), str(value["text"])
+            reason = str(meta["finish_reason"]["type"])
             prompt_tokens = int(meta["prompt_tokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise WorkerRefused(f"its answer is none of SGLang's: {shortened(value)}") from error
@@ -271,7 +262,7 @@ class Sglang:
         logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         label = str(meta.get("weight_version", ""))
         versions = [int(label)] * len(tokens) if label.isdecimal() else None
-        return Answer(tokens, logprobs, reason, text, prompt_tokens, versions)
+        return Answer(tokens, logprobs, reason, prompt_tokens, versions)
 
     def prepare(self, call: Call) -> None:
         """It labels its weights, and goes on if it was left paused."""

@@ -28,13 +28,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain.data.tokenizer import render
+from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
 from quatrain.serve.service import Progress, Service, ServiceFailed
 from quatrain.serve.text import TextStream
 from quatrain.types import Prompt
 
-TOKEN = "QUATRAIN_SERVE_TOKEN"
-"""The environment variable with the token that requests must bring as `Authorization: Bearer TOKEN`."""
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""
 LOOK_S = 0.5
@@ -52,18 +51,10 @@ class _Choice:
     text: TextStream
     prompt_ids: Sequence[int]
     progress: list[Progress] = field(default_factory=list)
-    content: str = ""
-
-    def add(self, progress: Progress) -> str:
-        """The text that this adds."""
-        self.progress.append(progress)
-        new = self.text.push(progress.tokens, finished=progress.finish_reason is not None)
-        self.content += new
-        return new
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(progress.tokens) for progress in self.progress)
+    def tokens(self) -> list[int]:
+        return [token for progress in self.progress for token in progress.tokens]
 
 
 class Api:
@@ -249,7 +240,7 @@ class Api:
             )
         async with self._events(queued, request.is_disconnected) as events:
             async for number, progress in events:
-                choices[number].add(progress)
+                choices[number].progress.append(progress)
         return JSONResponse(answer.whole(self._service.version))
 
     async def _stream(self, answer: _Answer, queued: _Queued) -> AsyncIterator[str]:
@@ -341,8 +332,9 @@ class _Answer:
         """The answer to a request without a stream."""
         choices = []
         for index, choice in enumerate(self._choices):
-            message = {"message": {"role": "assistant", "content": choice.content}}
-            said = message if self._is_chat else {"text": choice.content}
+            content = choice.text.push(choice.tokens, finished=True)
+            message = {"message": {"role": "assistant", "content": content}}
+            said = message if self._is_chat else {"text": content}
             choices.append({"index": index, **said, **self._facts(choice, choice.progress)})
         kind = "chat.completion" if self._is_chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
@@ -358,7 +350,8 @@ class _Answer:
     def part(self, number: int, progress: Progress) -> dict[str, Any]:
         """The event of a sequence's progress."""
         choice = self._choices[number]
-        new = choice.add(progress)
+        choice.progress.append(progress)
+        new = choice.text.push(progress.tokens, finished=progress.finish_reason is not None)
         said = {"delta": {"content": new}} if self._is_chat else {"text": new}
         first = len(choice.progress) == 1
         return self._chunk([{"index": number, **said, **self._facts(choice, [progress], prompt=first)}])
@@ -403,7 +396,7 @@ class _Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        sampled = sum(choice.num_tokens for choice in self._choices)
+        sampled = sum(len(choice.tokens) for choice in self._choices)
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": sampled,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -108,14 +109,9 @@ class _Request(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    @abstractmethod
     def wanted_tokens(self) -> int | None:
         """The most tokens of a completion, if the request says so."""
-        raise NotImplementedError
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probability of each token."""
-        raise NotImplementedError
 
     def sequences(self, lengths: Sequence[int], max_positions: int) -> list[OwnSampling]:
         """The sampling of each completion, of prompts of these `lengths`: those of a prompt adjacent.

@@ -16,9 +16,10 @@ import uvicorn
 
 from quatrain.config.schema import Config
 from quatrain.models.architecture import Architecture
-from quatrain.policy import LoadedPolicy, load_policy
+from quatrain.policy import LoadedPolicy, load_policy, local_engine
 from quatrain.rollout.engine import RolloutEngine
-from quatrain.serve.api import TOKEN, Api
+from quatrain.rollout.server_kinds import TOKEN
+from quatrain.serve.api import Api
 from quatrain.serve.service import Service
 from quatrain.weights.hf import load_hf
 
@@ -71,17 +72,8 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
     changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.max_position, "max_staleness": 0}
-    engine = RolloutEngine(
-        loaded.arch,
-        config.rollout.model_copy(update=changes),
-        loaded.tokenizer,
-        stop_ids=loaded.stop_ids,
-        seed=config.seed,
-        dtype=config.model.dtype,
-        attention=loaded.attention,
-        mesh=loaded.meshes.rollout,
-        own_sampling=True,
-    )
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
+    engine = local_engine(served, loaded, own_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine
 
