@@ -66,22 +66,21 @@ MOVED = {r"(copy|slice)-start[.\d]*": (112, 192)}
 
 BUDGETS = {
     ("h100", "decode"): Budget((150, 150), LOGITS),
-    ("h100", "prefill"): Budget((70, 126)),
+    ("h100", "prefill"): Budget((81, 145)),
     ("h100", "head"): Budget((1180, 1512), HEAD),
     ("h100", "sampling"): Budget((150, 150)),
     ("h100", "gradient"): Budget((1950, 3300), HEAD | BLOCKS, copied_mib=(56, 96)),
     ("v5e", "decode"): Budget((154, 153), LOGITS, copied_mib=(32, 64)),
-    ("v5e", "prefill"): Budget((5, 73), copied_mib=(17, 52)),
+    ("v5e", "prefill"): Budget((15, 74), copied_mib=(17, 52)),
     ("v5e", "head"): Budget((844, 1275), HEAD | MOVED, copied_mib=(104, 89)),
     ("v5e", "sampling"): Budget((150, 150)),
-    ("v5e", "gradient"): Budget((2285, 4015), HEAD | BLOCKS | MOVED, copied_mib=(112, 192)),
+    ("v5e", "gradient"): Budget((2810, 4620), HEAD | MOVED, copied_mib=(256, 256)),  # masks as 32-bit numbers
 }
 
 
 def cases() -> list[Any]:
-    """Every program, but the gradient for a v5e in one size: it takes minutes to compile."""
-    pairs = [(*key, size) for key in BUDGETS for size in SIZES]
-    return [case for case in pairs if case != ("v5e", "gradient", "1.5B")]
+    """Every program, in both sizes."""
+    return [(*key, size) for key in BUDGETS for size in SIZES]
 
 
 @pytest.mark.parametrize(("target", "program", "size"), cases())
@@ -116,11 +115,17 @@ def test_unpacked_attention_has_no_loop(size, temporary_mib):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_attention_with_masks_has_no_loop(size):
+    """On a v5e: neither over blocks of keys nor over buffers."""
+    assert len(counts("v5e", "gradient", size)["loops"]) == 4
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_a_decode_step_has_so_many_kernels(size):
-    """In a layer, 12 of them for attention; and for the output head, sampling and counting."""
+    """In a layer, 11 of them for attention; and for the output head, sampling and counting."""
     one, two = (counts("h100", "decode", size, layers)["loops"][0]["kernels"] for layers in (1, 2))
     a_layer = two - one
-    assert a_layer <= (22 if size == "0.5B" else 23)
+    assert a_layer <= (21 if size == "0.5B" else 22)
     assert one - a_layer <= 22
 
 

@@ -13,6 +13,7 @@ x G.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +134,8 @@ def extend(
             values = values.at[rows_N1, :, columns_NT].set(v_BTKH.astype(values.dtype), mode="drop")
             own_keys, own_values = (jnp.take(x, continued.rows, axis=0, mode="clip") for x in (keys, values))
             q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
-            y_BTKGH, _ = _attend(q_BTKGH, own_keys, own_values, mask_NTS, arch.attention_softcap)
+            attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, arch.attention_softcap)
+            y_BTKGH = attended.sums / attended.total
             return y_BTKGH.reshape(B, T, heads, H).astype(q_BTNH.dtype), (keys, values)
 
         return attend
@@ -194,13 +196,10 @@ def decode(
             q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
             cap = arch.attention_softcap
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
-            y_prompt, total_prompt = (x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared)
-            y_generated, total_generated = (
-                x[:, 0] for x in _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
-            )
-            share = jax.nn.sigmoid(total_prompt - total_generated)[..., None]
-            y_BTNH = (y_prompt * share + y_generated * (1 - share)).reshape(1, B, N, H)
-            return y_BTNH.astype(q_BTNH.dtype), (keys, values)
+            own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
+            prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
+            y_BKGH = _over_both(prompt, _Attended(*(x[:, 0] for x in own)))
+            return y_BKGH.reshape(1, B, N, H).astype(q_BTNH.dtype), (keys, values)
 
         return attend
 
@@ -218,14 +217,31 @@ def decode(
     return hidden[0], CachePart.of_layers(new)
 
 
+class _Attended(NamedTuple):
+    """Attention over a set of keys before the division of the softmax, so that sets can be combined."""
+
+    sums: jax.Array
+    """[..., H] float32: values weighted by the exponentials of their scores less the peak."""
+    peak: jax.Array
+    """[..., 1] float32: the greatest score."""
+    total: jax.Array
+    """[..., 1] float32: the sum of the exponentials."""
+
+
+def _over_both(a: _Attended, b: _Attended) -> jax.Array:
+    """Attention [..., H] over two sets of keys."""
+    peak = jnp.maximum(a.peak, b.peak)
+    of_a, of_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
+    return (a.sums * of_a + b.sums * of_b) / (a.total * of_a + b.total * of_b)
+
+
 def _attend(
     q_RMKGH: jax.Array, k_RKHS: jax.Array, v_RKSH: jax.Array, mask_RMS: jax.Array, cap: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Attention [R, M, K, G, H] over one of the two caches, and the log of the softmax's denominator.
+) -> _Attended:
+    """Attention [R, M, K, G, H] over one of the two caches.
 
-    Results y1, y2 over two sets of keys, with logs t1, t2, are combined into attention over both sets as y1 *
-    sigmoid(t1 - t2) + y2 * sigmoid(t2 - t1). The queries of all M sequences that share a row of keys, and of
-    the G query heads that share a key/value head, are rows of one matrix product with these keys.
+    The queries of all M sequences that share a row of keys, and of the G query heads that share a key/value
+    head, are rows of one matrix product with these keys.
     """
     R, M, K, G, H = q_RMKGH.shape
     S = k_RKHS.shape[3]
@@ -242,5 +258,5 @@ def _attend(
         v_RKSH,
         preferred_element_type=jnp.float32,
     )
-    y = y_RKXH.reshape(R, K, M, G, H) / total
-    return y.swapaxes(1, 2), (peak + jnp.log(total))[..., 0].swapaxes(1, 2)
+    sums = y_RKXH.reshape(R, K, M, G, H)
+    return _Attended(*(x.swapaxes(1, 2) for x in (sums, peak, total)))

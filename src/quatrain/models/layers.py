@@ -235,7 +235,7 @@ def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0, lora_scale: flo
 
 def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
     """The second half of a gated MLP: down(activation(gate) * up)."""
-    gate, up = jnp.unstack(gate_up, axis=-2)
+    gate, up = jnp.split(gate_up.reshape(*gate_up.shape[:-2], -1), 2, axis=-1)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
     scale = arch.lora_scale
     return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows, lora_scale=scale)

@@ -164,6 +164,8 @@ def splash_masked_attention(
 
     Blocks of the mask without a true entry are skipped, forward and backward. Padding attends to itself, so
     that no row of scores is fully masked.
+
+    The kernel has a mask per head and none per row, so rows are its heads, and it is mapped over the heads.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -171,25 +173,21 @@ def splash_masked_attention(
     K, width = k_BTKH.shape[2], T + -T % BLOCK
     mask_BTT = _pad(_pad(mask_BTT, 1, width), 2, width)
     mask_BTT = mask_BTT | (jnp.eye(width, dtype=bool) & ~mask_BTT.any(axis=2, keepdims=True))
+    kernel = splash.make_splash_mha_single_device(
+        mask_BTT,
+        block_sizes=_splash_blocks(width),
+        attn_logits_soft_cap=cap,
+        interpret=interpret,
+    )
+
+    def one_head(q_BTH: jax.Array, k_BTH: jax.Array, v_BTH: jax.Array) -> jax.Array:
+        y_BTH: jax.Array = _with_dynamic_mask(kernel)(q_BTH, k_BTH, v_BTH)
+        return y_BTH
+
     q_BNTH, k_BKTH, v_BKTH = (_splash_heads(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     q_BKGTH = q_BNTH.reshape(B, K, N // K, *q_BNTH.shape[2:])
-
-    def one_row(mask_TT: jax.Array, q_KGTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array) -> jax.Array:
-        kernel = splash.make_splash_mha_single_device(
-            mask_TT[None],
-            block_sizes=_splash_blocks(width),
-            attn_logits_soft_cap=cap,
-            interpret=interpret,
-        )
-
-        def one_head(q_TH: jax.Array, k_TH: jax.Array, v_TH: jax.Array) -> jax.Array:
-            y_1TH: jax.Array = _with_dynamic_mask(kernel)(q_TH[None], k_TH[None], v_TH[None])
-            return y_1TH[0]
-
-        heads_of_key = jax.vmap(one_head, (0, None, None))
-        return jax.vmap(heads_of_key)(q_KGTH, k_KTH, v_KTH)
-
-    y_BKGTH = jax.lax.map(lambda row: one_row(*row), (mask_BTT, q_BKGTH, k_BKTH, v_BKTH))
+    heads_of_key = jax.vmap(one_head, (1, None, None), 1)
+    y_BKGTH = jax.vmap(heads_of_key, 1, 1)(q_BKGTH, k_BKTH, v_BKTH)
     return _from_splash(y_BKGTH.reshape(q_BNTH.shape), q_BTNH.shape)
 
 
