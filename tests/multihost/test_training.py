@@ -91,6 +91,17 @@ def test_two_processes_train_as_one_device_does(tmp_path, settings, alone, mesh,
     _assert_resumed_alone(tmp_path, settings, alone)
 
 
+@pytest.mark.slow
+def test_two_processes_train_adapters_as_one_device_does(tmp_path, settings):
+    adapters = (*settings, "lora.rank=4", "update.kl_coef=0.1")
+    alone = _train(tmp_path / "alone", adapters).run
+    assert (alone / "final" / "adapter" / "adapter_model.safetensors").is_file()
+    launched = _launch(tmp_path, adapters, "mesh=1,-1,1")
+    assert launched.returncode == 0, launched.stderr
+    _assert_same_run(tmp_path / "run", alone)
+    _assert_resumed_alone(tmp_path, adapters, alone)
+
+
 def _assert_same_run(run, alone):
     for step in range(1, STEPS + 1):
         _assert_same_samples(run, alone, step)
@@ -118,10 +129,11 @@ def _assert_resumed_alone(folder, settings, alone):
     shutil.rmtree(folder / "run" / "final")
     again = _train(folder, settings, resume="run").run
     _assert_same_samples(again, alone, STEPS + 1)
-    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (again, alone))
-    assert ours.keys() == theirs.keys()
-    for name, weights in theirs.items():
-        np.testing.assert_allclose(ours[name], weights, rtol=1e-5, atol=1e-5 * np.abs(weights).max())
+    for path in alone.glob("final/**/*.safetensors"):
+        ours, theirs = load_file(again / path.relative_to(alone)), load_file(path)
+        assert ours.keys() == theirs.keys()
+        for name, weights in theirs.items():
+            np.testing.assert_allclose(ours[name], weights, rtol=1e-5, atol=1e-5 * np.abs(weights).max())
 
 
 @pytest.mark.slow
