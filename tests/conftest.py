@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from compiling import CHEAP_COMPILATION
 
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.models.families import builtin_architecture
@@ -25,17 +26,6 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-CHEAP_COMPILATION = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
-"""Compiling is most of what the tests cost on a CPU; with these flags XLA takes about a third of the time.
-
-The programs compute the same up to rounding and run slower. Tests that count a program's bytes or operations
-compile it with `DEFAULT_FUSION` of `compiling.py`.
-"""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -135,6 +135,9 @@ def test_a_signal_that_is_sent_twice_at_once_is_one():
 
 def test_the_signals_of_a_forked_child_are_its_own():
     code = (
+        # Python 3.12 and later warn of a fork beside the thread of `Signals`.
+        "import warnings\n"
+        "warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)\n"
         "with Signals(lambda n: print('first', n, flush=True)):\n"
         "    child = os.fork()\n"
         "    if not child:\n        time.sleep(60)\n"
