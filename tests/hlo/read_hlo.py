@@ -56,9 +56,12 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """JAX's name of the operation, with the functions it was traced in; else its own name."""
+        """JAX's name of the operation, with the functions it was traced in; else its own name.
+
+        A traced function that runs as it is has the name `closed_call`, which is `eval_jaxpr` since JAX 0.12.
+        """
         found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else self.name
+        return found[1].replace("/eval_jaxpr/", "/closed_call/") if found else self.name
 
     def named(self, key: str) -> str | None:
         """The computation or the number that stands behind `key=`."""

@@ -1,8 +1,8 @@
 """Budgets of programs compiled for an H100 and a TPU v5e, neither of which is needed (`make test-hlo`).
 
 Each program is compiled in a process of its own, with two layers. The numbers are counts of the compiled
-program, not times; a change that lowers one lowers its budget here. `docs/performance.md` tells what they
-were before.
+program, not times; a change that lowers one lowers its budget here. The numbers are those of the pinned JAX's
+compilers: others differ by some percent. `docs/performance.md` tells what they were before.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ MOVED = {r"(copy|slice)-start[.\d]*": (112, 192)}
 
 BUDGETS = {
     ("h100", "decode"): Budget((150, 150), LOGITS),
-    ("h100", "prefill"): Budget((81, 145)),
+    ("h100", "prefill"): Budget((80, 144)),
     ("h100", "head"): Budget((1180, 1512), HEAD),
     ("h100", "sampling"): Budget((150, 150)),
     ("h100", "gradient"): Budget((1950, 3300), HEAD | BLOCKS, copied_mib=(56, 96)),
     ("v5e", "decode"): Budget((154, 153), LOGITS, copied_mib=(32, 64)),
-    ("v5e", "prefill"): Budget((15, 74), copied_mib=(17, 52)),
+    ("v5e", "prefill"): Budget((14, 73), copied_mib=(17, 52)),
     ("v5e", "head"): Budget((844, 1275), HEAD | MOVED, copied_mib=(104, 89)),
     ("v5e", "sampling"): Budget((150, 150)),
-    ("v5e", "gradient"): Budget((2810, 4620), HEAD | MOVED, copied_mib=(256, 256)),  # masks as 32-bit numbers
+    ("v5e", "gradient"): Budget((2804, 4613), HEAD | MOVED, copied_mib=(256, 256)),  # masks as 32-bit numbers
 }
 
 
