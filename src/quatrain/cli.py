@@ -601,7 +601,7 @@ def _print_placement(
 
     memory = None if device_memory is None else report.parse_bytes(device_memory)
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
-    if memory is not None and placed.peak > memory:
+    if memory is not None and placed.largest > memory:
         sentence = fit.remedy(_with_further(path, overrides), placed, devices=devices, processes=processes)
         placed = replace(placed, remedy=sentence)
     typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
