@@ -267,14 +267,14 @@ def build_engine(
     """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.
 
     It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
-    rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Raises ValueError if the
-    workers cannot be started.
+    rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Waits until each worker or
+    server has started; raises ValueError, which names it, if one fails to or cannot serve this run.
     """
     rollout = config.rollout
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     factories, publisher = _workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
-    return Fleet(
+    fleet = Fleet(
         factories,
         publisher,
         # Servers load whole models; quatrain's own workers have the base, and take adapters.
@@ -286,6 +286,12 @@ def build_engine(
         greedy_baseline=bool(rollout.greedy_baseline),
         on_progress=on_progress,
     )
+    try:
+        fleet.wait_for_start()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
 
 
 def _workers(

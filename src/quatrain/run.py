@@ -183,21 +183,21 @@ class Run:
         self.evaluator = Evaluator(config, self.loaded, self.scorer)
         self.warnings = self._try_rewards()
         """Of reward functions that fail on a made-up completion."""
-        self.engine = build_engine(
-            config,
-            self.loaded,
-            on_progress=self._show_decoding,
-            usual_prompt=self.prompts.usual_longest(config.data.batch_size),
-        )
         self.advantage = build_advantage(config)
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
-        self.ahead = self._ahead()
         self.best = self._best()
         self._check_profile_steps()
+        self.engine = build_engine(
+            config,
+            self.loaded,
+            on_progress=self._show_decoding,
+            usual_prompt=self.prompts.usual_longest(config.data.batch_size),
+        )
+        self.ahead = self._ahead()
         self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None

@@ -208,6 +208,48 @@ def test_without_workers_for_too_long_the_error_has_the_last_of_each():
         assert part in str(caught.value)
 
 
+def test_the_start_waits_for_each_worker():
+    slow = in_call("start", lambda worker: time.sleep(0.3))
+    first = in_call("start", lambda worker: lost("still loading"))
+    with fleet_of(Workers(3, {0: first, 1: slow})) as fleet:
+        fleet.wait_for_start()
+        assert len(fleet.workers) == 3
+        assert list(generate(fleet).completions) == texts()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_that_does_not_start_is_an_error_although_others_have(hangs, caplog):
+    asleep = threading.Event()
+
+    def fail():
+        if hangs:
+            asleep.wait(20)
+        lost("no route to host")
+
+    workers = Workers(2)
+    workers.factories = [workers.factories[0], fail]
+    began = time.monotonic()
+    with (
+        fleet_of(workers, timeout_s=0.5) as fleet,
+        pytest.raises(ValueError, match=r"1 of 2 did not within .* \(0.5 s\).*worker 1: no") as caught,
+    ):
+        fleet.wait_for_start()
+    asleep.set()
+    assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+    assert "worker 0" not in str(caught.value)
+    assert "groups are given to others" not in caplog.text
+
+
+def test_a_worker_that_refuses_the_run_at_its_start_ends_it():
+    def refuse(worker):
+        raise WorkerRefused("another vocabulary")
+
+    workers = Workers(2, {1: in_call("start", refuse)})
+    with fleet_of(workers) as fleet, pytest.raises(WorkerRefused, match="another vocabulary"):
+        fleet.wait_for_start()
+
+
 def test_a_worker_that_refuses_the_run_ends_it_at_once():
     def refuse(worker):
         raise WorkerRefused("the server returns no log-probabilities")

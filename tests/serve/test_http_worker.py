@@ -11,9 +11,12 @@ import jax
 import numpy as np
 import pytest
 from fleets import closing
+from runs import small_run
 from servers import served, service_of
 
+from quatrain import run
 from quatrain.config.schema import RolloutConfig
+from quatrain.data.tokenizer import load_tokenizer
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.fleet import Fleet
@@ -22,6 +25,7 @@ from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import Folder
 from quatrain.rollout.worker import WorkerRefused
+from quatrain.train import train
 from quatrain.types import Prompt
 
 TOKEN = "the-token-of-the-tests"
@@ -435,6 +439,29 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(vllm, rules, name):
         HttpWorker(url, rules, num_slots=None, timeout_s=10)
     assert url in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["text only", "no log-probabilities", "another vocabulary", "no weight verbs", "nobody"]
+)
+def test_a_run_with_a_server_that_cannot_serve_ends_before_its_warm_start(name, tmp_path, monkeypatch):
+    """With an error of the kind that configurations have, and nothing left behind."""
+    began = []
+    monkeypatch.setattr(run, "warm_start", lambda *args, **options: began.append(args))
+    tokenizer = load_tokenizer("builtin:tiny")
+    good, bad = (Fake("vllm", tokenizer, len(tokenizer)) for _ in range(2))
+    faults, message = BAD_SERVERS.get(name, ({}, "GET /version failed: ConnectError"))
+    bad.faults |= faults
+    with listening(good) as first, listening(bad) as second:
+        second = "http://127.0.0.1:9" if name == "nobody" else second
+        servers = (f"rollout.servers=[{first},{second}]", "rollout.timeout_s=2")
+        with pytest.raises(ValueError, match=message) as error:
+            train(small_run(tmp_path, "r", *servers))
+    assert second in str(error.value)
+    assert first not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not began
+    assert not list(tmp_path.iterdir())
 
 
 def test_unprocessed_log_probabilities_are_refused(vllm, rules):

@@ -476,7 +476,8 @@ class RolloutConfig(Section):
         gt=0,
         description="With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives "
         "no answer is lost and started anew (three times as many while it starts); also the deadline of "
-        "loading weights, and the longest time without any worker.",
+        "loading weights, the longest time without any worker, and that in which each must start before "
+        "training.",
     )
     weights_dir: Text | None = Field(
         None,

@@ -56,6 +56,8 @@ class _Post:
     term: int = 0
     """Counts the workers of this place; a thread whose term is over must not touch the table."""
     worker: Worker | None = None
+    started: bool = False
+    """Whether any worker of this place has started."""
     doing: str = ""
     """The call that runs."""
     began: float = 0.0
@@ -141,10 +143,7 @@ class Crew:
 
         To be called, with `changed` held, while waiting for groups.
         """
-        now = time.monotonic()
-        for post in self._posts:
-            if post.limit_s is not None and now - post.began > post.limit_s:
-                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
+        now = self._give_up_overdue()
         if self._none_since is not None and now - self._none_since > self._timeout_s:
             errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
             self._error = self._error or CrewLost(
@@ -153,6 +152,34 @@ class Crew:
             )
         if self._error is not None:
             raise self._error
+
+    def all_started(self) -> bool:
+        """Whether each worker has started, also if it was lost since.
+
+        To be called, with `changed` held, while waiting for the start. Raises the error by which the crew
+        cannot go on, and ValueError if a worker has failed to start for `timeout_s`.
+        """
+        late = self._give_up_overdue() - self._began > self._timeout_s
+        failed = [post for post in self._posts if late and post.last_error and not post.started]
+        if failed:
+            errors = "; ".join(f"{post.place}: {post.last_error}" for post in failed)
+            self._error = self._error or ValueError(
+                f"each rollout worker or server must start before training begins; {len(failed)} of "
+                f"{self.num_workers} did not within rollout.timeout_s ({self._timeout_s:g} s), the last "
+                f"error of each: {errors}; see why, correct rollout.workers or rollout.servers, or raise "
+                "rollout.timeout_s"
+            )
+        if self._error is not None:
+            raise self._error
+        return all(post.started for post in self._posts)
+
+    def _give_up_overdue(self) -> float:
+        """Gives up workers whose calls are overdue; the time now."""
+        now = time.monotonic()
+        for post in self._posts:
+            if post.limit_s is not None and now - post.began > post.limit_s:
+                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
+        return now
 
     def close(self) -> None:
         """Ends the workers; groups that they have are forgotten. May be called again."""
@@ -197,8 +224,9 @@ class Crew:
         with self.changed:
             if post.term != term:
                 raise _Ended
-            post.worker = worker
+            post.worker, post.started = worker, True
             self._none_since = None
+            self.changed.notify_all()
 
     def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
         version: int | None = None
@@ -305,12 +333,8 @@ class Crew:
         except GroupFailed as error:
             self._fail(error)
             return
-        logger.warning(
-            "rollout %s was lost: %s; %d groups are given to others, and it is started again",
-            name,
-            why,
-            regiven,
-        )
+        what = f"{regiven} groups are given to others, and it is" if post.started else "it is"
+        logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
         self._start_thread(post)
         self.changed.notify_all()
 

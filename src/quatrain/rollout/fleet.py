@@ -97,6 +97,22 @@ class Fleet:
         """The workers that are alive; none in other processes than the main one."""
         return self._crew.workers
 
+    def wait_for_start(self) -> None:
+        """Returns when each worker has started.
+
+        Raises `WorkerRefused` if one cannot serve this run, and ValueError if one has failed to start for
+        `timeout_s`.
+        """
+        decided_by_main(self._started)
+
+    def _started(self) -> bool:
+        with self._crew.changed:
+            while not self._crew.all_started():
+                if self._closed:
+                    raise RuntimeError("the fleet was closed while its workers were starting")
+                self._crew.changed.wait(LOOK_S)
+        return True
+
     def place(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
         began = time.perf_counter()

@@ -92,8 +92,8 @@ class HttpWorker:
             self.close()
             if isinstance(error, Refusal):
                 raise WorkerRefused(f"{self.name}: it refused a question: {error}") from error
-            if isinstance(error, WorkerRefused):
-                raise WorkerRefused(f"{self.name}: {error}") from error
+            if isinstance(error, WorkerRefused | WorkerLost):
+                raise type(error)(f"{self.name}: {error}") from error
             raise
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
