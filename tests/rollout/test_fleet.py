@@ -315,6 +315,33 @@ def test_new_weights_must_wait_for_the_groups_in_flight():
             fleet.sync_weights(PARAMS, 2)
         fleet.wait(ticket)
         fleet.sync_weights(PARAMS, 2)
+        assert set(fleet.generate(PROMPTS).policy_version.ravel().tolist()) <= {-1, 2}
+
+
+def test_a_version_is_published_once():
+    """An evaluation and the next step sample from the same weights; none is discarded that is in use."""
+    published, discarded = [], []
+
+    class Store(InMemory):
+        def publish(self, weights, version):
+            published.append(version)
+            return version
+
+        def discard(self, handle):
+            discarded.append(handle)
+
+    workers = Workers(1)
+    with closing(
+        Fleet(
+            workers.factories, Store(), sampling=SAMPLING, tokenizer=Tokenizer(), dtype="float32", timeout_s=5
+        ),
+        LIMIT_S,
+    ) as fleet:
+        for version in (0, 0, 0, 2, 2, 4):
+            assert list(generate(fleet, version).completions) == texts()
+    assert published == [0, 2, 4]
+    assert discarded == [0]
+    assert [version for _, version in workers.made[0].loaded] == [0, 2, 4]
 
 
 def test_tickets_may_be_waited_for_in_any_order_and_once():
