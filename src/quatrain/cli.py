@@ -550,7 +550,9 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)
-    settings = load_config(None, overrides or (), os.environ).config.run
+    # Other overrides may need the run's own configuration to be valid.
+    where = [each for each in overrides or () if each.partition("=")[0].strip().split(".")[0] == "run"]
+    settings = load_config(None, where, os.environ).config.run
     runs = Path(settings.dir)
     if run == "auto":
         from quatrain.report.run_dir import auto_run, checkpoint_steps
