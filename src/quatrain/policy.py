@@ -312,7 +312,8 @@ def _workers(
     )
     if rollout.weights_dir is None:
         return factories, publisher
-    return factories, Folder(rollout.weights_dir, loaded.arch, loaded.sampling)
+    folder = Folder(rollout.weights_dir, loaded.arch, loaded.sampling, on_close=publisher.close)
+    return factories, folder
 
 
 def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFactory], Publisher]:

@@ -292,6 +292,7 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.workers=1 placement.train=0 placement.rollout=1",
             "placement.rollout must be null with rollout.workers",
         ),
+        ("rollout.servers=[http://gpu1:99999]", "rollout.servers.0 must be an address such as http://host"),
         ("rollout.servers=[gpu1:8000]", "rollout.servers.0 must be an address such as http://host:8000"),
         (
             "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",

@@ -9,6 +9,7 @@ import pytest
 from fake_workers import Workers, lost, sample
 from fleets import closing
 
+from quatrain.rollout import crew
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
@@ -206,6 +207,17 @@ def test_without_workers_for_too_long_the_error_has_the_last_of_each():
     assert time.monotonic() - began < 10
     for part in ("alive for 1 s", "worker 0: no route to fake", "worker 1: no route to fake", "resume"):
         assert part in str(caught.value)
+
+
+def test_workers_that_start_and_never_load_end_the_run(monkeypatch):
+    monkeypatch.setattr(crew, "LONGEST_PAUSE_S", 0.05)
+    workers = Workers(2, {"all": in_call("load", lambda worker: lost("cannot read the weights"))})
+    began = time.monotonic()
+    with fleet_of(workers, timeout_s=0.5) as fleet:
+        fleet.wait_for_start()
+        with pytest.raises(CrewLost, match="cannot read the weights"):
+            generate(fleet)
+    assert time.monotonic() - began < 10
 
 
 def test_the_start_waits_for_each_worker():

@@ -24,7 +24,7 @@ from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import Folder
-from quatrain.rollout.worker import WorkerRefused
+from quatrain.rollout.worker import WorkerLost, WorkerRefused
 from quatrain.train import train
 from quatrain.types import Prompt
 
@@ -87,7 +87,7 @@ def test_tokens_and_weights_are_those_of_an_engine_in_process(
             np.testing.assert_array_equal(batch.finish_reason, expected.finish_reason)
             assert batch.completions == expected.completions
             assert batch.columns == expected.columns
-    assert not list((tmp_path / "weights").iterdir())
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_fleet_of_servers_survives_the_end_of_one(
@@ -351,6 +351,36 @@ def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch,
         assert not fake.paused
 
 
+def test_a_server_that_refuses_the_weights_ends_the_run_by_name(
+    fake, rules, small_arch, small_params, tmp_path
+):
+    """As one that has another model, or another file system; unless a newer version is there."""
+    load = "/collective_rpc" if fake.kind == "vllm" else "/update_weights_from_disk"
+
+    def refuses(body):
+        if body.get("method") == "quatrain_extension":
+            return None
+        return 400, {"error": {"message": "another architecture"}}
+
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fake.faults[load] = refuses
+        fleet.sync_weights(small_params, 4)
+        message = f"at {url}: it must load .*v000004: status 400, .*another architecture.*weights_dir"
+        with pytest.raises(WorkerRefused, match=message):
+            fleet.generate(PROMPTS, step=3)
+        worker = HttpWorker(url, rules, num_slots=None, timeout_s=10)
+        with pytest.raises(WorkerLost, match="did not load"):
+            worker.load(str(tmp_path / "v000001"), 1, 10)
+        worker.close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_asks_for_another_token_says_so(vllm, rules, status):
+    vllm.faults["/version"] = lambda body: (status, {"error": {"message": "no such key"}})
+    with listening(vllm) as url, pytest.raises(WorkerRefused, match=rf"{url}: it asks for a token.*_TOKEN"):
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+
+
 def test_a_load_that_never_returns_ends_at_its_deadline(vllm, rules, small_arch, small_params, tmp_path):
     asleep = threading.Event()
     sleep_once = once_then(lambda: asleep.wait(20))
@@ -426,7 +456,7 @@ BAD_SERVERS = {
     ),
     "another server": (
         {"/version": lambda body: (404, ""), "/get_model_info": lambda body: (404, "")},
-        "no server of `quatrain serve`, vLLM or SGLang",
+        "no server of `quatrain serve`, vLLM or SGLang.*which ends before /v1",
     ),
 }
 

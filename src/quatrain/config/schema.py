@@ -39,12 +39,14 @@ def _fits_32_bits(count: int) -> int:
 
 
 def _is_address(text: str) -> str:
-    if not _ADDRESS.fullmatch(text):
+    found = _ADDRESS.fullmatch(text)
+    if not found or int(found["port"] or 0) > LARGEST_PORT:
         raise PydanticCustomError("address", "must be an address such as http://host:8000")
     return text
 
 
-_ADDRESS = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
+LARGEST_PORT = 65535
 Count = Annotated[int, Field(ge=1), AfterValidator(_fits_32_bits)]
 NonNegative = Annotated[int, Field(ge=0), AfterValidator(_fits_32_bits)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -105,6 +105,7 @@ class Crew:
         self._closed, self._began = False, time.monotonic()
         self._restarts = self._stale = 0
         self._none_since: float | None = None
+        """Since when there is no worker that has loaded weights; one that starts may still fail to."""
         self._posts = [_Post(f"worker {number}", factory) for number, factory in enumerate(factories)]
         for post in self._posts:
             self._start_thread(post)
@@ -144,7 +145,8 @@ class Crew:
         To be called, with `changed` held, while waiting for groups.
         """
         now = self._give_up_overdue()
-        if self._none_since is not None and now - self._none_since > self._timeout_s:
+        since = self._none_since
+        if since is not None and not self.num_alive and now - since > self._timeout_s:
             errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
             self._error = self._error or CrewLost(
                 f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
@@ -225,7 +227,8 @@ class Crew:
             if post.term != term:
                 raise _Ended
             post.worker, post.started = worker, True
-            self._none_since = None
+            if self._weights is None:
+                self._none_since = None
             self.changed.notify_all()
 
     def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
@@ -260,6 +263,7 @@ class Crew:
             )
         with self.changed:
             self.load_s = max(self.load_s, time.monotonic() - began)
+            self._none_since = None
         return version
 
     def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
