@@ -376,16 +376,21 @@ def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
     )
     folder = Path(run)
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("seed: 9\nrun: {name: mine}\ndata: {eval: e.jsonl}\n")
+    (folder / "config.yaml").write_text(
+        "seed: 9\nrun: {name: mine}\ndata: {eval: e.jsonl}\nrollout: {workers: 2}\n"
+    )
     if run == "mine":
         Path("elsewhere").mkdir()
         folder.rename("elsewhere/mine")
         arguments = ("--set", "run.dir=elsewhere")
     else:
         arguments = ()
-    status, _, err = quatrain("train", "--resume", run, *arguments, "--set", "run.steps=5")
+    # A key that is only valid with the run's own configuration.
+    changes = ("--set", "run.steps=5", "--set", "rollout.weights_dir=w")
+    status, _, err = quatrain("train", "--resume", run, *arguments, *changes)
     assert (status, err) == (0, "")
     ((config, resume),) = calls
+    assert config.rollout.weights_dir == "w"
     assert (config.seed, config.run.name, config.run.steps, resume) == (9, "mine", 5, run)
 
 

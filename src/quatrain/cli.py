@@ -550,7 +550,9 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     from quatrain.config.load import load_config
 
     load_dotenv(os.environ)
-    settings = load_config(None, overrides or (), os.environ).config.run
+    # Other overrides may need the run's own configuration to be valid.
+    where = [each for each in overrides or () if each.partition("=")[0].strip().split(".")[0] == "run"]
+    settings = load_config(None, where, os.environ).config.run
     runs = Path(settings.dir)
     if run == "auto":
         from quatrain.report.run_dir import auto_run, checkpoint_steps
@@ -601,7 +603,7 @@ def _print_placement(
 
     memory = None if device_memory is None else report.parse_bytes(device_memory)
     placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
-    if memory is not None and placed.peak > memory:
+    if memory is not None and placed.largest > memory:
         sentence = fit.remedy(_with_further(path, overrides), placed, devices=devices, processes=processes)
         placed = replace(placed, remedy=sentence)
     typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))

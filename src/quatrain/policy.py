@@ -5,7 +5,6 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,8 @@ from jax.sharding import Mesh
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
 from quatrain.config.derive import environment_tokens, longest_sequence
-from quatrain.config.mesh import axis_sizes
 from quatrain.config.roles import Role, resolve_roles
+from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
 from quatrain.data.chat_template import with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
@@ -268,14 +267,14 @@ def build_engine(
     """What samples for `loaded`: an engine on this run's devices, or a fleet of workers or servers.
 
     It has no weights until its `sync_weights` is called. `on_progress` is called with the progress of the
-    rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Raises ValueError if the
-    workers cannot be started.
+    rollout. The prompt cache always has room for prompts of `usual_prompt` tokens. Waits until each worker or
+    server has started; raises ValueError, which names it, if one fails to or cannot serve this run.
     """
     rollout = config.rollout
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
     factories, publisher = _workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
-    return Fleet(
+    fleet = Fleet(
         factories,
         publisher,
         # Servers load whole models; quatrain's own workers have the base, and take adapters.
@@ -287,6 +286,12 @@ def build_engine(
         greedy_baseline=bool(rollout.greedy_baseline),
         on_progress=on_progress,
     )
+    try:
+        fleet.wait_for_start()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
 
 
 def _workers(
@@ -302,12 +307,13 @@ def _workers(
         partial(engine_worker, worker_config(config), usual_prompt),
         rollout.workers,
         platform=this_backend().kind,
-        devices=_devices_of_worker(config),
+        devices=devices_of_worker(config),
         timeout_s=rollout.timeout_s,
     )
     if rollout.weights_dir is None:
         return factories, publisher
-    return factories, Folder(rollout.weights_dir, loaded.arch, loaded.sampling)
+    folder = Folder(rollout.weights_dir, loaded.arch, loaded.sampling, on_close=publisher.close)
+    return factories, folder
 
 
 def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFactory], Publisher]:
@@ -324,42 +330,6 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
     in_run = Path(config.run.dir) / (config.run.name or "") / "weights"
     arch = replace(loaded.arch, lora=None)
     return factories, Folder(rollout.weights_dir or in_run, arch, loaded.sampling)
-
-
-def worker_config(config: Config) -> Config:
-    """The configuration of a rollout worker, which has all devices of its own process and only samples."""
-    rollout, spec = config.rollout, _worker_mesh(config)
-    most = rollout.max_concurrency
-    own = {
-        "workers": 0,
-        "weights_dir": None,
-        "mesh": spec,
-        "max_staleness": 0,
-        "greedy_baseline": False,
-        "max_concurrency": most and -(-most // max(rollout.workers, 1)),
-    }
-    return config.model_copy(
-        update={
-            "mesh": spec,
-            "rollout": rollout.model_copy(update=own),
-            "placement": type(config.placement)(),
-            "offload": type(config.offload)(),
-            "critic": type(config.critic)(enabled=False),
-        }
-    )
-
-
-def _worker_mesh(config: Config) -> Any:
-    """The mesh of each worker: `rollout.mesh`, or replicas of the sampler with `tp` of `mesh`."""
-    if config.rollout.mesh is not None:
-        return config.rollout.mesh
-    tp = 1 if config.mesh == "auto" else axis_sizes(config.mesh)["tp"]
-    return f"-1,1,{tp}" if tp > 0 else "1,1,-1"
-
-
-def _devices_of_worker(config: Config) -> int:
-    """The accelerators that a worker gets: those that its mesh names, one for an axis of -1."""
-    return math.prod(max(size, 1) for size in axis_sizes(_worker_mesh(config)).values())
 
 
 def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:

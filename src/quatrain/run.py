@@ -183,21 +183,21 @@ class Run:
         self.evaluator = Evaluator(config, self.loaded, self.scorer)
         self.warnings = self._try_rewards()
         """Of reward functions that fail on a made-up completion."""
-        self.engine = build_engine(
-            config,
-            self.loaded,
-            on_progress=self._show_decoding,
-            usual_prompt=self.prompts.usual_longest(config.data.batch_size),
-        )
         self.advantage = build_advantage(config)
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
-        self.ahead = self._ahead()
         self.best = self._best()
         self._check_profile_steps()
+        self.engine = build_engine(
+            config,
+            self.loaded,
+            on_progress=self._show_decoding,
+            usual_prompt=self.prompts.usual_longest(config.data.batch_size),
+        )
+        self.ahead = self._ahead()
         self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
@@ -515,16 +515,19 @@ class Run:
     def evaluate_first(self, params: Any) -> None:
         """Evaluate `params` before training, unless `eval.before` is false."""
         if self.config.eval.before:
-            self.before = self._evaluate(params, 0, "evaluation before training")
+            self.before = self._evaluate(params, 0, 0, "evaluation before training")
 
-    def evaluate_last(self, params: Any, step: int) -> dict[str, float]:
-        """Evaluate `params` after the last step, on `eval.final_num_prompts`; returns the metrics."""
-        return self._evaluate(params, step, "final evaluation", last=True)
+    def evaluate_last(self, params: Any, step: int, *, version: int) -> dict[str, float]:
+        """Evaluate `params` after the last step, on `eval.final_num_prompts`; returns the metrics.
+
+        `version`: optimizer steps of `params`.
+        """
+        return self._evaluate(params, step, version, "final evaluation", last=True)
 
     def evaluate_when_due(self, state: TrainState) -> None:
         """Evaluate every `eval.every_steps` training steps, except after the last."""
         if self._evaluation_is_due(state.train_step):
-            self._evaluate(state.params, state.train_step, "evaluation")
+            self._evaluate(state.params, state.train_step, state.step, "evaluation")
 
     def _num_evaluated(self) -> int:
         """Number of prompts of the accuracy that progress lines show."""
@@ -534,7 +537,9 @@ class Run:
         every = self.config.eval.every_steps
         return bool(every and step) and step % every == 0 and step < self.steps and step != self._evaluated
 
-    def _evaluate(self, params: Any, step: int, name: str, *, last: bool = False) -> dict[str, float]:
+    def _evaluate(
+        self, params: Any, step: int, version: int, name: str, *, last: bool = False
+    ) -> dict[str, float]:
         if not self.evaluator.sets:
             return {}
         config = self.config.eval
@@ -546,7 +551,7 @@ class Run:
         self.progress.stage(name)
 
         def job() -> Evaluation:
-            self.engine.sync_weights(params, step)
+            self.engine.sync_weights(params, version)
             return self.evaluator.evaluate(
                 self.engine,
                 first=first,

@@ -76,7 +76,7 @@ def train(
         with Progress(run.steps) as run.progress:
             state, stages = run.begin()
             state = _train(run, state, stages)
-            after = run.evaluate_last(state.params, state.train_step)
+            after = run.evaluate_last(state.params, state.train_step, version=state.step)
             run.export(state.params)
         return run.conclude(state.train_step, after)
 
@@ -166,6 +166,6 @@ def supervise(resolved: Resolved) -> Summary:
         with Progress(steps) as run.progress:
             run.evaluate_first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
-            after = run.evaluate_last(params, steps)
+            after = run.evaluate_last(params, steps, version=steps)
             run.export(params)
         return run.conclude(steps, after)

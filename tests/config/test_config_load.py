@@ -284,6 +284,15 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "rollout.servers=[http://a:1] rollout.environment=game.py:Game",
             "rollout.servers must be empty with rollout.environment",
         ),
+        (
+            "rollout.servers=[http://a:1] rollout.mesh=1,1,2",
+            "rollout.mesh must be null with rollout.servers",
+        ),
+        (
+            "rollout.workers=1 placement.train=0 placement.rollout=1",
+            "placement.rollout must be null with rollout.workers",
+        ),
+        ("rollout.servers=[http://gpu1:99999]", "rollout.servers.0 must be an address such as http://host"),
         ("rollout.servers=[gpu1:8000]", "rollout.servers.0 must be an address such as http://host:8000"),
         (
             "rollout.weights_dir=/tmp/w rollout.workers=1 lora.rank=2",

@@ -76,6 +76,14 @@ def test_roles_that_do_not_come_out_even_are_refused(overrides, message):
         _roles(*overrides)
 
 
+@pytest.mark.parametrize("fleet", ["rollout.workers=2", "rollout.servers=[http://a:1]"])
+def test_with_workers_or_servers_no_device_of_the_run_samples(fleet):
+    """The mesh of a worker is not one of the training devices, nor are its sequences at a time."""
+    mesh = ("rollout.mesh=1,1,4",) if "workers" in fleet else ()
+    roles = _roles(fleet, *mesh, "rollout.max_concurrency=7", "mesh=2,2,2")
+    assert roles.rollout == roles.train
+
+
 def test_devices_that_processes_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="got 8 devices and 3 processes"):
         _roles(processes=3)
@@ -89,6 +97,7 @@ def test_devices_that_processes_do_not_divide_are_refused():
         (("lora.rank=2", "rollout.lora=adapter"), 1, "these very parameters"),
         (("rollout.max_staleness=1", "model.dtype=bfloat16"), 1, "never stops with rollout.max_staleness 1"),
         (("placement.train=0", "placement.rollout=1"), 2, "the rollout has devices of its own"),
+        (("rollout.workers=1", "model.dtype=bfloat16"), 1, "rollout.workers and rollout.servers sample on"),
     ],
 )
 def test_a_policy_that_waits_in_the_hosts_memory_must_give_the_rollout_room(overrides, devices, message):

@@ -6,7 +6,9 @@ import pytest
 from runs import small_run
 
 from quatrain.evaluate import evaluate_run
+from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.report.metrics import read_metrics
+from quatrain.rollout.engine import RolloutEngine
 from quatrain.train import train
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -165,3 +167,19 @@ def test_what_is_probably_wrong_is_told_once_and_kept(tmp_path):
         "evaluation at step 0: accuracy 0.000, accuracy with the required format 0.000 (on 8 prompts)" in log
     )
     assert read_metrics(run / "metrics.jsonl")[-1]["reward/correct/seconds"] >= 0
+
+
+def test_the_version_of_weights_names_them_also_in_evaluations(tmp_path, monkeypatch):
+    """Several optimizer steps a training step: a fleet's workers load weights once for each version."""
+    seen = []
+    plain = RolloutEngine.sync_weights
+
+    def sync_weights(self, params, version):
+        seen.append((version, tree_fingerprint(params)))
+        plain(self, params, version)
+
+    monkeypatch.setattr(RolloutEngine, "sync_weights", sync_weights)
+    two_each = ("run.steps=3", "sft.steps=0", "update.mini_batch_size=2", "eval.every_steps=1")
+    train(small_run(tmp_path, "r", *two_each))
+    assert [version for version, _ in seen] == [0, 0, 2, 2, 4, 4, 6]
+    assert len(set(seen)) == len({weights for _, weights in seen}) == 4

@@ -423,3 +423,24 @@ def test_the_overview_has_five_sentences_with_the_numbers_of_the_plan():
     ]
     rows = overview(plan(load_config(None, ["update.micro_batch_size=8"], environ={}).config))
     assert "in 32 micro-batches of at most 8 sequences on each data shard" in rows[2]
+
+
+def test_workers_and_servers_take_the_place_of_replicas():
+    values = {"data.batch_size": 10, "rollout.n": 3}
+    found = planned({**values, "rollout.workers": 4, "rollout.mesh": "1,1,2"}, devices=8)
+    assert (found["rollout_workers"], found["devices_per_worker"]) == (4, 2)
+    assert found["sequences_per_worker"] == {"min": 0, "max": 30}
+    assert "floor(30 / 4) to ceil(30 / 4) on average" in found.to_dict()["why"]["sequences_per_worker"]
+    assert not [row.key for row in found.rows if "replica" in row.key]
+    assert "; 4 rollout workers of 0 to 30 sequences" in overview(found)[1]
+    assert found.warnings == ()
+    one = planned({**values, "rollout.servers": "[http://a:1]"})
+    assert (one["rollout_servers"], one["sequences_per_server"]) == (1, 30)
+    assert "; 1 rollout server of 30 sequences" in overview(one)[1]
+    assert "devices are not planned" in one.to_dict()["why"]["rollout_servers"]
+
+
+def test_more_workers_than_prompts():
+    (warning,) = planned({"data.batch_size": 2, "rollout.workers": 3}).warnings
+    assert warning.startswith("there are more rollout workers or servers (3) than prompts of a training step")
+    assert "1 of 3 are idle" in warning

@@ -125,6 +125,17 @@ def test_the_policy_waits_where_the_rollout_has_a_copy():
     assert not any("offload.policy" in override for each in every for override in each.overrides)
 
 
+def test_with_workers_their_devices_must_fit_too_and_the_policy_never_waits():
+    many = ("rollout.workers=1", "data.batch_size=8192", "update.mini_batch_size=4")
+    many += ("rollout.max_concurrency=8192",)
+    found = fits(10**8, *SMALL, *many, devices=1)
+    assert not found.found
+    options = [*SMALL, *many, *found.smallest.overrides]
+    placed = placement(load_config(None, options, {}).config, device_memory=int(ROOM * 10**8))
+    assert found.smallest.peak == placed.worker.peak > placed.peak
+    assert not any("offload.policy" in override for override in found.smallest.overrides)
+
+
 def test_an_optimizer_without_a_first_moment_has_none_in_bfloat16():
     found = fits(10**6, *SMALL, "optimizer.name=sgd", "optimizer.beta1=0.0", devices=1)
     assert found.smallest.state_dtype == "float32"

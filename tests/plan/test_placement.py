@@ -468,3 +468,70 @@ def test_batches_sampled_ahead_need_a_copy_of_the_weights_each(final):
     held = sum(each[key].num_bytes for key in ("weights", "rollout_weights", "optimizer_state", "kv_cache"))
     own = each["gradients"].num_bytes + each["activations"].num_bytes
     assert found.totals()["total_in_gradient"][2] == held + own
+
+
+def test_rollout_workers_hold_what_the_devices_of_training_do_not(final):
+    """A worker of a full model has a copy of the weights and the cache of its share, and no base."""
+    options = ("model.dtype=bfloat16", "data.batch_size=8", "rollout.n=4", "rollout.mesh=1,1,2")
+    alone = placement(final(SMALL, *options, "mesh=1,2,1"), devices=2)
+    found = placement(final(SMALL, *options, "mesh=1,2,1", "rollout.workers=2"), devices=2)
+    here, before = ({part.key: part.num_bytes for part in each.parts} for each in (found, alone))
+    worker = {part.key: part.num_bytes for part in found.worker.parts}
+    sampler = {"rollout_weights": before.pop("rollout_weights"), "kv_cache": before.pop("kv_cache")}
+    assert here == before
+    assert worker["rollout_weights"] == sampler["rollout_weights"] == found.worker.peak - worker["kv_cache"]
+    assert worker["kv_cache"] == sampler["kv_cache"] // 2
+    assert found.totals()["total_in_rollout"][2] == sum(before[k] for k in ("weights", "optimizer_state")) + (
+        before.get("reference", 0)
+    )
+    assert list(found.worker.totals()) == ["total_in_rollout"]
+    assert found.largest == found.peak > found.worker.peak
+    text = render(found)
+    assert "rollout.workers (2) sample, each on devices of its own with mesh 1,1,2\n" in text
+    assert "bytes on each device of a rollout worker\n" in text
+    content = found.to_dict()
+    assert content["rollout_mesh"] is None
+    assert content["worker"]["rollout_mesh"] == {"dp": 1, "fsdp": 1, "tp": 2}
+    assert content["worker"]["bytes_per_device"]["kv_cache"] == worker["kv_cache"]
+
+
+def test_a_worker_without_a_dtype_of_its_own_has_a_copy_all_the_same(final):
+    assert parts(final(SMALL))["rollout_weights"] == 0
+    found = placement(final(SMALL, "rollout.workers=1", "rollout.max_staleness=2"))
+    worker = {part.key: part.num_bytes for part in found.worker.parts}
+    assert worker["rollout_weights"] == parts(final(SMALL))["weights"]
+    assert not {"rollout_weights", "kv_cache"} & {part.key for part in found.parts}
+
+
+def test_with_adapters_a_worker_has_the_base_and_servers_get_merged_copies(final):
+    options = (SMALL, "lora.rank=4", "model.dtype=bfloat16")
+    alone = parts(final(*options))
+    workers = placement(final(*options, "rollout.workers=3"))
+    worker = {part.key: part.num_bytes for part in workers.worker.parts}
+    for key in ("weights", "adapters", "rollout_weights"):
+        assert worker[key] == alone[key], key
+    servers = placement(final(*options, "rollout.servers=[http://a:1]"))
+    here = {part.key: part.num_bytes for part in servers.parts}
+    layer = init_params(architecture_from_hf(SMALL), jax.random.key(0))["layers"][0]
+    matrices = sum(layer[name].size for name in ("qkv", "o", "gate_up", "down"))
+    assert here["merged_weights"] == 2 * SMALL["num_hidden_layers"] * matrices
+    assert not {"rollout_weights", "kv_cache"} & set(here)
+    assert servers.worker is None
+    assert servers.to_dict()["worker"] is None
+    assert "rollout.servers (1) sample; their memory is not planned here" in render(servers)
+
+
+def test_what_does_not_fit_a_worker_is_named(final):
+    sizes = ("data.max_prompt_length=32", "rollout.max_new_tokens=32", "update.max_tokens_per_device=64")
+    many = ("data.batch_size=4096", "update.mini_batch_size=4", "rollout.workers=2")
+    small = placement(final(SMALL, *sizes, *many, "rollout.max_concurrency=4000"), device_memory=80 * 2**20)
+    (sentence,) = small.warnings
+    weights = small.worker.parts[0].num_bytes
+    fitting = (80 * 2**20 - weights) // 2 // (64 * 2 * 2 * 2 * 16 * 4)
+    assert f"enough for {fitting} sequences on each replica of a rollout worker, but 2000 should" in sentence
+    assert sentence.endswith(f"set rollout.max_concurrency to {2 * fitting} or fewer")
+    tiny = placement(final(SMALL, *sizes, *many), device_memory=2**18).warnings
+    assert tiny[0].startswith("the rollout needs ")
+    assert tiny[0].endswith("do not fit; raise fsdp or tp of mesh")
+    assert "on each device of a rollout worker, which has 256.00 KiB: rollout_weights" in tiny[-1]
+    assert "raise fsdp or tp of rollout.mesh, or lower rollout.max_concurrency" in tiny[-1]

@@ -1,6 +1,7 @@
 """A worker around an engine: groups that come at any time are those of a batch."""
 
 import time
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -86,6 +87,21 @@ def test_weights_come_through_a_folder(make_engine, small_arch, small_params, to
     assert_same(fleet.generate(PROMPTS, step=1), whole.generate(PROMPTS, step=1))
     fleet.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_old_weights_are_freed_before_new_ones_are_read(make_engine, small_params):
+    engine, held = make_engine(), []
+
+    def read(weights):
+        held.append(engine._params)
+        return weights
+
+    worker = EngineWorker(engine, read, name="w", num_slots=None, timeout_s=60.0)
+    with closing(worker):
+        for version in (1, 2):
+            assert worker.load(small_params, version, 60.0) == version
+            assert engine._params is not None
+    assert held == [None, None]
 
 
 def test_of_adapters_a_worker_needs_only_these(make_engine, small_arch, small_params, tokenizer):

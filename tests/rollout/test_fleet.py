@@ -9,6 +9,7 @@ import pytest
 from fake_workers import Workers, lost, sample
 from fleets import closing
 
+from quatrain.rollout import crew
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
@@ -208,6 +209,59 @@ def test_without_workers_for_too_long_the_error_has_the_last_of_each():
         assert part in str(caught.value)
 
 
+def test_workers_that_start_and_never_load_end_the_run(monkeypatch):
+    monkeypatch.setattr(crew, "LONGEST_PAUSE_S", 0.05)
+    workers = Workers(2, {"all": in_call("load", lambda worker: lost("cannot read the weights"))})
+    began = time.monotonic()
+    with fleet_of(workers, timeout_s=0.5) as fleet:
+        fleet.wait_for_start()
+        with pytest.raises(CrewLost, match="cannot read the weights"):
+            generate(fleet)
+    assert time.monotonic() - began < 10
+
+
+def test_the_start_waits_for_each_worker():
+    slow = in_call("start", lambda worker: time.sleep(0.3))
+    first = in_call("start", lambda worker: lost("still loading"))
+    with fleet_of(Workers(3, {0: first, 1: slow})) as fleet:
+        fleet.wait_for_start()
+        assert len(fleet.workers) == 3
+        assert list(generate(fleet).completions) == texts()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_that_does_not_start_is_an_error_although_others_have(hangs, caplog):
+    asleep = threading.Event()
+
+    def fail():
+        if hangs:
+            asleep.wait(20)
+        lost("no route to host")
+
+    workers = Workers(2)
+    workers.factories = [workers.factories[0], fail]
+    began = time.monotonic()
+    with (
+        fleet_of(workers, timeout_s=0.5) as fleet,
+        pytest.raises(ValueError, match=r"1 of 2 did not within .* \(0.5 s\).*worker 1: no") as caught,
+    ):
+        fleet.wait_for_start()
+    asleep.set()
+    assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+    assert "worker 0" not in str(caught.value)
+    assert "groups are given to others" not in caplog.text
+
+
+def test_a_worker_that_refuses_the_run_at_its_start_ends_it():
+    def refuse(worker):
+        raise WorkerRefused("another vocabulary")
+
+    workers = Workers(2, {1: in_call("start", refuse)})
+    with fleet_of(workers) as fleet, pytest.raises(WorkerRefused, match="another vocabulary"):
+        fleet.wait_for_start()
+
+
 def test_a_worker_that_refuses_the_run_ends_it_at_once():
     def refuse(worker):
         raise WorkerRefused("the server returns no log-probabilities")
@@ -273,6 +327,33 @@ def test_new_weights_must_wait_for_the_groups_in_flight():
             fleet.sync_weights(PARAMS, 2)
         fleet.wait(ticket)
         fleet.sync_weights(PARAMS, 2)
+        assert set(fleet.generate(PROMPTS).policy_version.ravel().tolist()) <= {-1, 2}
+
+
+def test_a_version_is_published_once():
+    """An evaluation and the next step sample from the same weights; none is discarded that is in use."""
+    published, discarded = [], []
+
+    class Store(InMemory):
+        def publish(self, weights, version):
+            published.append(version)
+            return version
+
+        def discard(self, handle):
+            discarded.append(handle)
+
+    workers = Workers(1)
+    with closing(
+        Fleet(
+            workers.factories, Store(), sampling=SAMPLING, tokenizer=Tokenizer(), dtype="float32", timeout_s=5
+        ),
+        LIMIT_S,
+    ) as fleet:
+        for version in (0, 0, 0, 2, 2, 4):
+            assert list(generate(fleet, version).completions) == texts()
+    assert published == [0, 2, 4]
+    assert discarded == [0]
+    assert [version for _, version in workers.made[0].loaded] == [0, 2, 4]
 
 
 def test_tickets_may_be_waited_for_in_any_order_and_once():

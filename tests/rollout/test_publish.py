@@ -38,6 +38,20 @@ def test_a_folder_that_does_not_fit_leaves_nothing_and_names_the_key(
     assert [str(path) for path in tmp_path.iterdir()] == [first]
 
 
+def test_a_folder_that_is_made_is_removed_and_one_that_cannot_be_is_refused(
+    tmp_path, small_arch, small_params
+):
+    closed = []
+    folder = Folder(tmp_path / "a" / "b", small_arch, on_close=lambda: closed.append(True))
+    folder.publish(gathered(small_params, "float32"), 1)
+    folder.close()
+    assert closed == [True]
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"rollout.weights_dir must be a folder .*got .*/file: .*; name"):
+        Folder(tmp_path / "file", small_arch)
+
+
 def test_versions_are_replaced_discarded_and_removed(tmp_path, small_arch, small_params):
     weights = gathered(small_params, "float32")
     (tmp_path / "v000001").mkdir()

@@ -11,9 +11,12 @@ import jax
 import numpy as np
 import pytest
 from fleets import closing
+from runs import small_run
 from servers import served, service_of
 
+from quatrain import run
 from quatrain.config.schema import RolloutConfig
+from quatrain.data.tokenizer import load_tokenizer
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.fleet import Fleet
@@ -21,7 +24,8 @@ from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import Folder
-from quatrain.rollout.worker import WorkerRefused
+from quatrain.rollout.worker import WorkerLost, WorkerRefused
+from quatrain.train import train
 from quatrain.types import Prompt
 
 TOKEN = "the-token-of-the-tests"
@@ -83,7 +87,7 @@ def test_tokens_and_weights_are_those_of_an_engine_in_process(
             np.testing.assert_array_equal(batch.finish_reason, expected.finish_reason)
             assert batch.completions == expected.completions
             assert batch.columns == expected.columns
-    assert not list((tmp_path / "weights").iterdir())
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_fleet_of_servers_survives_the_end_of_one(
@@ -347,6 +351,36 @@ def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch,
         assert not fake.paused
 
 
+def test_a_server_that_refuses_the_weights_ends_the_run_by_name(
+    fake, rules, small_arch, small_params, tmp_path
+):
+    """As one that has another model, or another file system; unless a newer version is there."""
+    load = "/collective_rpc" if fake.kind == "vllm" else "/update_weights_from_disk"
+
+    def refuses(body):
+        if body.get("method") == "quatrain_extension":
+            return None
+        return 400, {"error": {"message": "another architecture"}}
+
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fake.faults[load] = refuses
+        fleet.sync_weights(small_params, 4)
+        message = f"at {url}: it must load .*v000004: status 400, .*another architecture.*weights_dir"
+        with pytest.raises(WorkerRefused, match=message):
+            fleet.generate(PROMPTS, step=3)
+        worker = HttpWorker(url, rules, num_slots=None, timeout_s=10)
+        with pytest.raises(WorkerLost, match="did not load"):
+            worker.load(str(tmp_path / "v000001"), 1, 10)
+        worker.close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_asks_for_another_token_says_so(vllm, rules, status):
+    vllm.faults["/version"] = lambda body: (status, {"error": {"message": "no such key"}})
+    with listening(vllm) as url, pytest.raises(WorkerRefused, match=rf"{url}: it asks for a token.*_TOKEN"):
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+
+
 def test_a_load_that_never_returns_ends_at_its_deadline(vllm, rules, small_arch, small_params, tmp_path):
     asleep = threading.Event()
     sleep_once = once_then(lambda: asleep.wait(20))
@@ -422,7 +456,7 @@ BAD_SERVERS = {
     ),
     "another server": (
         {"/version": lambda body: (404, ""), "/get_model_info": lambda body: (404, "")},
-        "no server of `quatrain serve`, vLLM or SGLang",
+        "no server of `quatrain serve`, vLLM or SGLang.*which ends before /v1",
     ),
 }
 
@@ -435,6 +469,29 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(vllm, rules, name):
         HttpWorker(url, rules, num_slots=None, timeout_s=10)
     assert url in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["text only", "no log-probabilities", "another vocabulary", "no weight verbs", "nobody"]
+)
+def test_a_run_with_a_server_that_cannot_serve_ends_before_its_warm_start(name, tmp_path, monkeypatch):
+    """With an error of the kind that configurations have, and nothing left behind."""
+    began = []
+    monkeypatch.setattr(run, "warm_start", lambda *args, **options: began.append(args))
+    tokenizer = load_tokenizer("builtin:tiny")
+    good, bad = (Fake("vllm", tokenizer, len(tokenizer)) for _ in range(2))
+    faults, message = BAD_SERVERS.get(name, ({}, "GET /version failed: ConnectError"))
+    bad.faults |= faults
+    with listening(good) as first, listening(bad) as second:
+        second = "http://127.0.0.1:9" if name == "nobody" else second
+        servers = (f"rollout.servers=[{first},{second}]", "rollout.timeout_s=2")
+        with pytest.raises(ValueError, match=message) as error:
+            train(small_run(tmp_path, "r", *servers))
+    assert second in str(error.value)
+    assert first not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not began
+    assert not list(tmp_path.iterdir())
 
 
 def test_unprocessed_log_probabilities_are_refused(vllm, rules):

@@ -196,6 +196,49 @@ def test_a_run_over_a_fleet_trains_what_a_run_in_process_does(tmp_path, unharmed
     assert weights_of(tmp_path, "r") == unharmed[lag]
 
 
+def test_weights_through_a_folder_train_the_same(tmp_path, unharmed):
+    weights = tmp_path / "weights"
+    settings = (*RUN, "run.name=r", "rollout.workers=2", f"rollout.weights_dir={weights}")
+    run = begun(tmp_path, *settings)
+    seen, end = set(), time.monotonic() + 200
+    while run.poll() is None:
+        assert time.monotonic() < end
+        seen |= {path.name for path in weights.glob("v*")}
+        time.sleep(0.02)
+    assert run.returncode == 0
+    assert weights_of(tmp_path, "r") == unharmed[0]
+    assert {"v000001", "v000002"} <= seen
+    assert not weights.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of its own, with room for two versions of the weights and a bit."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=False, capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_by_name_and_it_is_resumed_to_the_bit(tmp_path, unharmed, small_disk):
+    settings = (*RUN, "run.name=r", "rollout.workers=1", "checkpoint.every_steps=1")
+    assert quatrain(tmp_path, *settings, f"rollout.weights_dir={small_disk}") == 2
+    last = (tmp_path / "output").read_text().splitlines()[-1]
+    assert last.startswith("error: weights of version ")
+    assert f"rollout.weights_dir, {small_disk}" in last
+    assert "No space left on device" in last
+    assert not list(small_disk.iterdir())
+    assert (tmp_path / "runs" / "r" / "checkpoints" / "1").exists()
+    words = [QUATRAIN, "train", "--resume", "runs/r", f"--set=rollout.weights_dir={tmp_path / 'weights'}"]
+    assert subprocess.run(words, cwd=tmp_path, timeout=300, check=False).returncode == 0
+    assert weights_of(tmp_path, "r") == unharmed[0]
+
+
 def test_two_processes_that_train_get_the_same_batches_from_one_worker(tmp_path):
     settings = [f"--set={each}" for each in (*EVALUATION, "run.steps=2", "sft.steps=10")]
     for name, more in (("plain", []), ("fleet", ["--set=rollout.workers=1"])):
@@ -236,3 +279,13 @@ def test_a_reference_to_a_cluster_that_is_not_there_is_one_error(tmp_path):
     assert quatrain(tmp_path, "rollout.workers=1", "run.name=r", env=environment) == 2
     last = (tmp_path / "output").read_text().splitlines()[-1]
     assert "rollout.workers needs a Ray cluster" in last
+
+
+def test_a_worker_that_cannot_start_ends_the_run_before_its_warm_start(tmp_path):
+    """On a CPU a worker has one device, and this mesh two."""
+    settings = ("rollout.workers=2", "rollout.mesh=1,1,2", "run.name=r", "sft.steps=20")
+    assert quatrain(tmp_path, *settings) == 2
+    output = (tmp_path / "output").read_text()
+    assert "whose mesh is rollout.mesh, cannot serve this run: " in output.splitlines()[-1]
+    assert "warm start" not in output
+    assert not list((tmp_path / "runs").glob("*"))

@@ -27,6 +27,7 @@ class Roles:
 
     train: Role
     rollout: Role
+    """That of training where workers or servers sample, with devices of their own."""
     reference: Role
     critic: Role
     """Only used with a critic."""
@@ -37,25 +38,17 @@ class Roles:
 def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> Roles:
     """The roles of a run on `num_devices` devices of `num_processes` processes in total.
 
+    Devices of rollout workers are not among them, and their `rollout.mesh` is not resolved here.
+
     Raises ValueError if a mesh does not match its number of devices, a role uses a device that does not
     exist, two roles share some but not all of their devices, `rollout.max_concurrency` is smaller than the
     number of rollout replicas, or `offload.policy` would give the rollout no room.
     """
     devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
-    spec, name = config.rollout.mesh, "rollout.mesh"
-    if spec is None:
-        name = "rollout.mesh (null: tp is that of mesh)"
-        same = devices["rollout"] == devices["train"]
-        spec = f"{train.num_data_shards if same else -1},1,{train.tp}"
-    rollout = resolve_mesh(spec, len(devices["rollout"]) * num_processes, num_processes, name=name)
-    concurrency = config.rollout.max_concurrency
-    if concurrency is not None and concurrency < rollout.num_data_shards:
-        raise ValueError(
-            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got "
-            f"{concurrency} and {rollout.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
-            "rollout.max_concurrency, or tp of rollout.mesh"
-        )
+    own_rollout = Role(devices["train"], train)
+    if not config.rollout.has_fleet:
+        own_rollout = _rollout(config, devices["rollout"], own_rollout, num_processes)
 
     def like_training(role: str) -> Role:
         own, mesh = devices[role], train
@@ -65,7 +58,7 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
 
     roles = Roles(
         train=Role(devices["train"], train),
-        rollout=Role(devices["rollout"], rollout),
+        rollout=own_rollout,
         reference=like_training("reference"),
         critic=like_training("critic"),
         reward=like_training("reward"),
@@ -75,13 +68,33 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     return roles
 
 
+def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processes: int) -> Role:
+    """The role of a rollout on `devices` of this run, with a check of `rollout.max_concurrency`."""
+    spec, name = config.rollout.mesh, "rollout.mesh"
+    if spec is None:
+        name = "rollout.mesh (null: tp is that of mesh)"
+        replicas = train.mesh.num_data_shards if devices == train.devices else -1
+        spec = f"{replicas},1,{train.mesh.tp}"
+    mesh = resolve_mesh(spec, len(devices) * num_processes, num_processes, name=name)
+    concurrency = config.rollout.max_concurrency
+    if concurrency is not None and concurrency < mesh.num_data_shards:
+        raise ValueError(
+            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got "
+            f"{concurrency} and {mesh.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
+            "rollout.max_concurrency, or tp of rollout.mesh"
+        )
+    return Role(devices, mesh)
+
+
 def _check_room_for_rollout(config: Config, roles: Roles) -> None:
     """Raises ValueError if the rollout gains no memory from parameters that wait in the host's memory."""
     lag, model = config.rollout.max_staleness, config.model
     copied = model.dtype != model.param_dtype or roles.rollout.mesh != roles.train.mesh
     copied |= config.lora.rank > 0 and config.rollout.lora == "merged"
     problem = None
-    if lag:
+    if config.rollout.has_fleet:
+        problem = "rollout.workers and rollout.servers sample on devices of their own"
+    elif lag:
         problem = f"the rollout never stops with rollout.max_staleness {lag}, so that training keeps them"
     elif roles.rollout.devices != roles.train.devices:
         problem = "the rollout has devices of its own, and those of training wait for it"

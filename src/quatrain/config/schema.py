@@ -39,12 +39,14 @@ def _fits_32_bits(count: int) -> int:
 
 
 def _is_address(text: str) -> str:
-    if not _ADDRESS.fullmatch(text):
+    found = _ADDRESS.fullmatch(text)
+    if not found or int(found["port"] or 0) > LARGEST_PORT:
         raise PydanticCustomError("address", "must be an address such as http://host:8000")
     return text
 
 
-_ADDRESS = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
+LARGEST_PORT = 65535
 Count = Annotated[int, Field(ge=1), AfterValidator(_fits_32_bits)]
 NonNegative = Annotated[int, Field(ge=0), AfterValidator(_fits_32_bits)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -456,7 +458,8 @@ class RolloutConfig(Section):
     mesh: Mesh | None = Field(
         None,
         description="Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of "
-        "`mesh`, so that each replica of the sampler has a complete copy of the weights on `tp` devices.",
+        "`mesh`, so that each replica of the sampler has a complete copy of the weights on `tp` devices. "
+        "With `rollout.workers`: that of each worker, over its own devices.",
     )
     workers: NonNegative = Field(
         0,
@@ -475,7 +478,8 @@ class RolloutConfig(Section):
         gt=0,
         description="With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives "
         "no answer is lost and started anew (three times as many while it starts); also the deadline of "
-        "loading weights, and the longest time without any worker.",
+        "loading weights, the longest time without any worker, and that in which each must start before "
+        "training.",
     )
     weights_dir: Text | None = Field(
         None,
@@ -1323,46 +1327,65 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fleet_is_possible(self) -> Self:
-        rollout = self.rollout
-        if rollout.workers and rollout.servers:
-            raise PydanticCustomError(
-                "across_sections",
+        rollout, servers = self.rollout, list(self.rollout.servers)
+        refused: tuple[tuple[object, str, object, str], ...] = (
+            (
+                rollout.workers and servers,
+                "rollout.servers",
+                servers,
                 "must be empty with rollout.workers: either workers or servers sample; leave one of the two "
                 "out",
-                {"key": "rollout.servers", "value": list(rollout.servers)},
-            )
-        if rollout.servers and rollout.has_episodes:
-            raise PydanticCustomError(
-                "across_sections",
+            ),
+            (
+                servers and rollout.has_episodes,
+                "rollout.servers",
+                servers,
                 "must be empty with rollout.environment and rollout.tools: quatrain's own engine samples "
                 "episodes; set rollout.workers, or sample on devices of this run",
-                {"key": "rollout.servers", "value": list(rollout.servers)},
-            )
-        if len(set(rollout.servers)) < len(rollout.servers):
-            raise PydanticCustomError(
-                "across_sections",
+            ),
+            (
+                len(set(servers)) < len(servers),
+                "rollout.servers",
+                servers,
                 "must name each server once; leave the second one out",
-                {"key": "rollout.servers", "value": list(rollout.servers)},
-            )
-        if rollout.has_fleet and rollout.in_flight:
-            raise PydanticCustomError(
-                "across_sections",
+            ),
+            (
+                servers and rollout.mesh is not None,
+                "rollout.mesh",
+                rollout.mesh,
+                "must be null with rollout.servers: each server decides how it uses its devices; set null, "
+                "and start servers with the parallelism that they need",
+            ),
+            (
+                rollout.has_fleet and self.placement.rollout is not None,
+                "placement.rollout",
+                self.placement.rollout,
+                "must be null with rollout.workers and rollout.servers, which have devices of their own; set "
+                "null, or sample on devices of this run",
+            ),
+            (
+                rollout.has_fleet and rollout.in_flight,
+                "rollout.in_flight",
+                True,
                 "must be false with rollout.workers and rollout.servers: each of their groups is sampled "
                 "from one version of the weights; set false, or sample on devices of this run",
-                {"key": "rollout.in_flight", "value": True},
-            )
-        if rollout.weights_dir is not None and not rollout.has_fleet:
-            raise PydanticCustomError(
-                "across_sections",
+            ),
+            (
+                rollout.weights_dir is not None and not rollout.has_fleet,
+                "rollout.weights_dir",
+                rollout.weights_dir,
                 "has no effect without rollout.workers or rollout.servers; set one of these, or null",
-                {"key": "rollout.weights_dir", "value": rollout.weights_dir},
-            )
-        if rollout.weights_dir is not None and self.lora.rank and rollout.workers:
-            raise PydanticCustomError(
-                "across_sections",
+            ),
+            (
+                rollout.weights_dir is not None and self.lora.rank and rollout.workers,
+                "rollout.weights_dir",
+                rollout.weights_dir,
                 "must be null with lora.rank: adapters reach rollout workers through Ray's object store",
-                {"key": "rollout.weights_dir", "value": rollout.weights_dir},
-            )
+            ),
+        )
+        for holds, key, value, sentence in refused:
+            if holds:
+                raise PydanticCustomError("across_sections", sentence, {"key": key, "value": value})
         return self
 
     @model_validator(mode="after")

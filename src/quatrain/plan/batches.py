@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
+from quatrain.config.rollout_worker import devices_of_worker
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
 
 SHORTEST = 2
@@ -160,6 +161,9 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
 
 
 def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
+    if config.rollout.has_fleet:
+        yield from _fleet_rows(config)
+        return
     whole, n, replicas = config.data.batch_size, config.rollout.n, layout.replicas
     yield Row(
         "rollout_replicas",
@@ -175,6 +179,25 @@ def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         "sequences",
         f"P x G / replicas = {_shares(_Span(total, total), replicas)}{remark}",
     )
+
+
+def _fleet_rows(config: Config) -> Iterator[Row]:
+    """The rows of workers or servers, which take the groups of a training step as they become free."""
+    rollout, total = config.rollout, config.data.batch_size * config.rollout.n
+    if rollout.servers:
+        name, count, why = "server", len(rollout.servers), "W: rollout.servers; their devices are not planned"
+    else:
+        name, count, why = "worker", rollout.workers, "W: rollout.workers, with devices of their own"
+    yield Row(f"rollout_{name}s", count, f"{name}s", why)
+    if rollout.workers:
+        each = devices_of_worker(config)
+        yield Row(
+            "devices_per_worker", each, "devices", "those of its rollout.mesh, with 1 for an axis of -1"
+        )
+    share = f"P x G / W = {_shares(_Span(total, total), count)}"
+    several = f"0 to P x G = 0 to {total}; {share} on average: groups go to the {name} that has room"
+    value, why = (total, share) if count == 1 else (_Span(0, total).value, several)
+    yield Row(f"sequences_per_{name}", value, "sequences", why)
 
 
 def _update_rows(
@@ -418,7 +441,13 @@ def _warnings(config: Config, layout: _Layout, sequences: _Span) -> Iterator[str
             f"update.micro_batch_size ({size}) is larger than the number of sequences per shard ({share}): a "
             f"micro-batch has {share} sequences"
         )
-    if total < replicas:
+    groups, fleet = config.data.batch_size, config.rollout.workers or len(config.rollout.servers)
+    if groups < fleet:
+        yield (
+            f"there are more rollout workers or servers ({fleet}) than prompts of a training step "
+            f"({groups}): {fleet - groups} of {fleet} are idle; raise data.batch_size, or use fewer of them"
+        )
+    if total < replicas and not fleet:
         yield (
             f"there are more rollout replicas ({replicas}) than sequences of a training step ({total}): "
             f"{replicas - total} of {replicas} replicas are idle; raise data.batch_size or rollout.n, or use "
@@ -445,6 +474,9 @@ def _shares(total: _Span, parts: int, written: str | None = None) -> str:
 def overview(result: BatchPlan) -> list[str]:
     """The plan in five sentences; `render` has every number with its formula."""
 
+    keys = {row.key for row in result.rows}
+    sampler = next(name for name in ("replica", "worker", "server") if f"rollout_{name}s" in keys)
+
     def some(key: str, noun: str, plural: str = "s") -> str:
         value = result[key]
         if isinstance(value, dict):
@@ -461,7 +493,8 @@ def overview(result: BatchPlan) -> list[str]:
         f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
         f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
         f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}; "
-        f"{some('rollout_replicas', 'rollout replica')} of {some('sequences_per_replica', 'sequence')}",
+        f"{some(f'rollout_{sampler}s', f'rollout {sampler}')} of "
+        f"{some(f'sequences_per_{sampler}', 'sequence')}",
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
         f"{some('mini_batch_sequences', 'sequence')}, in {micro_batches('micro_batches_per_optimizer_step')}",
         f"log-probabilities before it: {some('logprob_sweeps', 'sweep')} of the batch, in "

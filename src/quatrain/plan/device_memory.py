@@ -57,6 +57,10 @@ class Placement:
     warnings: tuple[str, ...] = ()
     remedy: str = ""
     """What to change if the plan does not fit (`plan.fit.remedy`)."""
+    worker: Placement | None = None
+    """The plan of a rollout worker, whose devices are none of these; None without `rollout.workers`."""
+    elsewhere: str = ""
+    """Who samples, in words, if these devices do not."""
 
     @property
     def role_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -100,11 +104,16 @@ class Placement:
         """The largest total: bytes on a device, over all phases and roles."""
         return max(size for _, _, size in self.totals().values())
 
+    @property
+    def largest(self) -> int:
+        """The largest total on any device of the run, those of a rollout worker among them."""
+        return max(self.peak, self.worker.peak if self.worker else 0)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON: parameters, bytes by part, totals by phase, formulas and warnings."""
         return {
             "mesh": self.roles.train.mesh._asdict(),
-            "rollout_mesh": self.roles.rollout.mesh._asdict(),
+            "rollout_mesh": None if self.elsewhere else self.roles.rollout.mesh._asdict(),
             "parameters": [
                 {
                     "name": kind.name,
@@ -116,16 +125,20 @@ class Placement:
                 }
                 for kind in self.parameters
             ],
-            "bytes_per_device": {
-                **{part.key: part.num_bytes for part in self.parts},
-                **{key: size for key, (_, _, size) in self.totals().items()},
-                "peak": self.peak,
-            },
+            **self._sizes(),
             "device_memory_bytes": self.device_memory,
-            "why": {part.key: part.why for part in self.parts},
             "warnings": list(self.warnings),
             "remedy": self.remedy,
+            "worker": self.worker
+            and {"rollout_mesh": self.worker.roles.rollout.mesh._asdict(), **self.worker._sizes()},
+            "elsewhere": self.elsewhere,
         }
+
+    def _sizes(self) -> dict[str, Any]:
+        """Bytes by part and totals by phase, with what they are."""
+        totals = {key: size for key, (_, _, size) in self.totals().items()}
+        sizes = {**{part.key: part.num_bytes for part in self.parts}, **totals, "peak": self.peak}
+        return {"bytes_per_device": sizes, "why": {part.key: part.why for part in self.parts}}
 
 
 def parse_bytes(text: str) -> int:
@@ -144,7 +157,13 @@ def parse_bytes(text: str) -> int:
 
 def render(result: Placement) -> str:
     """The plan as text: tables of the parameters and of the bytes on a device, warnings, and the remedy."""
-    lines = (*_parameter_table(result), "", *_part_table(result), *_warning_lines(result))
+    lines = (
+        *_parameter_table(result),
+        "",
+        *_table([*result.parts, *_totals(result)]),
+        *_elsewhere(result, whole=True),
+        *_warning_lines(result),
+    )
     return "\n".join((*lines, result.remedy) if result.remedy else lines)
 
 
@@ -168,7 +187,17 @@ def _parameter_table(result: Placement) -> Iterator[str]:
 
 def totals_table(result: Placement) -> Iterator[str]:
     """The lines of a table of the bytes on a device in each stage of a training step."""
-    return _table(_totals(result))
+    yield from _table(_totals(result))
+    yield from _elsewhere(result, whole=False)
+
+
+def _elsewhere(result: Placement, *, whole: bool) -> Iterator[str]:
+    """Who samples if the devices of the run do not, with the table of a worker; its parts if `whole`."""
+    if result.elsewhere:
+        yield from ("", *textwrap.wrap(result.elsewhere, WIDTH, break_on_hyphens=False))
+    if result.worker is not None:
+        parts = result.worker.parts if whole else ()
+        yield from _table([*parts, *_totals(result.worker)], "bytes on each device of a rollout worker")
 
 
 def _totals(result: Placement) -> list[Part]:
@@ -181,13 +210,9 @@ def _totals(result: Placement) -> list[Part]:
     return [*totals, Part("peak", result.peak, share)]
 
 
-def _part_table(result: Placement) -> Iterator[str]:
-    return _table([*result.parts, *_totals(result)])
-
-
-def _table(rows: Sequence[Part]) -> Iterator[str]:
+def _table(rows: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
     name, size = (max(map(len, column)) for column in zip(*((r.key, in_units(r.num_bytes)) for r in rows)))
-    yield "bytes on each device"
+    yield title
     for row in rows:
         first, *more = textwrap.wrap(row.why, WIDTH - name - size - 2 * len(GAP)) or [""]
         yield GAP.join((row.key.ljust(name), in_units(row.num_bytes).rjust(size), first)).rstrip()

@@ -174,7 +174,8 @@ class _Search:
         """All values of the switches of what is kept that this configuration may have."""
         config = self._config
         references = (False, True) if config.copies_reference else (False,)
-        policies = (False,) if config.rollout.max_staleness else (False, True)
+        never = config.rollout.max_staleness or config.rollout.has_fleet
+        policies = (False,) if never else (False, True)
         moments = dict.fromkeys((config.optimizer.state_dtype, "bfloat16"))
         if not all(own.has_first_moment for own in (config.optimizer, config.critic_optimizer)):
             moments = {config.optimizer.state_dtype: None}
@@ -231,7 +232,7 @@ class _Search:
             " ".join(what for what, on in offloads.items() if on) or "-",
             kept.state_dtype,
             kept.param_dtype,
-            placed.peak,
+            placed.largest,
         )
 
     def _halvings(self) -> list[int]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
+from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.models.families import Architecture
@@ -65,24 +66,59 @@ def placement(
 ) -> Placement:
     """The memory plan of a final configuration on `devices` devices with equal memory.
 
-    `device_memory`: bytes of a device; if given, there are warnings about parts that do not fit. `arch`: that
-    of the policy, if it is known. Raises
-    ValueError if the architecture cannot be loaded, or cannot be sharded by `mesh` or `rollout.mesh`
-    (`params.partition`).
+    If rollout workers or servers sample, these devices have no copy of the weights for it and no KV cache. A
+    worker then has a plan of its own; servers have none.
+
+    `device_memory`: bytes of a device, also of a worker's; if given, there are warnings about parts that do
+    not fit. `arch`: that of the policy, if it is known. Raises ValueError if the architecture cannot be
+    loaded, or cannot be sharded by `mesh` or `rollout.mesh` (`params.partition`).
     """
-    roles = resolve_roles(config, devices, processes)
-    plan = _Plan(config, arch or architecture(config), roles)
+    known = arch or architecture(config)
+    plan = _Plan(config, known, resolve_roles(config, devices, processes))
     parts = (*plan.persistent_parts(), *plan.update_parts(), *plan.critic_parts())
-    result = Placement(roles, tuple(plan.kinds()), parts, device_memory)
-    fitting = None
-    if device_memory is not None:
+    result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory)
+    if not config.rollout.has_fleet:
+        return _with_cache(plan, result)
+    worker = _worker_placement(config, known, device_memory) if config.rollout.workers else None
+    warnings = () if device_memory is None else tuple(plan.phase_warnings(result))
+    return replace(
+        result,
+        warnings=(*warnings, *(worker.warnings if worker else ())),
+        worker=worker,
+        elsewhere=_sampled_by(config),
+    )
+
+
+def _with_cache(plan: _Plan, result: Placement) -> Placement:
+    """The plan of the devices that sample, with the KV cache for which the other parts leave room."""
+    memory, fitting = result.device_memory, None
+    if memory is not None:
         (rollout_roles,) = (together for together in result.role_groups if ROLLOUT in together)
-        phases = PHASES if config.rollout.max_staleness else (ROLLOUT,)
+        phases = PHASES if plan.config.rollout.max_staleness else (ROLLOUT,)
         held = max(sum(part.num_bytes for part in result.parts_of(p, rollout_roles)) for p in phases)
-        fitting = plan.sequences_that_fit(device_memory - held)
-    result = replace(result, parts=(*parts, plan.cache(plan.concurrency(fitting))))
-    warnings = () if fitting is None else tuple(plan.warnings(result, fitting))
+        fitting = plan.sequences_that_fit(memory - held)
+    result = replace(result, parts=(*result.parts, plan.cache(plan.concurrency(fitting))))
+    if fitting is None:
+        return result
+    warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, fitting))
     return replace(result, warnings=warnings)
+
+
+def _worker_placement(config: Config, arch: Architecture, device_memory: int | None) -> Placement:
+    """The plan of a rollout worker, on devices of the same memory."""
+    own = worker_config(config)
+    roles = resolve_roles(own, devices_of_worker(config))
+    plan = _Plan(own, arch, roles, num_workers=config.rollout.workers)
+    return _with_cache(plan, Placement(roles, (), tuple(plan.worker_parts()), device_memory))
+
+
+def _sampled_by(config: Config) -> str:
+    rollout = config.rollout
+    if rollout.servers:
+        return f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
+    own = resolve_roles(worker_config(config), devices_of_worker(config)).rollout
+    where = f"each on devices of its own with mesh {format_mesh(own.mesh)}"
+    return f"rollout.workers ({rollout.workers}) sample, {where}"
 
 
 def architecture(config: Config) -> Architecture:
@@ -105,6 +141,8 @@ class _Plan:
     config: Config
     arch: Architecture
     roles: Roles
+    num_workers: int = 0
+    """If it is the plan of a rollout worker: how many there are."""
 
     @property
     def mesh(self) -> MeshShape:
@@ -132,6 +170,26 @@ class _Plan:
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
+        yield from self._policy()
+        if not self.config.rollout.has_fleet:
+            yield self._rollout_weights()
+        elif self.config.rollout.servers and self.arch.lora:
+            yield self._merged_for_servers()
+        host = self.config.offload.optimizer
+        why = _in_words(self.config.optimizer) + OFFLOADED * host
+        state = self._optimizer_state(self.config.optimizer, self.arch)
+        yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
+        yield from self._reward_model_parts()
+        if self.config.needs_reference:
+            yield self._reference()
+
+    def worker_parts(self) -> Iterator[Part]:
+        """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
+        parts = (*(self._policy() if self.arch.lora else ()), self._rollout_weights())
+        yield from (replace(part, phases=(ROLLOUT,)) for part in parts)
+
+    def _policy(self) -> Iterator[Part]:
+        """The parameters of the policy, as they are trained."""
         model = self.config.model
         weights, lora = self._weights(self.mesh, model.param_dtype), self.arch.lora
         trained = self._weights(self.mesh, model.param_dtype, trained=True) if lora else 0
@@ -142,14 +200,6 @@ class _Plan:
         if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
             yield Part("adapters", trained, why + OFFLOADED * away, phases)
-        yield self._rollout_weights()
-        host = self.config.offload.optimizer
-        why = _in_words(self.config.optimizer) + OFFLOADED * host
-        state = self._optimizer_state(self.config.optimizer, self.arch)
-        yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
-        yield from self._reward_model_parts()
-        if self.config.needs_reference:
-            yield self._reference()
 
     def update_parts(self) -> Iterator[Part]:
         """The parts that exist only during the update."""
@@ -241,8 +291,9 @@ class _Plan:
         return int(CACHE_SHARE * max(free, 0)) // (sum(self._columns()) * self._column_bytes())
 
     def _share(self) -> int:
-        """Sequences of a training step per replica."""
-        return -(-self.config.data.batch_size * self.config.rollout.n // self.rollout_mesh.num_data_shards)
+        """Sequences of a training step per replica; of a worker's, if all workers have as many groups."""
+        groups = -(-self.config.data.batch_size // max(self.num_workers, 1))
+        return -(-groups * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
     def _columns(self) -> tuple[int, int]:
         """Columns of the KV cache for a prompt and a completion; in episodes, before a turn and for it."""
@@ -294,11 +345,13 @@ class _Plan:
         They are freed when a batch is complete. Arrays that training has on the same devices in the same
         dtype are not copied, unless those wait in the host's memory, or batches are sampled ahead: then one
         copy is in use and one waits for each further batch, and none is freed. A frozen base is not copied
-        for that, but the matrices into which adapters are merged are always copies.
+        for that, but the matrices into which adapters are merged are always copies. A rollout worker trains
+        nothing, and has a base only with adapters.
         """
         model, key = self.config.model, "rollout_weights"
         lag, in_flight = self.config.rollout.max_staleness, self.config.rollout.in_flight
         same, lora = self.roles.rollout == self.roles.train, self.arch.lora
+        same = same and (bool(lora) or not self.num_workers)
         if same and not lag and not lora and model.dtype == model.param_dtype:
             return Part(key, 0, "the training weights are used", role=ROLLOUT)
         merges = bool(lora) and self.config.rollout.lora == "merged"
@@ -326,6 +379,19 @@ class _Plan:
             why = f"{copies} copies ({which}), each {why}"
         size = copies * sum(jax.tree.leaves(copied))
         return Part(key, size, why, PHASES if lag else (ROLLOUT,), ROLLOUT)
+
+    def _merged_for_servers(self) -> Part:
+        """The matrices into which adapters are merged before they are published, on the training mesh."""
+        lora, dtype = self.arch.lora, self.config.model.dtype
+        assert lora is not None
+        specs, places = param_specs(self.arch)["layers"], partition(self.arch, self.mesh)["layers"]
+        elements = sum(
+            elements_on_device(spec[name].shape, place[name], self.mesh)
+            for spec, place in zip(specs, places, strict=True)
+            for name in lora.targets
+        )
+        why = f"adapters merged into copies of their matrices, model.dtype {dtype}, until servers have them"
+        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, (ROLLOUT,))
 
     def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
         """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
@@ -364,35 +430,40 @@ class _Plan:
         )
         return size, words
 
-    def warnings(self, result: Placement, fitting: int) -> Iterator[str]:
-        """Warnings about phases that need more memory than a device has, and about a too large KV cache."""
+    def phase_warnings(self, result: Placement) -> Iterator[str]:
+        """Warnings about phases that need more memory than a device has."""
         memory = result.device_memory
         assert memory is not None
-        totals = result.totals()
-        for phase, roles, total in totals.values():
+        for phase, roles, total in result.totals().values():
             if total > memory:
                 left = ", ".join(_not_fitting(result.parts_of(phase, roles), memory))
-                where = (
-                    "each device" if len(result.role_groups) == 1 else f"each device of {' and '.join(roles)}"
-                )
+                several = len(result.role_groups) > 1
+                whose = "a rollout worker" if self.num_workers else " and ".join(roles) if several else ""
+                where = "each device" + f" of {whose}" * bool(whose)
                 yield (
                     f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
                     f"{in_units(memory)}: {left} do not fit; {self._remedy(phase, roles)}"
                 )
+
+    def cache_warnings(self, result: Placement, fitting: int) -> Iterator[str]:
+        """A warning about a KV cache that is too large, where everything together is not."""
+        memory = result.device_memory
+        assert memory is not None
         sampling = max(
-            size for phase, roles, size in totals.values() if phase == ROLLOUT and ROLLOUT in roles
+            size for phase, roles, size in result.totals().values() if phase == ROLLOUT and ROLLOUT in roles
         )
         together = min(self.concurrency(fitting), self._share())
         if together > fitting and sampling <= memory:
-            most = fitting * self.rollout_mesh.num_data_shards
+            most = fitting * self.rollout_mesh.num_data_shards * max(self.num_workers, 1)
             remedy = (
                 f"set rollout.max_concurrency to {most} or fewer"
                 if most
                 else self._remedy(ROLLOUT, (ROLLOUT,))
             )
+            replica = "replica of a rollout worker" if self.num_workers else "rollout replica"
             yield (
                 f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for "
-                f"{fitting} sequences on each rollout replica, but {together} should decode at once; "
+                f"{fitting} sequences on each {replica}, but {together} should decode at once; "
                 f"{remedy}"
             )
 
@@ -402,8 +473,11 @@ class _Plan:
             places = " and ".join(f"placement.{role}" for role in roles)
             return f"name more devices in {places}, or offload what waits"
         if phase == ROLLOUT:
+            if self.config.rollout.has_fleet:
+                return "raise fsdp or tp of mesh"
+            meshes = "rollout.mesh" if self.num_workers else "mesh and rollout.mesh"
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
-            return f"raise fsdp or tp of mesh and rollout.mesh, or lower {sizes}"
+            return f"raise fsdp or tp of {meshes}, or lower {sizes}"
         if phase in (STEP, CRITIC_STEP):
             return "raise fsdp or tp of mesh, and lower dp if it is more than 1"
         section = "critic" if phase == CRITIC_GRADIENT else "update"

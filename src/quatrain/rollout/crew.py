@@ -56,6 +56,8 @@ class _Post:
     term: int = 0
     """Counts the workers of this place; a thread whose term is over must not touch the table."""
     worker: Worker | None = None
+    started: bool = False
+    """Whether any worker of this place has started."""
     doing: str = ""
     """The call that runs."""
     began: float = 0.0
@@ -103,6 +105,7 @@ class Crew:
         self._closed, self._began = False, time.monotonic()
         self._restarts = self._stale = 0
         self._none_since: float | None = None
+        """Since when there is no worker that has loaded weights; one that starts may still fail to."""
         self._posts = [_Post(f"worker {number}", factory) for number, factory in enumerate(factories)]
         for post in self._posts:
             self._start_thread(post)
@@ -141,11 +144,9 @@ class Crew:
 
         To be called, with `changed` held, while waiting for groups.
         """
-        now = time.monotonic()
-        for post in self._posts:
-            if post.limit_s is not None and now - post.began > post.limit_s:
-                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
-        if self._none_since is not None and now - self._none_since > self._timeout_s:
+        now = self._give_up_overdue()
+        since = self._none_since
+        if since is not None and not self.num_alive and now - since > self._timeout_s:
             errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
             self._error = self._error or CrewLost(
                 f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
@@ -153,6 +154,34 @@ class Crew:
             )
         if self._error is not None:
             raise self._error
+
+    def all_started(self) -> bool:
+        """Whether each worker has started, also if it was lost since.
+
+        To be called, with `changed` held, while waiting for the start. Raises the error by which the crew
+        cannot go on, and ValueError if a worker has failed to start for `timeout_s`.
+        """
+        late = self._give_up_overdue() - self._began > self._timeout_s
+        failed = [post for post in self._posts if late and post.last_error and not post.started]
+        if failed:
+            errors = "; ".join(f"{post.place}: {post.last_error}" for post in failed)
+            self._error = self._error or ValueError(
+                f"each rollout worker or server must start before training begins; {len(failed)} of "
+                f"{self.num_workers} did not within rollout.timeout_s ({self._timeout_s:g} s), the last "
+                f"error of each: {errors}; see why, correct rollout.workers or rollout.servers, or raise "
+                "rollout.timeout_s"
+            )
+        if self._error is not None:
+            raise self._error
+        return all(post.started for post in self._posts)
+
+    def _give_up_overdue(self) -> float:
+        """Gives up workers whose calls are overdue; the time now."""
+        now = time.monotonic()
+        for post in self._posts:
+            if post.limit_s is not None and now - post.began > post.limit_s:
+                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
+        return now
 
     def close(self) -> None:
         """Ends the workers; groups that they have are forgotten. May be called again."""
@@ -197,8 +226,10 @@ class Crew:
         with self.changed:
             if post.term != term:
                 raise _Ended
-            post.worker = worker
-            self._none_since = None
+            post.worker, post.started = worker, True
+            if self._weights is None:
+                self._none_since = None
+            self.changed.notify_all()
 
     def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
         version: int | None = None
@@ -232,6 +263,7 @@ class Crew:
             )
         with self.changed:
             self.load_s = max(self.load_s, time.monotonic() - began)
+            self._none_since = None
         return version
 
     def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
@@ -305,12 +337,8 @@ class Crew:
         except GroupFailed as error:
             self._fail(error)
             return
-        logger.warning(
-            "rollout %s was lost: %s; %d groups are given to others, and it is started again",
-            name,
-            why,
-            regiven,
-        )
+        what = f"{regiven} groups are given to others, and it is" if post.started else "it is"
+        logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
         self._start_thread(post)
         self.changed.notify_all()
 

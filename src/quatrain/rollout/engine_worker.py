@@ -59,7 +59,12 @@ class EngineWorker:
         threading.Thread(target=self._work, name=f"engine of {name}", daemon=True).start()
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
-        """Reads what was published; takes effect between two rounds."""
+        """Reads what was published; takes effect between two rounds.
+
+        Without groups, the worker frees the weights that it has first: the device needs room for one version.
+        """
+        if self.state() == "idle":
+            self._engine.release()
         self._engine.sync_weights(self._read(weights), version)
         return version
 

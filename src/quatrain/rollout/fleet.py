@@ -87,6 +87,7 @@ class Fleet:
         self._numbers = count()
         self._table = GroupTable(retries)
         self._published: deque[Any] = deque()
+        self._version: int | None = None
         self._sync_s = 0.0
         self._closed = False
         self._crew = Crew(factories if is_main_process() else (), self._table, timeout_s=timeout_s)
@@ -97,6 +98,22 @@ class Fleet:
         """The workers that are alive; none in other processes than the main one."""
         return self._crew.workers
 
+    def wait_for_start(self) -> None:
+        """Returns when each worker has started.
+
+        Raises `WorkerRefused` if one cannot serve this run, and ValueError if one has failed to start for
+        `timeout_s`.
+        """
+        decided_by_main(self._started)
+
+    def _started(self) -> bool:
+        with self._crew.changed:
+            while not self._crew.all_started():
+                if self._closed:
+                    raise RuntimeError("the fleet was closed while its workers were starting")
+                self._crew.changed.wait(LOOK_S)
+        return True
+
     def place(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
         began = time.perf_counter()
@@ -106,11 +123,18 @@ class Fleet:
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from now on; workers load them before they get further groups.
 
-        Raises ValueError while groups are in flight: a group is sampled from one version.
+        Nothing is done for the version that was published last: its parameters are these. Raises ValueError
+        while groups are in flight: a group is sampled from one version.
         """
-        weights = params if isinstance(params, HostWeights) else self.place(params)
-        if not is_main_process():
+        if version == self._version:
+            self._sync_s = 0.0
             return
+        weights = params if isinstance(params, HostWeights) else self.place(params)
+        if is_main_process():
+            self._publish(weights, version)
+        self._version = version
+
+    def _publish(self, weights: HostWeights, version: int) -> None:
         with self._crew.changed:
             if self._table.num_unfinished:
                 raise ValueError(

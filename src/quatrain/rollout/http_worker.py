@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -92,16 +93,24 @@ class HttpWorker:
             self.close()
             if isinstance(error, Refusal):
                 raise WorkerRefused(f"{self.name}: it refused a question: {error}") from error
-            if isinstance(error, WorkerRefused):
-                raise WorkerRefused(f"{self.name}: {error}") from error
+            if isinstance(error, WorkerRefused | WorkerLost):
+                raise type(error)(f"{self.name}: {error}") from error
             raise
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
-        """The server loads the folder `weights`; the version that it says it has then."""
+        """The server loads the folder `weights`; the version that it says it has then.
+
+        Raises WorkerRefused if it answers that it cannot: it has another model, or cannot read the folder.
+        """
         try:
             self._kind.load(self._call, weights, version, timeout_s)
         except Refusal as error:
-            raise WorkerLost(f"it did not load {weights}: {error}") from error
+            if not Path(weights).is_dir():  # a newer version has taken its place meanwhile
+                raise WorkerLost(f"it did not load {weights}: {error}") from error
+            raise WorkerRefused(
+                f"{self.name}: it must load the weights of this run, and refused {weights}: {error}; start "
+                "it with the model that is trained, where it can read that folder (rollout.weights_dir)"
+            ) from error
         return self._version()
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
@@ -277,7 +286,7 @@ def _value(response: httpx.Response) -> Any:
     if response.status_code >= 500:
         raise WorkerLost(f"it answered with status {response.status_code}: {shortened(response.text)}")
     if response.status_code >= 400:
-        raise Refusal(f"status {response.status_code}, {shortened(_message(response))}")
+        raise Refusal(response.status_code, shortened(_message(response)))
     if not response.content:
         return {}
     try:

@@ -96,7 +96,10 @@ class Rollouts(Protocol):
         ...
 
     def sync_weights(self, params: Any, version: int) -> None:
-        """Sample from `params` from now on; tokens sampled from them are recorded with `version`."""
+        """Sample from `params` from now on; tokens sampled from them are recorded with `version`.
+
+        Other parameters have another version.
+        """
         ...
 
     def generate(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -58,14 +59,30 @@ class Folder:
     """Versions as folders `v000001` in `directory`, which transformers and other engines load too.
 
     A folder is written under a temporary name, flushed to the disk, and renamed when it is complete, so that
-    a reader never sees a part of one. `directory` must be on a file system that the workers share.
+    a reader never sees a part of one. `directory` must be on a file system that the workers share. It is
+    made if it does not exist, and then removed by `close`, which calls `on_close` too. Raises ValueError if
+    it cannot be made.
     """
 
     def __init__(
-        self, directory: str | Path, arch: Architecture, sampling: Mapping[str, Any] = MappingProxyType({})
+        self,
+        directory: str | Path,
+        arch: Architecture,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        on_close: Callable[[], None] = lambda: None,
     ):
         self._directory, self._arch, self._sampling = Path(directory).absolute(), arch, sampling
+        self._on_close = on_close
         self._stored: list[Path] = []
+        self._made = [each for each in (self._directory, *self._directory.parents) if not each.exists()]
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                "rollout.weights_dir must be a folder that this run may write, from which rollout workers "
+                f"load weights; got {self._directory}: {error}; name another"
+            ) from error
 
     def publish(self, weights: Any, version: int) -> str:
         """The path of the new folder.
@@ -91,14 +108,21 @@ class Folder:
         return str(final)
 
     def discard(self, handle: str) -> None:
-        """Removes the folder of a version."""
-        shutil.rmtree(handle, ignore_errors=True)
+        """Removes the folder of a version, at once for those who look whether it is there."""
+        removed = Path(handle).with_name(f".{Path(handle).name}.removed")
+        with suppress(OSError):
+            Path(handle).rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
         self._stored = [path for path in self._stored if str(path) != handle]
 
     def close(self) -> None:
-        """Removes the folders that this publisher wrote."""
+        """Removes what this publisher wrote."""
         for path in list(self._stored):
             self.discard(str(path))
+        with suppress(OSError):  # others have written into them
+            for path in self._made:
+                path.rmdir()
+        self._on_close()
 
 
 def gathered(params: Any, dtype: DTypeLike) -> Any:

@@ -7,6 +7,7 @@ imports ray.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -32,6 +33,8 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """Ray's options of an actor on each platform: the devices that it gets for itself; CPU cores are shared."""
 
+logger = logging.getLogger(__name__)
+
 
 def workers(
     make: Callable[[str], Worker], count: int, *, platform: str, devices: int, timeout_s: float
@@ -46,6 +49,7 @@ def workers(
     ray = _ray()
     own = _start(ray, alone=platform == "cpu")
     options = {"num_cpus": 1, **OPTIONS[platform](devices)}
+    _warn_of_missing_devices(ray, options, count, STARTING * timeout_s)
 
     def factory(number: int) -> Worker:
         name = f"ray {number}"
@@ -66,7 +70,7 @@ class RayWorker:
         *,
         timeout_s: float,
     ):
-        self._ray, self._timeout_s = ray, timeout_s
+        self._ray, self._timeout_s, self.name = ray, timeout_s, name
         self._actor = _actor_class(ray).options(**options).remote(os.getcwd())
         try:
             self.process, self.num_slots = self._get(self._actor.start.remote(make), STARTING * timeout_s)
@@ -107,7 +111,9 @@ class RayWorker:
         except errors.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ValueError):  # to start it again would not help
-                raise WorkerRefused(str(cause)) from error
+                raise WorkerRefused(
+                    f"rollout worker {self.name}, whose mesh is rollout.mesh, cannot serve this run: {cause}"
+                ) from error
             raise WorkerLost(str(cause) or repr(cause)) from error
         except errors.RayError as error:
             raise WorkerLost(f"its actor has died: {_first_line(error)}") from error
@@ -196,6 +202,19 @@ def _start(ray: ModuleType, *, alone: bool) -> bool:
             "start Ray for this run alone"
         ) from error
     return True
+
+
+def _warn_of_missing_devices(ray: ModuleType, options: dict[str, Any], count: int, limit_s: float) -> None:
+    """Warns if the cluster has too few accelerators for `count` workers now; it may grow."""
+    each = {"GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    there = ray.cluster_resources()
+    for name, number in each.items():
+        if count * number > there.get(name, 0):
+            logger.warning(
+                "rollout.workers %d need %d %s, and the Ray cluster has %d now; a worker that gets none for "
+                "%g s ends the run",
+                *(count, count * number, name, there.get(name, 0), limit_s),
+            )
 
 
 def _connect_to(address: str) -> None:

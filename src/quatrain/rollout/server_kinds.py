@@ -19,6 +19,8 @@ from quatrain.rollout.worker import WorkerLost, WorkerRefused
 
 TOKEN = "QUATRAIN_SERVE_TOKEN"
 """The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""
+UNAUTHORIZED = (401, 403)
+"""Statuses with which a server refuses a token."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """The environment in which vLLM has the paths that change weights."""
 EXTENSION = "--worker-extension-cls quatrain.rollout.vllm_extension.Reload"
@@ -54,7 +56,11 @@ Call = Callable[..., Any]
 
 
 class Refusal(Exception):
-    """A server answered a request with a status of 400 to 499."""
+    """A server answered a request with a `status` of 400 to 499."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"status {status}, {message}")
+        self.status = status
 
 
 class ServerKind(Protocol):
@@ -303,7 +309,7 @@ def kind_of(call: Call) -> ServerKind:
         return Sglang()
     raise WorkerRefused(
         "it is no server of `quatrain serve`, vLLM or SGLang: it answers neither /version nor "
-        "/get_model_info as these do; correct the address in rollout.servers"
+        "/get_model_info as these do; correct the address in rollout.servers, which ends before /v1"
     )
 
 
@@ -321,10 +327,18 @@ def shortened(value: Any) -> str:
 
 
 def _asked(call: Call, path: str) -> Any:
-    """The answer of a path that a server need not have; None if it does not."""
+    """The answer of a path that a server need not have; None if it does not.
+
+    Raises WorkerRefused if the server asks for another token.
+    """
     try:
         return call("GET", path)
-    except Refusal:
+    except Refusal as refusal:
+        if refusal.status in UNAUTHORIZED:
+            raise WorkerRefused(
+                f"it asks for a token, and the one that it got is not that: {refusal}; set {TOKEN} here to "
+                "the value with which the server was started"
+            ) from refusal
         return None
 
 
