@@ -1,9 +1,11 @@
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.policy import build_engine, load_policy
+from quatrain.policy import build_engine, load_policy, rollout_workers
+from quatrain.rollout.publish import gathered
 
 
 def _load(*overrides):
@@ -47,3 +49,25 @@ def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path
     loaded = load_policy(config)
     with closing(build_engine(config, loaded)) as engine:
         assert engine._episodes.max_tokens == loaded.arch.max_position
+
+
+def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
+    """Two of the same name in other folders, and one that was killed and is resumed."""
+
+    def publisher_of(runs):
+        settings = (f"run.dir={tmp_path / runs}", "run.name=r", "rollout.servers=[http://127.0.0.1:9]")
+        config = load_config(None, [*settings, f"rollout.weights_dir={tmp_path / 'w'}"], environ={}).config
+        return rollout_workers(config, loaded, 1)[1]
+
+    loaded = _load()
+    weights = gathered(loaded.params, "float32")
+    one, other, resumed = (publisher_of(runs) for runs in ("a", "b", "a"))
+    first, second = (Path(each.publish(weights, 3)) for each in (one, other))
+    assert first.parent != second.parent
+    assert first.parent.name.startswith("r-")
+    other.close()
+    assert (first / "model.safetensors").exists()
+    assert not second.parent.exists()
+    assert Path(resumed.publish(weights, 3)) == first
+    resumed.close()
+    assert not list((tmp_path / "w").iterdir())

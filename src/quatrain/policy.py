@@ -5,6 +5,7 @@ Builds the policy's engine and the scorer of rewards. Used by training, evaluati
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -273,7 +274,9 @@ def build_engine(
     rollout = config.rollout
     if not rollout.has_fleet:
         return local_engine(config, loaded, on_progress=on_progress, usual_prompt=usual_prompt)
-    factories, publisher = _workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
+    factories, publisher = (
+        rollout_workers(config, loaded, usual_prompt) if is_main_process() else ([], InMemory())
+    )
     fleet = Fleet(
         factories,
         publisher,
@@ -294,7 +297,7 @@ def build_engine(
     return fleet
 
 
-def _workers(
+def rollout_workers(
     config: Config, loaded: LoadedPolicy, usual_prompt: int
 ) -> tuple[Sequence[WorkerFactory], Publisher]:
     """The factories of a fleet's workers, and what publishes weights for them."""
@@ -312,7 +315,8 @@ def _workers(
     )
     if rollout.weights_dir is None:
         return factories, publisher
-    folder = Folder(rollout.weights_dir, loaded.arch, loaded.sampling, on_close=publisher.close)
+    own = _weights_folder(config, rollout.weights_dir)
+    folder = Folder(own, loaded.arch, loaded.sampling, on_close=publisher.close)
     return factories, folder
 
 
@@ -327,9 +331,23 @@ def _servers(config: Config, loaded: LoadedPolicy) -> tuple[Sequence[WorkerFacto
     factories = http_worker.workers(
         rollout.servers, rules, max_concurrency=rollout.max_concurrency, timeout_s=rollout.timeout_s
     )
-    in_run = Path(config.run.dir) / (config.run.name or "") / "weights"
-    arch = replace(loaded.arch, lora=None)
-    return factories, Folder(rollout.weights_dir or in_run, arch, loaded.sampling)
+    own = _run_folder(config) / "weights"
+    if rollout.weights_dir is not None:
+        own = _weights_folder(config, rollout.weights_dir)
+    return factories, Folder(own, replace(loaded.arch, lora=None), loaded.sampling)
+
+
+def _weights_folder(config: Config, weights_dir: str) -> Path:
+    """The folder of this run in `weights_dir`, which other runs may use too; the same when it is resumed.
+
+    Its name is that of the run, with a digest of the path of the run's folder, which the run has locked.
+    """
+    run = _run_folder(config).resolve()
+    return Path(weights_dir) / f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
+
+
+def _run_folder(config: Config) -> Path:
+    return Path(config.run.dir) / (config.run.name or "")
 
 
 def engine_worker(config: Config, usual_prompt: int, name: str) -> EngineWorker:

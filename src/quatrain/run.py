@@ -49,6 +49,7 @@ from quatrain.report.run_dir import RunDir, checkpoint_steps
 from quatrain.report.sinks import Report
 from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP
+from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.interface import RolloutProgress
 from quatrain.saved_state import check_saved_state
 from quatrain.sft import warm_start, warm_start_data
@@ -333,24 +334,30 @@ class Run:
         return state, stages
 
     def _compare_servers(self, state: TrainState) -> None:
-        """Raises ValueError if servers and trainer give the same tokens other log-probabilities."""
+        """Raises ValueError if a server and the trainer give the same tokens other log-probabilities."""
         limit = self.config.rollout.logprob_diff_warning
         if limit is None:
-            return
-        prompts = self.prompts.head(PROBES * len(self.config.rollout.servers))
-        sampling = replace(self.engine.sampling, n=1)
-        self.engine.sync_weights(state.params, state.step)
-        rollouts = self.engine.generate(prompts, sampling=sampling)
-        gap = self.learner.sampler_gap(state, rollouts)
-        if not gap <= SERVER_TOLERANCE * limit:
-            raise ValueError(
-                "servers (rollout.servers) and trainer must agree in log-probabilities of sampled tokens; "
-                f"on the first {len(prompts)} prompts they differ by {gap:.3g} nats on average, more than "
-                f"{SERVER_TOLERANCE} times rollout.logprob_diff_warning ({limit:g}). See that the servers "
-                "compute in the trainer's precision (vLLM: --dtype float32 or model.dtype: bfloat16), return "
-                "processed log-probabilities (vLLM: --logprobs-mode processed_logprobs) and were started "
-                "from this model without quantization"
+            self.report.event(
+                "log-probabilities of servers and trainer are not compared, because "
+                "rollout.logprob_diff_warning is null"
             )
+            return
+        engine, servers = self.engine, self.config.rollout.servers
+        assert isinstance(engine, Fleet), "servers are workers of a fleet"
+        prompts, sampling = self.prompts.head(PROBES), replace(engine.sampling, n=1)
+        engine.sync_weights(state.params, state.step)
+        tickets = [engine.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
+        for server, ticket in zip(servers, tickets, strict=True):
+            gap = self.learner.sampler_gap(state, engine.wait(ticket))
+            if not gap <= SERVER_TOLERANCE * limit:
+                raise ValueError(
+                    "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "
+                    f"tokens; {server} differs by {gap:.3g} nats on average on the first {len(prompts)} "
+                    f"prompts, more than {SERVER_TOLERANCE} times rollout.logprob_diff_warning ({limit:g}). "
+                    "See that it computes in the trainer's precision (vLLM: --dtype float32 or model.dtype: "
+                    "bfloat16), returns processed log-probabilities (vLLM: --logprobs-mode "
+                    "processed_logprobs) and was started from this model without quantization"
+                )
 
     def _critic_params(self, params: Any) -> Any:
         """The critic's parameters at the start: as loaded, or copies of the policy's `params`; else None."""

@@ -257,3 +257,11 @@ def test_a_lag_that_checkpoints_never_allow_is_warned_about():
 
     assert "so the staleness is at most 1;" in warned(2)[0]
     assert warned(3) == warned(0) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "shared"), [({}, True), ({"workers": 1}, False), ({"servers": ["http://a:1"]}, False)]
+)
+def test_a_lag_on_the_devices_of_training_is_warned_about(rollout, shared):
+    found = warnings_about(Config(rollout={"max_staleness": 1, **rollout}), {})
+    assert any("the rollout has the devices of training" in text for text in found) == shared

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from runs import small_run
+from runs import interrupted_after, small_run
 
 from quatrain.evaluate import evaluate_run
 from quatrain.ops.fingerprint import tree_fingerprint
@@ -169,8 +169,9 @@ def test_what_is_probably_wrong_is_told_once_and_kept(tmp_path):
     assert read_metrics(run / "metrics.jsonl")[-1]["reward/correct/seconds"] >= 0
 
 
-def test_the_version_of_weights_names_them_also_in_evaluations(tmp_path, monkeypatch):
-    """Several optimizer steps a training step: a fleet's workers load weights once for each version."""
+@pytest.fixture
+def synced(monkeypatch):
+    """The version and a fingerprint of the weights in each call of `sync_weights`."""
     seen = []
     plain = RolloutEngine.sync_weights
 
@@ -179,7 +180,39 @@ def test_the_version_of_weights_names_them_also_in_evaluations(tmp_path, monkeyp
         plain(self, params, version)
 
     monkeypatch.setattr(RolloutEngine, "sync_weights", sync_weights)
-    two_each = ("run.steps=3", "sft.steps=0", "update.mini_batch_size=2", "eval.every_steps=1")
-    train(small_run(tmp_path, "r", *two_each))
-    assert [version for version, _ in seen] == [0, 0, 2, 2, 4, 4, 6]
-    assert len(set(seen)) == len({weights for _, weights in seen}) == 4
+    return seen
+
+
+TWO_STEPS_EACH = ("run.steps=3", "update.mini_batch_size=2", "eval.every_steps=1", "checkpoint.every_steps=1")
+CRITIC = ("advantage.estimator=gae", "critic.warmup_steps=2")
+
+
+@pytest.mark.parametrize(
+    ("more", "versions"),
+    [
+        (("sft.steps=0",), [0, 0, 2, 2, 4, 4, 6]),
+        (("sft.steps=1", *CRITIC), [0, 0, 0, 0, 0, 0, 2]),
+        (("sft.steps=0", "update.max_bad_steps=9", "update.loss=loss.py:not_a_number"), [0] * 7),
+    ],
+    ids=["two optimizer steps each", "the policy rests", "steps that are not applied"],
+)
+def test_weights_of_a_version_are_the_same_also_in_evaluations(tmp_path, synced, monkeypatch, more, versions):
+    """Because a fleet's workers load each version once."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loss.py").write_text(
+        "from quatrain.ops.tokens import TokenLoss\n\n\n"
+        "def not_a_number(tokens):\n    return TokenLoss(tokens.logprobs * float('nan'))\n"
+    )
+    train(small_run(tmp_path, "r", *TWO_STEPS_EACH, *more))
+    assert [version for version, _ in synced] == versions
+    assert len(set(synced)) == len({weights for _, weights in synced}) == len(set(versions))
+
+
+def test_weights_of_a_version_are_the_same_in_a_resumed_run(tmp_path, synced):
+    resolved = small_run(tmp_path, "r", *TWO_STEPS_EACH, "sft.steps=0")
+    with interrupted_after(2), pytest.raises(KeyboardInterrupt):
+        train(resolved)
+    began = len(synced)
+    train(resolved, resume="r")
+    assert [version for version, _ in synced[began:]] == [4, 6]
+    assert len(set(synced)) == len({weights for _, weights in synced}) == 4

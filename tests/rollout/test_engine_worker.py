@@ -78,7 +78,7 @@ def test_a_fleet_of_engines_samples_what_one_engine_does(make_engine, small_para
 def test_weights_come_through_a_folder(make_engine, small_arch, small_params, tokenizer, tmp_path):
     whole = make_engine()
     whole.sync_weights(small_params, 5)
-    fleet = fleet_of([make_engine()], tokenizer, Folder(tmp_path, small_arch))
+    fleet = fleet_of([make_engine()], tokenizer, Folder(tmp_path / "weights", small_arch))
     fleet.sync_weights(small_params, 5)
     assert_same(fleet.generate(PROMPTS, step=1), whole.generate(PROMPTS, step=1))
     doubled = jax.tree.map(lambda x: x * 1.5, small_params)
@@ -174,3 +174,23 @@ def test_an_engine_that_fails_or_hangs_makes_the_worker_lost(make_engine, small_
         with pytest.raises(WorkerLost, match=message):
             finished_of(worker, 1, 10)
         worker.close()
+
+
+def test_a_round_that_compiles_has_three_times_as_long_while_it_compiles(
+    make_engine, small_params, monkeypatch
+):
+    engine = make_engine()
+    worker = worker_of(engine, timeout_s=0.4)
+    worker.load(gathered(small_params, "float32"), 4, 60)
+
+    def advance():
+        jax.jit(lambda x: (time.sleep(0.7), x)[1])(1.0)  # JAX counts tracing as a part of compiling
+        raise RuntimeError("the end of the round")
+
+    monkeypatch.setattr(engine, "advance", advance)
+    with closing(worker):
+        worker.submit([GroupSpec(0, PROMPTS[0], 0, Sampling(n=1, max_new_tokens=4, temperature=1.0))], 4)
+        time.sleep(0.2)
+        assert worker.state() == "compiling"
+        with pytest.raises(WorkerLost, match="the end of the round"):
+            finished_of(worker, 1, 10)

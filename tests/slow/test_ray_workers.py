@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from quatrain.config.load import load_config
@@ -203,7 +204,7 @@ def test_weights_through_a_folder_train_the_same(tmp_path, unharmed):
     seen, end = set(), time.monotonic() + 200
     while run.poll() is None:
         assert time.monotonic() < end
-        seen |= {path.name for path in weights.glob("v*")}
+        seen |= {path.name for path in weights.glob("r-*/v*")}
         time.sleep(0.02)
     assert run.returncode == 0
     assert weights_of(tmp_path, "r") == unharmed[0]
@@ -267,8 +268,12 @@ def test_a_learner_killed_with_its_workers_alive_is_resumed_to_the_bit(tmp_path,
         assert time.monotonic() < end
         assert run.poll() is None
         time.sleep(0.02)
+    below = psutil.Process(run.pid).children(recursive=True)
+    workers = [process for process in below if "RolloutWorker" in " ".join(process.cmdline())]
+    assert len(workers) == 1
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
+    assert not psutil.wait_procs(below, timeout=60)[1]
     again = subprocess.run([QUATRAIN, "train", "--resume", "runs/r"], cwd=tmp_path, timeout=300, check=False)
     assert again.returncode == 0
     assert weights_of(tmp_path, "r") == unharmed[0]

@@ -244,7 +244,8 @@ def _about_sampling(config: Config) -> list[str]:
             f"rollout.temperature is 0: sampling is greedy and explores nothing{same}; "
             "set it above 0 to train"
         )
-    if rollout.max_staleness and config.placement.rollout in (None, config.placement.train):
+    shared = not rollout.has_fleet and config.placement.rollout in (None, config.placement.train)
+    if rollout.max_staleness and shared:
         warnings.append(
             f"rollout.max_staleness is {rollout.max_staleness} and the rollout has the devices of training: "
             "both compete for them and little or nothing is gained; give the rollout devices of its own in "

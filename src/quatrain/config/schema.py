@@ -484,8 +484,8 @@ class RolloutConfig(Section):
     weights_dir: Text | None = Field(
         None,
         description="Folder on a file system that all rollout workers or servers share, through which they "
-        "get the weights of each step; null: workers get them through Ray's object store, servers through "
-        "`weights/` in the run's folder.",
+        "get the weights of each step, each run in a folder of its own there; null: workers get them through "
+        "Ray's object store, servers through `weights/` in the run's folder.",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
@@ -498,7 +498,9 @@ class RolloutConfig(Section):
         0.05,
         gt=0,
         description="A warning is given if the mean absolute difference between the sampler's and the "
-        "trainer's log-probabilities of a training step's tokens exceeds this, in nats; null: no warning.",
+        "trainer's log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. "
+        "A server that differs by more than four times as much when a run starts ends it; null: servers are "
+        "not compared.",
     )
 
     @property

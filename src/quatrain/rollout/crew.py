@@ -8,6 +8,7 @@ not return by its deadline, the thread is left behind: what it brings later is n
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,10 @@ class _Post:
     worker: Worker | None = None
     started: bool = False
     """Whether any worker of this place has started."""
+    loaded: bool = False
+    """Whether this worker has loaded weights."""
+    unfit: bool = False
+    """Whether the last worker that started here was lost before it had loaded weights."""
     doing: str = ""
     """The call that runs."""
     began: float = 0.0
@@ -68,9 +73,23 @@ class _Post:
     last_error: str = ""
     busy_since: float | None = None
     busy_s: float = 0.0
+    num_finished: int = 0
+    """Groups that this worker has finished."""
+    worked_s: float = 0.0
+    """Seconds in which this worker had groups, up to `busy_since`."""
 
     def __str__(self) -> str:
         return self.place if self.worker is None else f"{self.place} ({self.worker.name})"
+
+    @property
+    def fit(self) -> bool:
+        """Whether there is a worker which has loaded weights, or of which nothing says that it cannot."""
+        return self.worker is not None and not self.unfit
+
+    def rate(self) -> float | None:
+        """Groups that this worker finishes in a second; None before the first."""
+        running = 0.0 if self.busy_since is None else time.monotonic() - self.busy_since
+        return self.num_finished / max(self.worked_s + running, 1e-9) if self.num_finished else None
 
 
 @dataclass(frozen=True)
@@ -105,8 +124,8 @@ class Crew:
         self._closed, self._began = False, time.monotonic()
         self._restarts = self._stale = 0
         self._none_since: float | None = None
-        """Since when there is no worker that has loaded weights; one that starts may still fail to."""
-        self._posts = [_Post(f"worker {number}", factory) for number, factory in enumerate(factories)]
+        """Since when no worker could sample; until one has loaded weights, because it may fail to."""
+        self._posts = [_Post(place_of(number), factory) for number, factory in enumerate(factories)]
         for post in self._posts:
             self._start_thread(post)
 
@@ -146,7 +165,7 @@ class Crew:
         """
         now = self._give_up_overdue()
         since = self._none_since
-        if since is not None and not self.num_alive and now - since > self._timeout_s:
+        if since is not None and not self._any_fit() and now - since > self._timeout_s:
             errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
             self._error = self._error or CrewLost(
                 f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
@@ -174,6 +193,9 @@ class Crew:
         if self._error is not None:
             raise self._error
         return all(post.started for post in self._posts)
+
+    def _any_fit(self) -> bool:
+        return any(post.fit for post in self._posts)
 
     def _give_up_overdue(self) -> float:
         """Gives up workers whose calls are overdue; the time now."""
@@ -250,7 +272,7 @@ class Crew:
         if self._weights is None:
             return False
         return self._weights.version != version or bool(
-            self._table.held(post.place) or self._table.num_waiting
+            self._table.held(post.place) or self._table.num_waiting(post.place)
         )
 
     def _load(self, post: _Post, term: int, worker: Worker, weights: Weights) -> int:
@@ -263,7 +285,8 @@ class Crew:
             )
         with self.changed:
             self.load_s = max(self.load_s, time.monotonic() - began)
-            self._none_since = None
+            if post.term == term:
+                post.loaded, post.unfit, self._none_since = True, False, None
         return version
 
     def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
@@ -271,7 +294,7 @@ class Crew:
         with self.changed:
             if post.term != term:
                 raise _Ended
-            given = self._table.give(post.place, self._room(worker))
+            given = self._table.give(post.place, self._room(post, worker))
             held = bool(self._table.held(post.place))
             if held and post.busy_since is None:
                 post.busy_since = time.monotonic()
@@ -292,11 +315,24 @@ class Crew:
                 raise _Ended
             self._accept(post, finished, version)
 
-    def _room(self, worker: Worker) -> int:
-        """Groups that a worker may have: as many as fill its slots, and one more."""
-        if worker.num_slots is None:
-            return -(-self._table.num_unfinished // max(self.num_alive, 1))
-        return worker.num_slots // self._table.largest_waiting() + 1
+    def _room(self, post: _Post, worker: Worker) -> int:
+        """Groups that a worker may have: as many as fill its slots, and one more.
+
+        Without a number of slots, half of its part of the groups that are not finished, by the speeds of the
+        workers. So all have work until the end, and a slow one has few groups then. Before the first of a
+        worker, whose speed is unknown then, a quarter of an equal part.
+        """
+        if worker.num_slots is not None:
+            return worker.num_slots // self._table.largest_waiting(post.place) + 1
+        unfinished = self._table.num_unfinished
+        if self.num_workers == 1:
+            return unfinished
+        own, rates = post.rate(), [each.rate() for each in self._posts]
+        if own is None:
+            return math.ceil(unfinished / self.num_workers / 4)
+        known = [rate for rate in rates if rate is not None]
+        part = own / sum(known) * len(known) / self.num_workers
+        return math.ceil(unfinished * part / 2)
 
     def _accept(self, post: _Post, finished: Sequence[FinishedGroup], version: int) -> None:
         """Puts what a worker returned into the table."""
@@ -314,6 +350,7 @@ class Crew:
                 raise WorkerLost(f"it {error}") from error
             if group.error is None:
                 post.losses = 0
+                post.num_finished += 1
         if not self._table.held(post.place):
             _stop_clock(post)
         if finished:
@@ -322,15 +359,18 @@ class Crew:
     def _lose(self, post: _Post, why: str) -> None:
         """Gives up the worker of a post and starts another; `changed` is held."""
         name, worker = str(post), post.worker
+        if worker is not None and self._weights is not None:
+            post.unfit = not post.loaded
         post.term += 1
         post.worker = None
         post.limit_s, post.last_error = None, why
         post.losses += 1
         self._restarts += 1
         _stop_clock(post)
+        post.loaded, post.num_finished, post.worked_s = False, 0, 0.0
         if worker is not None:
             _in_thread(_close_quietly, worker)
-        if not self.num_alive and self._none_since is None:
+        if self._none_since is None and not self._any_fit():
             self._none_since = time.monotonic()
         try:
             regiven = self._table.lose(post.place, why)
@@ -363,6 +403,11 @@ class Crew:
                     post.limit_s = None
 
 
+def place_of(number: int) -> str:
+    """The name of a worker's place in the table and in messages; `number` is that of its factory."""
+    return f"worker {number}"
+
+
 def _other_version(group: FinishedGroup, version: int) -> int | None:
     """A version of the group's sampled tokens that is not `version`."""
     versions = {each for _, completion in group.samples for each in completion.versions}
@@ -371,7 +416,9 @@ def _other_version(group: FinishedGroup, version: int) -> int | None:
 
 def _stop_clock(post: _Post) -> None:
     if post.busy_since is not None:
-        post.busy_s += time.monotonic() - post.busy_since
+        seconds = time.monotonic() - post.busy_since
+        post.busy_s += seconds
+        post.worked_s += seconds
         post.busy_since = None
 
 

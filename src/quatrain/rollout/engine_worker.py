@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.models.params import partition
-from quatrain.parallel.compilations import num_compilations
+from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.parallel.mesh import mesh_shape, place, shardings
 from quatrain.rollout.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
@@ -98,7 +98,9 @@ class EngineWorker:
         self._engine.close()
 
     def _compiles(self) -> bool:
-        return self._round_began is not None and num_compilations() > self._compiled
+        """Whether a program was compiled in this round, or is being compiled."""
+        compiled = num_compilations() > self._compiled or compiling_for_s() is not None
+        return self._round_began is not None and compiled
 
     def _check(self) -> None:
         began, limit = self._round_began, self._timeout_s

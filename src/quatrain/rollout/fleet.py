@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.metrics import Metric, Metrics, combine
-from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory
+from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory, place_of
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.interface import Completion, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.publish import Publisher, gathered
@@ -164,15 +164,25 @@ class Fleet:
         return batch
 
     def submit(
-        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int = 0,
+        sampling: Sampling | None = None,
+        worker: int | None = None,
     ) -> FleetTicket:
-        """Queue `prompts`; `wait` returns their completions for the ticket that this returns."""
+        """Queue `prompts`; `wait` returns their completions for the ticket that this returns.
+
+        With `worker`, the number of a factory, that worker samples them all, also if it has to be started
+        again.
+        """
         used = sampling or self.sampling
         numbers = tuple(next(self._numbers) for _ in prompts)
         with self._crew.changed:
             if is_main_process():
                 pairs = zip(numbers, prompts, strict=True)
-                self._table.add(GroupSpec(number, prompt, step, used) for number, prompt in pairs)
+                specs = [GroupSpec(number, prompt, step, used) for number, prompt in pairs]
+                self._table.add(specs, only=None if worker is None else place_of(worker))
             self._crew.changed.notify_all()
         return FleetTicket(numbers, tuple(prompts), used.n)
 

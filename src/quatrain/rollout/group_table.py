@@ -24,13 +24,14 @@ class GroupFailed(RuntimeError):
 @dataclass
 class _Entry:
     spec: GroupSpec
+    only: str | None = None
+    """The only worker that may have it; None: any."""
     worker: str | None = None
     failures: int = 0
     result: FinishedGroup | None = None
 
-    @property
-    def waits(self) -> bool:
-        return self.worker is None and self.result is None
+    def waits_for(self, worker: str) -> bool:
+        return self.worker is None and self.result is None and self.only in (None, worker)
 
     @property
     def suspect(self) -> bool:
@@ -60,30 +61,30 @@ class GroupTable:
         """Groups that wait or that a worker has."""
         return sum(entry.result is None for entry in self._entries.values())
 
-    @property
-    def num_waiting(self) -> int:
-        """Groups that no worker has."""
-        return sum(entry.waits for entry in self._entries.values())
+    def num_waiting(self, worker: str) -> int:
+        """Groups that no worker has, and `worker` may have."""
+        return sum(entry.waits_for(worker) for entry in self._entries.values())
 
     @property
     def num_given(self) -> int:
         """Groups that a worker has."""
         return sum(entry.worker is not None for entry in self._entries.values())
 
-    def add(self, groups: Iterable[GroupSpec]) -> None:
-        """Groups with new numbers, which wait to be given out in this order."""
+    def add(self, groups: Iterable[GroupSpec], *, only: str | None = None) -> None:
+        """Groups with new numbers, which wait to be given out in this order; with `only`, to this worker."""
         for group in groups:
             if group.number in self._entries:
                 raise ValueError(f"numbers of groups must be unique; {group.number} was added before")
-            self._entries[group.number] = _Entry(group)
+            self._entries[group.number] = _Entry(group, only)
 
     def held(self, worker: str) -> list[GroupSpec]:
         """The groups that `worker` has."""
         return [entry.spec for entry in self._entries.values() if entry.worker == worker]
 
-    def largest_waiting(self) -> int:
-        """Samples of the largest group that waits; 1 if none waits."""
-        return max((entry.spec.sampling.n for entry in self._entries.values() if entry.waits), default=1)
+    def largest_waiting(self, worker: str) -> int:
+        """Samples of the largest group that waits and `worker` may have; 1 if none waits."""
+        waiting = (entry for entry in self._entries.values() if entry.waits_for(worker))
+        return max((entry.spec.sampling.n for entry in waiting), default=1)
 
     def give(self, worker: str, room: int) -> list[GroupSpec]:
         """Gives the next waiting groups to `worker`, which may then have at most `room`."""
@@ -93,7 +94,7 @@ class GroupTable:
         return [entry.spec for entry in given]
 
     def _next(self, worker: str, room: int) -> list[_Entry]:
-        waiting = [entry for entry in self._entries.values() if entry.waits]
+        waiting = [entry for entry in self._entries.values() if entry.waits_for(worker)]
         held = [entry for entry in self._entries.values() if entry.worker == worker]
         suspects = [entry for entry in waiting if entry.suspect]
         if any(entry.suspect for entry in held):

@@ -59,9 +59,10 @@ class Folder:
     """Versions as folders `v000001` in `directory`, which transformers and other engines load too.
 
     A folder is written under a temporary name, flushed to the disk, and renamed when it is complete, so that
-    a reader never sees a part of one. `directory` must be on a file system that the workers share. It is
-    made if it does not exist, and then removed by `close`, which calls `on_close` too. Raises ValueError if
-    it cannot be made.
+    a reader never sees a part of one. `directory` must be on a file system that the workers share, and is
+    this run's alone: another run would overwrite and remove its versions. It is made if it does not exist.
+    `close` removes it, if nothing else is in it, and those of its parents that were made, and calls
+    `on_close`. Raises ValueError if it cannot be made.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Folder:
         self._directory, self._arch, self._sampling = Path(directory).absolute(), arch, sampling
         self._on_close = on_close
         self._stored: list[Path] = []
-        self._made = [each for each in (self._directory, *self._directory.parents) if not each.exists()]
+        missing = (each for each in self._directory.parents if not each.exists())
+        self._made = [self._directory, *missing]
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
