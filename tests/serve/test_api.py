@@ -1,5 +1,7 @@
 """The server as its clients see it: the openai package, and requests that are wrong."""
 
+import json
+import math
 import threading
 import time
 
@@ -166,6 +168,29 @@ def test_a_client_that_leaves_frees_its_slots(server, http):
     http.post("/resume", json={}).raise_for_status()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, monkeypatch, stream):
+    service = server[1]
+    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 600, "stream": stream}
+    http.post("/v1/completions", json=body).raise_for_status()  # compiles: no round is slow afterwards
+    advance = service._engine.advance
+
+    def slowly():
+        time.sleep(0.1)
+        advance()
+
+    monkeypatch.setattr(service._engine, "advance", slowly)
+    cancelled = service.totals.cancelled
+    with http.stream("POST", "/v1/completions", json=body) if stream else pytest.raises(httpx.ReadTimeout):
+        if not stream:
+            http.post("/v1/completions", json=body, timeout=0.3)
+    deadline = time.monotonic() + 4  # all tokens take 7 seconds
+    while service.num_running and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service.totals.cancelled == cancelled + 1
+    assert service.num_running == 0
+
+
 def test_new_weights_are_used_from_the_next_token_on(server, http, small_arch, small_params, tmp_path):
     body = {
         "model": MODEL,
@@ -225,6 +250,30 @@ BAD = {
     "too many sequences": ({**GOOD, "prompt": [[3]] * 600, "n": 2}, 400, "1200"),
     "alternatives": ({**GOOD, "logprobs": 5}, 400, "logprobs"),
     "unknown field": ({**GOOD, "guided_json": {}}, 400, "guided_json is not supported"),
+    "not finite": ({**GOOD, "temperature": math.nan}, 400, "temperature"),
+    "infinite temperature": ({**GOOD, "temperature": math.inf}, 400, "temperature"),
+    "hot": ({**GOOD, "temperature": 101}, 400, "temperature"),
+    "infinite top_k": ({**GOOD, "top_k": math.inf}, 400, "top_k"),
+    "negative top_k": ({**GOOD, "top_k": -2}, 400, "top_k"),
+    "top_p above 1": ({**GOOD, "top_p": 1.01}, 400, "top_p"),
+    "top_p is not a number": ({**GOOD, "top_p": math.nan}, 400, "top_p"),
+    "min_p above 1": ({**GOOD, "min_p": 1.01}, 400, "min_p"),
+    "no samples": ({**GOOD, "n": 0}, 400, "n:"),
+    "huge n": ({**GOOD, "n": 10**30}, 400, "n:"),
+    "huge max_tokens": ({**GOOD, "max_tokens": 10**30}, 400, "positions"),
+    "half a seed": ({**GOOD, "seed": 0.5}, 400, "seed"),
+    "huge token": ({**GOOD, "prompt": [10**30]}, 400, "prompt"),
+    "a token that is no number": ({**GOOD, "prompt": [[3], [None]]}, 400, "prompt"),
+    "long prompt": ({**GOOD, "prompt": [3] * 10**6}, 400, "positions"),
+    "long text": ({**GOOD, "prompt": "a" * 5_000_000}, 400, "characters"),
+    "half a character": ({**GOOD, "prompt": "\ud800"}, 400, "Unicode"),
+    "half a character as the model": ({**GOOD, "model": "\ud800"}, 404, "/v1/models"),
+    "huge step": (
+        {**GOOD, "seed": 1, "quatrain": {"step": 2**32, "group_id": 0, "sample": 0, "n": 1}},
+        400,
+        "quatrain",
+    ),
+    "repetition": ({**GOOD, "repetition_penalty": 1.1}, 400, "repetition_penalty"),
     "penalty": ({**GOOD, "presence_penalty": 1}, 400, "presence_penalty"),
     "bias": ({**GOOD, "logit_bias": {"3": 1}}, 400, "logit_bias"),
     "empty stop": ({**GOOD, "stop": [""]}, 400, "stop"),
@@ -240,12 +289,64 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_gets_one_error_in_openais_form(http, name):
     body, status, named = BAD[name]
-    answer = http.post("/v1/completions", json=body)
+    answer = posted(http, body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert named in error["message"]
     assert error["code"] == status
     assert "\n" not in error["message"]
+    assert_it_goes_on(http)
+
+
+def posted(http, body):
+    """The answer to a completion request that may have NaN and infinity, which httpx refuses to send."""
+    return http.post(
+        "/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+
+
+def assert_it_goes_on(http):
+    assert http.get("/health").json() == {"status": "ok"}
+    answer = http.post("/v1/completions", json={**GOOD, "max_tokens": 2, "seed": 1})
+    assert answer.status_code == 200, answer.text
+
+
+EXTREMES = {
+    "top_k": [{"top_k": -1}, {"top_k": 2**31 - 1}, {"top_k": 2**31}, {"top_k": 10**30}],
+    "top_p": [{"top_p": 5e-324}, {"top_p": 1e-46}, {"top_p": 1e-38}, {"top_p": 1e-9}],
+    "min_p": [{"min_p": 5e-324}, {"min_p": 1e-46}, {"min_p": 1}],
+    "temperature": [{"temperature": 100}, {"temperature": 0.01}, {"temperature": -0.0}],
+    "seed": [{"seed": -(10**30)}, {"seed": 10**4000}],
+    "place": [
+        {
+            "seed": 1,
+            "quatrain": {"step": 2**32 - 1, "group_id": 2**63 - 1, "sample": 2**32 - 1, "n": 2**32 - 1},
+        }
+    ],
+    "length": [{"prompt": [3] * 2047, "max_tokens": 1}],
+    "samples": [{"n": MOST_SEQUENCES}],
+    "neutral penalties": [{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}],
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_values_are_followed(http, name):
+    for fields in EXTREMES[name]:
+        answer = posted(http, {**GOOD, "max_tokens": 3, "logprobs": 0, "return_token_ids": True, **fields})
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert all(map(math.isfinite, choice["logprobs"]["token_logprobs"])), fields
+    assert_it_goes_on(http)
+
+
+def test_a_tiny_top_p_and_a_huge_top_k_do_what_they_say(http):
+    def tokens(**fields):
+        body = {**GOOD, "max_tokens": 20, "seed": 3, "return_token_ids": True, **fields}
+        [choice] = posted(http, body).json()["choices"]
+        return choice["token_ids"]
+
+    assert tokens(top_p=1e-46) == tokens(temperature=0)
+    assert tokens(top_k=2**40) == tokens() != tokens(temperature=0)
 
 
 CHATS = {
@@ -254,6 +355,11 @@ CHATS = {
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "type",
+    ),
+    "half a character": ({"messages": [{"role": "\ud800", "content": "hello"}]}, "role"),
+    "repetition": (
+        {"messages": [{"role": "user", "content": "hello"}], "repetition_penalty": 2},
+        "repetition_penalty",
     ),
     "tools": ({"messages": [{"role": "user", "content": "hello"}], "tools": [{}]}, "tools"),
     "a format": (
@@ -266,7 +372,9 @@ CHATS = {
 @pytest.mark.parametrize("name", CHATS)
 def test_a_bad_chat(http, name):
     body, named = CHATS[name]
-    answer = http.post("/v1/chat/completions", json={"model": MODEL, **body})
+    content = json.dumps({"model": MODEL, **body})
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/v1/chat/completions", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
 

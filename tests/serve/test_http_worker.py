@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import jax
@@ -272,6 +272,10 @@ def test_ids_seeds_weights_and_labels(fake, rules, small_arch, small_params, tmp
         if path in ("/generate", "/v1/completions")
     ]
     assert len(set(seeds[-15:])) == 15
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    for path, body in fake.asked:
+        if path in ("/generate", "/v1/completions"):
+            assert neutral.items() <= (body.get("sampling_params") or body).items()
     if fake.kind == "vllm":
         salts = [body["cache_salt"] for path, body in fake.asked if path == "/v1/completions"]
         assert set(salts[-45:]) == {"quatrain 4"}
@@ -394,6 +398,37 @@ def test_a_load_that_never_returns_ends_at_its_deadline(vllm, rules, small_arch,
         asleep.set()
 
 
+def test_a_server_whose_worker_is_closed_in_a_load_goes_on(fake, rules):
+    path = "/collective_rpc" if fake.kind == "vllm" else "/update_weights_from_disk"
+    loading, end = threading.Event(), threading.Event()
+
+    def load(body):
+        if body.get("method") != "quatrain_extension":
+            loading.set()
+            assert end.wait(20)
+            return 200, {"success": True}
+
+    with listening(fake) as url:
+        worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+        fake.faults[path] = load
+        thread = threading.Thread(target=load_quietly, args=(worker,), daemon=True)
+        thread.start()
+        assert loading.wait(20)
+        assert fake.paused
+        worker.close()
+        assert not fake.paused  # at once: the thread of the load may end with the process
+        fake.paused = True  # as if the server had taken both requests in the other order
+        end.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert not fake.paused
+
+
+def load_quietly(worker):
+    with suppress(WorkerLost):
+        worker.load("weights", 4, 20)
+
+
 def once_then(action):
     left = [action]
 
@@ -508,3 +543,94 @@ def test_nobody_answers(rules, small_arch, small_params, tmp_path):
         fleet.sync_weights(small_params, 4)
         with pytest.raises(CrewLost, match=r"GET /version failed: ConnectError"):
             fleet.generate(PROMPTS, step=3)
+
+
+def drop_the_connection(body):
+    return "reset"
+
+
+def test_a_connection_that_drops_does_not_mean_a_missing_extension(vllm, rules):
+    vllm.faults["/collective_rpc"] = drop_the_connection
+    with listening(vllm) as url, pytest.raises(WorkerLost, match=r"collective_rpc failed"):
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+    vllm.faults["/collective_rpc"] = lambda body: (503, "starting")
+    with listening(vllm) as url, pytest.raises(WorkerLost, match=r"status 503.*starting"):
+        HttpWorker(url, rules, num_slots=None, timeout_s=10)
+
+
+RESTARTS = {
+    "no answer for its version": ({"/version": (404, ""), "/get_model_info": (404, "")}, "no server of"),
+    "no models": ({"/v1/models": (404, "no route")}, "no route"),
+    "no extension": ({"/collective_rpc": (500, "starting")}, "no worker extension"),
+}
+
+
+@pytest.mark.parametrize("name", RESTARTS)
+def test_a_server_that_served_the_run_is_lost_and_not_refused(vllm, rules, name):
+    faults, message = RESTARTS[name]
+    with listening(vllm) as url:
+        [connect] = workers([url], rules, max_concurrency=None, timeout_s=10)
+        connect().close()
+        vllm.faults |= {path: lambda body, answer=answer: answer for path, answer in faults.items()}
+        with pytest.raises(WorkerLost, match=message):
+            connect()
+        [other] = workers([url], rules, max_concurrency=None, timeout_s=10)
+        with pytest.raises(WorkerRefused, match=message):
+            other()
+        vllm.faults.clear()
+        connect().close()
+
+
+def test_a_proxy_that_finds_no_server_for_a_while_costs_no_group(
+    vllm, rules, small_arch, small_params, tmp_path
+):
+    with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS, step=3)
+        for path in ("/version", "/get_model_info"):
+            vllm.faults[path] = once((404, "no server"))
+        after_the_probe(vllm, once((502, "")))
+        batch = fleet.generate(PROMPTS, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert batch.metrics["fleet/restarts"].result() == 2
+
+
+def test_requests_may_wait_in_the_servers_queue(fake, rules, small_arch, small_params, tmp_path):
+    one_at_a_time = threading.Lock()
+
+    def queued(body):
+        with one_at_a_time:
+            time.sleep(0.2)
+
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=1.0) as fleet:
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS, step=3)
+        after_the_probe(fake, queued)
+        began = time.monotonic()
+        batch = fleet.generate(PROMPTS, step=3)
+        assert time.monotonic() - began > 2
+        assert batch.metrics["fleet/restarts"].result() == 0
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+
+
+def test_a_server_that_stops_answering_is_lost(fake, rules, small_arch, small_params, tmp_path, caplog):
+    stopped, left = threading.Event(), [True] * 4
+
+    def stops(body):
+        if left:
+            left.pop()
+        else:
+            stopped.wait(20)
+
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=1.0) as fleet:
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS, step=3)
+        after_the_probe(fake, stops)
+        other = threading.Timer(1.5, lambda: left.extend([True] * 100))
+        other.start()
+        batch = fleet.generate(PROMPTS, step=3)
+        stopped.set()
+        other.cancel()
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert batch.metrics["fleet/restarts"].result() >= 1
+        assert "it has answered no request for 1 s (rollout.timeout_s)" in caplog.text

@@ -6,10 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from queue import Queue
 
+import httpx2 as httpx
 import jax
 import openai
 import pytest
+import uvicorn
 from servers import service_of
 
 from quatrain.config.load import load_config
@@ -59,6 +63,29 @@ def test_others_are_served_with_a_token_only(config, monkeypatch):
     for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
         with pytest.raises(ValueError, match="QUATRAIN_SERVE_TOKEN is not set"):
             serve(config, host=host, port=0, ready=print)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_requests_may_name_the_host_that_was_given(config, monkeypatch, host):
+    servers, urls = Queue(), Queue()
+
+    class Server(uvicorn.Server):
+        def run(self, sockets=None):
+            servers.put(self)
+            super().run(sockets)
+
+    monkeypatch.setattr(uvicorn, "Server", Server)
+    options = {"host": host, "port": 0, "ready": urls.put}
+    thread = threading.Thread(target=serve, args=(config,), kwargs=options, daemon=True)
+    thread.start()
+    try:
+        with httpx.Client(base_url=urls.get(timeout=120), trust_env=False) as http:
+            assert http.get("/v1/models").json()["data"][0]["id"] == config.model.path
+            assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
+    finally:
+        servers.get(timeout=120).should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded(config):

@@ -11,7 +11,9 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +24,24 @@ import numpy as np
 
 from quatrain.rollout.crew import WorkerFactory
 from quatrain.rollout.interface import Completion, Sampling
-from quatrain.rollout.server_kinds import TOKEN, Answer, Asked, Refusal, ServerKind, kind_of, shortened
-from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost, WorkerRefused
+from quatrain.rollout.server_kinds import (
+    TOKEN,
+    Answer,
+    Asked,
+    Refusal,
+    ServerError,
+    ServerKind,
+    kind_of,
+    shortened,
+)
+from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 
 CONNECT_S = 10.0
 """Seconds in which a server must accept a connection."""
 CONTROL_S = 60.0
 """Longest wait for the answer to a question that costs a server nothing."""
+CLOSE_S = 5.0
+"""Longest wait for a server to go on when its worker is closed while it loads weights."""
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46"
 PROBE_TOKENS = 8
 PROBE_TEMPERATURE = 0.01
@@ -53,8 +66,31 @@ def workers(
     """Factories of a worker for each address; together they decode at most `max_concurrency` sequences."""
     slots = max_concurrency and -(-max_concurrency // len(addresses))
     return [
-        partial(HttpWorker, address, rules, num_slots=slots, timeout_s=timeout_s) for address in addresses
+        _Connector(partial(HttpWorker, address, rules, num_slots=slots, timeout_s=timeout_s))
+        for address in addresses
     ]
+
+
+@dataclass
+class _Connector:
+    """Makes the workers of one address, one after another.
+
+    Once one was made, the server is known to suit the run. A later refusal is then a server or a proxy that
+    restarts, so WorkerLost is raised for it, and the address is tried again.
+    """
+
+    connect: WorkerFactory
+    connected: bool = False
+
+    def __call__(self) -> Worker:
+        try:
+            worker = self.connect()
+        except WorkerRefused as error:
+            if self.connected:
+                raise WorkerLost(f"it served this run before, and not now: {error}") from error
+            raise
+        self.connected = True
+        return worker
 
 
 class HttpWorker:
@@ -62,6 +98,7 @@ class HttpWorker:
 
     The server is probed at the start. Raises WorkerLost if it does not answer in `timeout_s`, answers with a
     status of 500 or more, or has weights that this run did not load; WorkerRefused if it cannot serve a run.
+    Requests for samples may wait in the server's queue: it is lost if it answers none of them in `timeout_s`.
     """
 
     def __init__(self, address: str, rules: ServerRules, *, num_slots: int | None, timeout_s: float):
@@ -71,7 +108,8 @@ class HttpWorker:
         self._unfinished: set[int] = set()
         self._finished: list[FinishedGroup] = []
         self._error: Exception | None = None
-        self._closed = False
+        self._progressed = 0.0
+        self._loading = self._closed = False
         headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
         options: dict[str, Any] = {
             "base_url": address,
@@ -81,7 +119,8 @@ class HttpWorker:
         }
         self._client = httpx.Client(**options)
         limits = httpx.Limits(max_connections=num_slots, max_keepalive_connections=num_slots)
-        self._requests = httpx.AsyncClient(**options, limits=limits)
+        queued = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None, read=None)
+        self._requests = httpx.AsyncClient(**{**options, "timeout": queued}, limits=limits)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_loop, name=f"requests to {address}", daemon=True).start()
         try:
@@ -102,8 +141,11 @@ class HttpWorker:
 
         Raises WorkerRefused if it answers that it cannot: it has another model, or cannot read the folder.
         """
+        with self._changed:
+            self._loading = True
         try:
             self._kind.load(self._call, weights, version, timeout_s)
+            return self._version()
         except Refusal as error:
             if not Path(weights).is_dir():  # a newer version has taken its place meanwhile
                 raise WorkerLost(f"it did not load {weights}: {error}") from error
@@ -111,11 +153,17 @@ class HttpWorker:
                 f"{self.name}: it must load the weights of this run, and refused {weights}: {error}; start "
                 "it with the model that is trained, where it can read that folder (rollout.weights_dir)"
             ) from error
-        return self._version()
+        finally:
+            with self._changed:
+                self._loading = False
+                if self._closed:
+                    self._client.close()
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
         """Asks for each sample of each group."""
         with self._changed:
+            if not self._unfinished:
+                self._progressed = time.monotonic()
             self._unfinished |= {spec.number for spec in groups}
         for spec in groups:
             asyncio.run_coroutine_threadsafe(self._sample_group(spec, version), self._loop)
@@ -126,20 +174,32 @@ class HttpWorker:
             self._changed.wait_for(lambda: self._finished or self._error, timeout_s)
             if self._error is not None:
                 raise self._error
+            stalled = time.monotonic() - self._progressed > self._timeout_s
+            if self._unfinished and not self._finished and stalled:
+                raise WorkerLost(
+                    f"it has answered no request for {self._timeout_s:g} s (rollout.timeout_s), and "
+                    f"{len(self._unfinished)} groups wait for it"
+                )
             finished, self._finished = self._finished, []
             return finished
 
     def state(self) -> State:
-        """Busy as long as requests are unanswered, each of which has its deadline."""
+        """Busy as long as requests are unanswered; `take` knows their deadline."""
         return "busy" if self._unfinished else "idle"
 
     def close(self) -> None:
-        """Takes back the requests; the server frees their slots."""
-        if self._closed:
-            return
-        self._closed = True
-        self._client.close()
+        """Takes back the requests; the server frees their slots, and goes on if it was paused for a load."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed, loading = True, self._loading
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        if not loading:
+            self._client.close()
+            return
+        # `load` does so too, but its thread may end with this process. If it is faster, the client is closed.
+        with suppress(WorkerLost, Refusal, RuntimeError):
+            self._kind.resume(partial(self._call, timeout_s=CLOSE_S))
 
     def _run_loop(self) -> None:
         self._loop.run_forever()
@@ -183,6 +243,7 @@ class HttpWorker:
             response = await self._requests.post(path, json=body)
         except (httpx.HTTPError, OSError) as error:
             raise WorkerLost(f"a request failed: {_reason(error)}") from error
+        self._progressed = time.monotonic()
         answer = self._kind.read(_value(response))
         self._check(answer, spec.sampling)
         return answer
@@ -284,7 +345,8 @@ class HttpWorker:
 def _value(response: httpx.Response) -> Any:
     """The JSON of a response; raises WorkerLost or `Refusal` by its status."""
     if response.status_code >= 500:
-        raise WorkerLost(f"it answered with status {response.status_code}: {shortened(response.text)}")
+        lost = ServerError if response.status_code == 500 else WorkerLost
+        raise lost(f"it answered with status {response.status_code}: {shortened(response.text)}")
     if response.status_code >= 400:
         raise Refusal(response.status_code, shortened(_message(response)))
     if not response.content:

@@ -25,6 +25,8 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """The environment in which vLLM has the paths that change weights."""
 EXTENSION = "--worker-extension-cls quatrain.rollout.vllm_extension.Reload"
 """The option with which vLLM has the method that loads them."""
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Leaves the distribution as it is. vLLM takes what is left out from the model's generation_config.json."""
 
 
 class Answer(NamedTuple):
@@ -63,6 +65,10 @@ class Refusal(Exception):
         self.status = status
 
 
+class ServerError(WorkerLost):
+    """A server answered with status 500: it failed at what it was asked, or does not know it."""
+
+
 class ServerKind(Protocol):
     """Requests of one kind of server; `call` of each method is the worker's, and blocks."""
 
@@ -83,6 +89,10 @@ class ServerKind(Protocol):
         """
         ...
 
+    def resume(self, call: Call) -> None:
+        """Let it go on if it was left paused."""
+        ...
+
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
         """Have it load the safetensors in `path`; it goes on afterwards, also if this fails."""
         ...
@@ -99,6 +109,10 @@ class Completions(ABC):
     name: str
     model_name: str = ""
 
+    def resume(self, call: Call) -> None:
+        """Both have the same path for it; it may be asked although the server is not paused."""
+        call("POST", "/resume", {})
+
     def prepare(self, call: Call) -> None:
         """Requests name the first model that the server lists."""
         self.model_name = str(call("GET", "/v1/models")["data"][0]["id"])
@@ -114,6 +128,7 @@ class Completions(ABC):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
+            **NO_PENALTIES,
             "stop": list(sampling.stop),
             "logprobs": 0,
             "return_token_ids": True,
@@ -167,7 +182,7 @@ class Quatrain(Completions):
         """Weights need the server's token."""
         super().prepare(call)
         try:
-            call("POST", "/resume", {})
+            self.resume(call)
         except Refusal as refusal:
             raise WorkerRefused(
                 f"it does not let this run change its weights: {refusal}; start it with {TOKEN} "
@@ -203,7 +218,7 @@ class Vllm(Completions):
         super().prepare(call)
         try:
             call("GET", "/weight_info")
-            call("POST", "/resume", {})
+            self.resume(call)
         except Refusal as refusal:
             raise WorkerRefused(
                 f"it has no way to change its weights ({refusal}); start vLLM with {DEV_MODE} in its "
@@ -211,7 +226,7 @@ class Vllm(Completions):
             ) from refusal
         try:
             call("POST", "/collective_rpc", {"method": "quatrain_extension"})
-        except (Refusal, WorkerLost) as error:
+        except (Refusal, ServerError) as error:
             raise WorkerRefused(
                 f"it has no worker extension that loads weights ({error}); start vLLM with {EXTENSION} and "
                 "with quatrain's package in its PYTHONPATH"
@@ -219,7 +234,7 @@ class Vllm(Completions):
 
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
         """Pauses, loads in place, forgets cached keys and values, labels, and goes on."""
-        with _paused(call, "/pause", "/resume", params={"mode": "keep"}):
+        with _paused(call, "/pause", self.resume, params={"mode": "keep"}):
             body = {"method": "load_quatrain_weights", "kwargs": {"path": path}, "timeout": timeout_s}
             call("POST", "/collective_rpc", body, timeout_s=timeout_s)
             call("POST", "/reset_prefix_cache", {}, timeout_s=timeout_s)
@@ -247,6 +262,7 @@ class Sglang:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
+            **NO_PENALTIES,
             "stop": list(sampling.stop),
             "stop_token_ids": list(stop_ids),
             "sampling_seed": seed_of(asked),
@@ -270,6 +286,10 @@ class Sglang:
         versions = [int(label)] * len(tokens) if label.isdecimal() else None
         return Answer(tokens, logprobs, reason, prompt_tokens, versions)
 
+    def resume(self, call: Call) -> None:
+        """It has another path for it than the others."""
+        call("POST", "/continue_generation", {})
+
     def prepare(self, call: Call) -> None:
         """It labels its weights, and goes on if it was left paused."""
         if "weight_version" not in call("GET", self._info):
@@ -278,7 +298,7 @@ class Sglang:
                 "newer SGLang"
             )
         try:
-            call("POST", "/continue_generation", {})
+            self.resume(call)
         except Refusal as refusal:
             raise WorkerRefused(
                 f"it cannot pause and go on ({refusal}), which new weights need; install a newer SGLang"
@@ -286,7 +306,7 @@ class Sglang:
 
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
         """Pauses, loads, forgets cached keys and values, and goes on."""
-        with _paused(call, "/pause_generation", "/continue_generation"):
+        with _paused(call, "/pause_generation", self.resume):
             body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
             answer = call("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
             if not answer.get("success"):
@@ -343,10 +363,12 @@ def _asked(call: Call, path: str) -> Any:
 
 
 @contextmanager
-def _paused(call: Call, pause: str, resume: str, params: Mapping[str, str] | None = None) -> Iterator[None]:
+def _paused(
+    call: Call, pause: str, resume: Callable[[Call], None], params: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """The server samples nothing within the block, and goes on after it, also after an error."""
     call("POST", pause, {}, params=params)
     try:
         yield
     finally:
-        call("POST", resume, {})
+        resume(call)

@@ -205,7 +205,7 @@ class Api:
     def _check_model(self, asked: AnyRequest) -> None:
         if asked.model != self._model:
             raise BadRequest(
-                f"this server has the model {self._model}; got {asked.model}; see /v1/models",
+                f"this server has the model {self._model}; got {asked.model[:100]!r}; see /v1/models",
                 "model",
                 status=404,
             )
@@ -281,16 +281,21 @@ class Api:
     async def _events(
         self, queued: _Queued, gone: Callable[[], Awaitable[bool]] | None = None
     ) -> AsyncIterator[Events]:
-        """The progress of queued sequences until all have ended; those left at the end are cancelled."""
+        """The progress of queued sequences until all have ended; those left at the end are cancelled.
+
+        Every LOOK_S, `gone` is asked whether the client has left; then ClientDisconnect is raised.
+        """
 
         async def events() -> Events:
-            left = len(queued.keys)
+            left, looked = len(queued.keys), time.monotonic()
             while left:
+                if gone is not None and time.monotonic() - looked >= LOOK_S:
+                    if await gone():
+                        raise ClientDisconnect
+                    looked = time.monotonic()
                 try:
                     number, progress = await asyncio.wait_for(queued.queue.get(), LOOK_S)
                 except TimeoutError:
-                    if gone is not None and await gone():
-                        raise ClientDisconnect from None
                     continue
                 if progress.error is not None:
                     raise ServiceFailed(progress.error)

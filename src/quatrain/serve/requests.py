@@ -21,6 +21,10 @@ MOST_SEQUENCES = 1024
 """Sequences of one request."""
 DEFAULT_TOKENS = 16
 """Tokens of a completion, as in OpenAI's interface; an answer in a chat may fill the model's positions."""
+MOST_TOP_K = 2**31 - 1
+"""A larger `top_k` keeps all tokens, as this one does; the decoder counts in int32."""
+LEAST_TOP_P = 1e-9
+"""A smaller `top_p` keeps the likeliest token alone, as this one does, and in float32 it may be 0."""
 
 _AnyRequest = TypeVar("_AnyRequest", bound=BaseModel)
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
@@ -79,6 +83,7 @@ class _Request(_Strict):
     # Fields that are taken with the value that changes nothing:
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
+    repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
 
     @field_validator("temperature")
@@ -152,8 +157,8 @@ class _Request(_Strict):
             n=1,
             max_new_tokens=room if wanted is None else wanted,
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=max(self.top_k or 0, 0),
+            top_p=max(self.top_p or 1.0, LEAST_TOP_P),
+            top_k=min(max(self.top_k or 0, 0), MOST_TOP_K),
             min_p=self.min_p or 0.0,
             stop=self.stop_strings,
         )

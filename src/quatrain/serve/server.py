@@ -26,6 +26,7 @@ from quatrain.weights.hf import load_hf
 CLOSE_S = 5
 """Seconds that answers in progress get when the server is to end."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this machine that requests may always use."""
 
 
 def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None]) -> None:
@@ -55,7 +56,7 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
                 token=token,
             )
             settings = uvicorn.Config(
-                api.app(LOOPBACK if local else ("*",)),
+                api.app((*LOOPBACK, _name(bound)) if local else ("*",)),
                 log_level="error",
                 access_log=False,
                 lifespan="off",
@@ -120,6 +121,11 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _name(bound: socket.socket) -> str:
+    """The host of the address, as a URL has it."""
+    host = bound.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
+
+
 def _url(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{_name(bound)}:{bound.getsockname()[1]}"
