@@ -199,7 +199,7 @@ def test_a_run_over_a_fleet_trains_what_a_run_in_process_does(tmp_path, unharmed
 
 def test_weights_through_a_folder_train_the_same(tmp_path, unharmed):
     weights = tmp_path / "weights"
-    settings = (*RUN, "run.name=r", "rollout.workers=2", f"rollout.weights_dir={weights}")
+    settings = (*RUN, "run.name=r", "rollout.workers=1", f"rollout.weights_dir={weights}")
     run = begun(tmp_path, *settings)
     seen, end = set(), time.monotonic() + 200
     while run.poll() is None:
@@ -273,7 +273,9 @@ def test_a_learner_killed_with_its_workers_alive_is_resumed_to_the_bit(tmp_path,
     assert len(workers) == 1
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
-    assert not psutil.wait_procs(below, timeout=60)[1]
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+    for process in psutil.wait_procs(below, timeout=1)[1]:  # agents of Ray, which end later
+        process.kill()
     again = subprocess.run([QUATRAIN, "train", "--resume", "runs/r"], cwd=tmp_path, timeout=300, check=False)
     assert again.returncode == 0
     assert weights_of(tmp_path, "r") == unharmed[0]
