@@ -70,7 +70,7 @@ def activations(
     - `kept`, remat `none`: (6 D + 2 Q + K + 2 F) b, 4 bytes per head, and 8 for norms
     - `layer`: (6 D + 3 Q + K + 6 F) b, less what `dots` or `none` stores
     - norms of queries and keys add (Q + K) b, norms after attention and MLP add 2 D b: once to `kept` of
-      `dots`, twice to `kept` of `none` and to `layer`
+      `dots` and to `layer`, twice to `kept` of `none`
     - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`), which a `score` head has none of
 
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
@@ -88,7 +88,7 @@ def activations(
     every = products + 4 * n.hidden + norms
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
     statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + 2 * norms + 2 * low + added
+    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + norms + 2 * low + added
     works -= 0 if remat == "layer" else products
 
     weights, trained = _layer_weights(arch, mesh), _layer_weights(arch, mesh, trained=True)
