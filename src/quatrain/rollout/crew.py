@@ -318,9 +318,8 @@ class Crew:
     def _room(self, post: _Post, worker: Worker) -> int:
         """Groups that a worker may have: as many as fill its slots, and one more.
 
-        Without a number of slots, half of its part of the groups that are not finished, by the speeds of the
-        workers. So all have work until the end, and a slow one has few groups then. Before the first of a
-        worker, whose speed is unknown then, a quarter of an equal part.
+        Without a number of slots, its part of the groups that are not finished, by the speeds of the workers.
+        Before the first of a worker, whose speed is unknown then, a quarter of an equal part.
         """
         if worker.num_slots is not None:
             return worker.num_slots // self._table.largest_waiting(post.place) + 1
@@ -332,7 +331,7 @@ class Crew:
             return math.ceil(unfinished / self.num_workers / 4)
         known = [rate for rate in rates if rate is not None]
         part = own / sum(known) * len(known) / self.num_workers
-        return math.ceil(unfinished * part / 2)
+        return math.ceil(unfinished * part)
 
     def _accept(self, post: _Post, finished: Sequence[FinishedGroup], version: int) -> None:
         """Puts what a worker returned into the table."""
