@@ -143,7 +143,7 @@ def test_twenty_steps_with_new_weights_after_each(vllm, folder, tmp_path):
         assert sum(run[-5:]) > sum(run[:5])
     assert all(step["fleet/restarts"] == 0 and step["fleet/stale_groups"] == 0 for step in steps)
     assert steps[-1]["time/weights_load_s"] > 0
-    assert not list((tmp_path / "runs" / "vllm" / "weights").iterdir())
+    assert not (tmp_path / "runs" / "vllm" / "weights").exists()
     with urllib.request.urlopen(f"{url}/is_paused") as answer:
         assert json.load(answer) == {"is_paused": False}
 
