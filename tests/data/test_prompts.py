@@ -243,7 +243,7 @@ def test_pass_rates_that_cannot_filter(dataset, tokenizer):
 
     with pytest.raises(ValueError, match=r"need the column `pass_rate` \(data\.pass_rate_column\); .* unset"):
         attempt({"prompt": "1"}, min_pass_rate=0.1)
-    for value in (None, "0.5", True, 1.5, -0.1, float("nan")):
+    for value in (None, "high", "1.5", True, 1.5, -0.1, float("nan")):
         with pytest.raises(
             ValueError, match=r"row 2: the column `pass_rate` must be a pass rate from 0 to 1"
         ):
