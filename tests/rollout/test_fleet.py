@@ -105,7 +105,12 @@ def test_the_dialogue_of_an_episode_replaces_the_messages_of_the_data():
             FinishedGroup(
                 each.number,
                 [
-                    (replace(p, columns={**p.columns, "messages": [opening, answer], "turn_rewards": [1.0]}), c)
+                    (
+                        replace(
+                            p, columns={**p.columns, "messages": [opening, answer], "turn_rewards": [1.0]}
+                        ),
+                        c,
+                    )
                     for p, c in each.samples
                 ],
             )

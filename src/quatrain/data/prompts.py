@@ -433,8 +433,8 @@ def _about_json(table: Table) -> list[str]:
         return "json" if _JSON_OF_MESSAGES.match(text) else None
 
     return [
-        f"{count} of {table.size} prompts (the first is row {row}) are texts with the JSON of messages, which "
-        "are trained on as plain text, brackets and quotation marks included; give the list itself instead of "
+        f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "
+        "is trained on as plain text, brackets and quotation marks included; give the list itself instead of "
         "its text (json.loads makes one of the other), so that the chat template renders the messages"
         for count, row in table.tally(kind).values()
     ]

@@ -65,7 +65,7 @@ class Table:
         return [TokenRow.unpacked(found[str(number)]) for number in numbers]
 
     def tally(self, kind: Callable[[TokenRow], str | None]) -> dict[str, tuple[int, int]]:
-        """Kind -> (number of rows of it, number of the first), of the rows of all processes; None: of none."""
+        """Kind -> (number of rows, number of the first), of the rows of all processes; None: not counted."""
         own: dict[str, tuple[int, int]] = {}
         for row in self.own.values():
             if (name := kind(row)) is not None:

@@ -475,11 +475,9 @@ def joined_text(content: Any) -> str | None:
     """The text of a message's content, a string or a list of parts that are texts; None for other content."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
-    texts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") in ("text", None) else None
-        for part in content
-    ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else None
 
 
 def _checked_calls(calls: Any) -> list[dict[str, Any]]:
