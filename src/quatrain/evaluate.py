@@ -99,6 +99,7 @@ class Evaluator:
                 decide=decided_by_main,
                 episodes=config.rollout.has_episodes,
                 opening=scorer.opening,
+                rewarding=False,
             )
         self._accuracy = short_names(rewards)[spec]
         try:

@@ -369,9 +369,11 @@ def test_rewards_of_an_environment_that_nothing_reads_are_said_once(tmp_path, ca
         scorer.score(make_rollouts(["x"], **episode))
     said = [record.message for record in caplog.records if "the environment gives rewards" in record.message]
     assert len(said) == warned
-    zero = RewardScorer(RewardConfig(functions={"environment": 0.0}), episodes=True)
     caplog.clear()
-    zero.score(make_rollouts(["x"], **episode))
+    zero = RewardConfig(functions={"environment": 0.0})
+    RewardScorer(zero, episodes=True).score(make_rollouts(["x"], **episode))
+    accuracy = RewardConfig(functions={"tag_count": 1.0})
+    RewardScorer(accuracy, episodes=True, rewarding=False).score(make_rollouts(["x"], **episode))
     assert not caplog.records
 
 

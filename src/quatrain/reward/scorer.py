@@ -95,7 +95,8 @@ class RewardScorer:
     (`cluster.processes.decided_by_main`), because users' functions may return different values in different
     processes; only that process has worker processes. With `episodes`, rollouts bring the columns
     EPISODE_COLUMNS, which the data need not have. `opening` is what the chat template begins of each answer
-    (`data.chat_template.begun_answer`); None: not known. `close` ends them; otherwise they end with the
+    (`data.chat_template.begun_answer`); None: not known. Without `rewarding`, the values are no rewards, but
+    an accuracy. `close` ends them; otherwise they end with the
     scorer or with this process. Raises ValueError if a function cannot be imported or called, and if `models`
     lacks a reward model.
     """
@@ -109,6 +110,7 @@ class RewardScorer:
         decide: Decide = lambda f: f(),
         episodes: bool = False,
         opening: str | None = None,
+        rewarding: bool = True,
     ):
         self._decide, self._per_call = decide, config.per_call
         self.opening = opening
@@ -138,7 +140,7 @@ class RewardScorer:
         self._episodes, self._warned_of_unused = episodes, False
         weighted = config.entries.get(ENVIRONMENT) if episodes and ENVIRONMENT not in functions else None
         self._environment_weight = weighted.weight if weighted else 0.0
-        self._reads_environment = any(
+        self._reads_environment = not rewarding or any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
         if episodes:
