@@ -98,8 +98,7 @@ class Evaluator:
                 rewards,
                 decide=decided_by_main,
                 episodes=config.rollout.has_episodes,
-                opening=scorer.opening,
-                rewarding=False,
+                accuracy_beside=scorer,
             )
         self._accuracy = short_names(rewards)[spec]
         try:

@@ -373,8 +373,21 @@ def test_rewards_of_an_environment_that_nothing_reads_are_said_once(tmp_path, ca
     zero = RewardConfig(functions={"environment": 0.0})
     RewardScorer(zero, episodes=True).score(make_rollouts(["x"], **episode))
     accuracy = RewardConfig(functions={"tag_count": 1.0})
-    RewardScorer(accuracy, episodes=True, rewarding=False).score(make_rollouts(["x"], **episode))
+    RewardScorer(accuracy, episodes=True, accuracy_beside=scorer).score(make_rollouts(["x"], **episode))
     assert not caplog.records
+
+
+def test_an_accuracy_is_called_in_the_workers_of_the_rewards(tmp_path):
+    source = "import os\ndef a(completions): return [os.getpid()]\ndef b(completions): return [os.getpid()]\n"
+    scorer = make_scorer(tmp_path, source, "a")
+    accuracy = RewardConfig(functions={f"{tmp_path}/rewards.py:b": 1.0}, workers=1)
+    own = RewardScorer(accuracy, accuracy_beside=scorer)
+    rollouts = make_rollouts(["x"])
+    (process,) = scorer.score(rollouts).rewards.tolist()
+    assert own.score(rollouts).rewards.tolist() == [process]
+    own.close()
+    assert scorer.score(rollouts).rewards.tolist() == [process]
+    scorer.close()
 
 
 def test_the_example():

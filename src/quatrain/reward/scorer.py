@@ -95,10 +95,10 @@ class RewardScorer:
     (`cluster.processes.decided_by_main`), because users' functions may return different values in different
     processes; only that process has worker processes. With `episodes`, rollouts bring the columns
     EPISODE_COLUMNS, which the data need not have. `opening` is what the chat template begins of each answer
-    (`data.chat_template.begun_answer`); None: not known. Without `rewarding`, the values are no rewards, but
-    an accuracy. `close` ends them; otherwise they end with the
-    scorer or with this process. Raises ValueError if a function cannot be imported or called, and if `models`
-    lacks a reward model.
+    (`data.chat_template.begun_answer`); None: not known. With `accuracy_beside`, the values are an accuracy
+    instead of rewards, and that scorer's `opening` and worker processes are shared. `close` ends the worker
+    processes; otherwise they end with the scorer or with this process. Raises ValueError if a function cannot
+    be imported or called, and if `models` lacks a reward model.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class RewardScorer:
         decide: Decide = lambda f: f(),
         episodes: bool = False,
         opening: str | None = None,
-        rewarding: bool = True,
+        accuracy_beside: RewardScorer | None = None,
     ):
         self._decide, self._per_call = decide, config.per_call
-        self.opening = opening
+        self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
             raise ValueError(
@@ -129,9 +129,10 @@ class RewardScorer:
             for spec, entry in config.entries.items()
             if entry.data_source is not None
         }
-        self._pool = _pool(config, names, functions)
+        shared: Pool | None = None if accuracy_beside is None else accuracy_beside._pool
+        self._pool, self._owns_pool = shared or _pool(config, names, functions), shared is None
         try:
-            self._functions = list(_functions(config, names, functions, self._pool, decide, opening))
+            self._functions = list(_functions(config, names, functions, self._pool, decide, self.opening))
         except BaseException:  # also a signal while a module is being imported
             self.close()
             raise
@@ -140,7 +141,7 @@ class RewardScorer:
         self._episodes, self._warned_of_unused = episodes, False
         weighted = config.entries.get(ENVIRONMENT) if episodes and ENVIRONMENT not in functions else None
         self._environment_weight = weighted.weight if weighted else 0.0
-        self._reads_environment = not rewarding or any(
+        self._reads_environment = accuracy_beside is not None or any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
         if episodes:
@@ -154,7 +155,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
-        if self._pool is not None:
+        if self._pool is not None and self._owns_pool:
             self._pool.close()
 
     @property
@@ -526,4 +527,4 @@ def _function(
 
 
 def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:
-    log_output(logger, f"reward function `{names[spec]}`", text)
+    log_output(logger, f"reward function `{names.get(spec, spec)}`", text)
