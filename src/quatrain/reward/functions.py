@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 from quatrain.reward.answers import gold_text, is_correct
@@ -84,14 +85,14 @@ def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) 
     The completion need not have the format, which the reward `format` checks. Abstains if none of the
     accepted answers can be compared, and without any.
     """
-    return [
-        _judged(completion, accepted_answers(gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    accepted = [accepted_answers(gold) for gold in answer]
+    pairs = [(text, gold) for text, golds in zip(completions, accepted, strict=True) for gold in golds]
+    verdicts = iter([is_correct(text, gold) for text, gold in pairs])
+    return [_best(list(islice(verdicts, len(golds)))) for golds in accepted]
 
 
-def _judged(completion: str, accepted: list[str]) -> float | None:
-    verdicts = [is_correct(completion, gold) for gold in accepted]
+def _best(verdicts: list[bool | None]) -> float | None:
+    """1 if one of the verdicts is true, else 0 if one is false, else None."""
     given = [verdict for verdict in verdicts if verdict is not None]
     return float(any(given)) if given else None
 

@@ -129,8 +129,9 @@ class RewardScorer:
             for spec, entry in config.entries.items()
             if entry.data_source is not None
         }
-        shared: Pool | None = None if accuracy_beside is None else accuracy_beside._pool
-        self._pool, self._owns_pool = shared or _pool(config, names, functions), shared is None
+        shared = None if accuracy_beside is None else accuracy_beside._pool
+        self._pool: Pool | None = shared or _pool(config, names, functions)
+        self._owns_pool = shared is None
         try:
             self._functions = list(_functions(config, names, functions, self._pool, decide, self.opening))
         except BaseException:  # also a signal while a module is being imported
