@@ -459,8 +459,8 @@ def _checked_message(message: Any) -> dict[str, Any]:
         content = ""
     if not isinstance(fields.get("role"), str) or content is None:
         raise ValueError(
-            "a message must have a `role` and a `content`, both strings, or as content a list of texts "
-            f'{{"type": "text", "text": …}}; got {shown(message)}'
+            f"a message must have a `role` and a `content`, both strings; got {shown(message)}; the content "
+            'may also be a list of parts that are texts, {"type": "text", "text": …}'
         )
     fields["content"] = content
     if fields.get("tool_calls"):
