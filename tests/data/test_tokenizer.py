@@ -322,7 +322,7 @@ def test_content_in_parts_is_one_text() -> None:
     assert render(tokenizer, [{"role": "user", "content": parts}]) == render(tokenizer, HI)
     assert checked_messages([{"role": "user", "content": parts}]) == HI
     for other in ([{"type": "image_url", "image_url": {"url": "x"}}], [*parts, "hi"], {"text": "hi"}, None):
-        with pytest.raises(ValueError, match="both strings; got .* a list of parts that are texts"):
+        with pytest.raises(ValueError, match=r"both strings; got .* a list of parts that are texts"):
             render(tokenizer, [{"role": "user", "content": other}])
 
 
