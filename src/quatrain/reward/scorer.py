@@ -463,12 +463,10 @@ def _functions(
             function = _builtin(spec, config, entry, opening) if own else prepared(function, spec, entry.args)
             caller = InProcess(function, copies=not own)
             parameters = parameters_of(function)
-            bound = function.keywords if isinstance(function, partial) else entry.args
         else:
             caller = InWorkers(pool, spec, config.timeout_s)
-            parameters, bound = decide(partial(_loaded, pool, spec)), entry.args
-        sources = None if entry.data_source is None else frozenset(entry.data_source)
-        yield _function(spec, names[spec], caller, parameters, frozenset(bound), sources)
+            parameters = decide(partial(_loaded, pool, spec))
+        yield _function(spec, names[spec], caller, parameters, entry)
 
 
 def _builtin(spec: str, config: RewardConfig, entry: RewardEntry, opening: str | None) -> Callable[..., Any]:
@@ -509,13 +507,11 @@ def _loaded(pool: Pool, spec: str) -> list[Any] | None:
 
 
 def _function(
-    spec: str,
-    name: str,
-    caller: Caller,
-    parameters: Sequence[Any] | None,
-    bound: frozenset[str],
-    sources: frozenset[str] | None,
+    spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None, entry: RewardEntry
 ) -> Function:
+    # A column of the name of a built-in function's limit must not replace the limit.
+    bound = frozenset(entry.args) | getattr(getattr(caller, "function", None), "keywords", {}).keys()
+    sources = None if entry.data_source is None else frozenset(entry.data_source)
     if parameters is None:  # some callables written in C have no signature
         return Function(spec, name, None, (), caller, bound, sources)
     kinds = {parameter: kind for parameter, kind, _ in parameters}
