@@ -259,7 +259,8 @@ class Run:
         """Warnings about the training prompts; raises ValueError if no answer can be judged."""
         name = shown_data_sets(self.config.data.train)
         found = [f"{name}: {warning}" for warning in self.prompts.warnings]
-        return found + self.scorer.check_answers(name, self.prompts)
+        found += self.scorer.check_answers(name, self.prompts)
+        return [warning for warning in found if warning not in self.evaluator.warnings]  # of the same data
 
     def _ahead(self) -> Ahead:
         config = self.config
