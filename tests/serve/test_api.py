@@ -406,6 +406,7 @@ def assert_it_goes_on(http):
     assert answer.status_code == 200, answer.text
 
 
+LONG = {"role": "user", "content": "~" * 2040}
 EXTREMES = {
     "top_k": [{"top_k": -1}, {"top_k": 2**31 - 1}, {"top_k": 2**31}, {"top_k": 10**30}],
     "top_p": [{"top_p": 5e-324}, {"top_p": 1e-46}, {"top_p": 1e-38}, {"top_p": 1e-9}],
@@ -432,6 +433,15 @@ def test_extreme_values_are_followed(http, name):
         for choice in answer.json()["choices"]:
             assert all(map(math.isfinite, choice["logprobs"]["token_logprobs"])), fields
     assert_it_goes_on(http)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_more_tokens_than_the_positions_leave_end_as_length(http, path):
+    asked = {"prompt": [3] * 2044} if path == "/v1/completions" else {"messages": [LONG]}
+    body = {"model": MODEL, **asked, "max_tokens": 10**9, "temperature": 0, "return_token_ids": True}
+    [choice] = http.post(path, json=body).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["prompt_token_ids"]) + len(choice["token_ids"]) == 2048
 
 
 def test_a_tiny_top_p_and_a_huge_top_k_do_what_they_say(http):
