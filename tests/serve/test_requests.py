@@ -57,7 +57,7 @@ def test_values_that_change_nothing(kind):
         "stream_options": (
             {},
             {"include_usage": False},
-            {"include_usage": None, "include_obfuscation": False},
+            {"include_usage": None, "include_obfuscation": True},
         ),
         **({"logprobs": (False,)} if kind is ChatRequest else {"best_of": (1,), "echo": (False,)}),
     }
@@ -97,8 +97,6 @@ REFUSED = {
     "modalities": ["text", "audio"],
     "moderation": {"model": "m"},
     "response_format": {"type": "json_object"},
-    "service_tier": "priority",
-    "store": True,
     "tool_choice": "required",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "web_search_options": {},

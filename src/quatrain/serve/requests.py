@@ -33,7 +33,7 @@ IGNORED = frozenset(
         *("user", "metadata", "safety_identifier"),  # who asks, and notes
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),  # speed
         *("reasoning_effort", "verbosity"),  # wishes, which the weights and the template do not know
-        "parallel_tool_calls",
+        *("parallel_tool_calls", "service_tier", "store"),  # nothing is stored; one tier
     }
 )
 """Fields that are accepted with any value and ignored."""
@@ -60,8 +60,6 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "web_search_options": (),
@@ -100,10 +98,10 @@ class Place(_Strict):
 
 
 class StreamOptions(_Strict):
-    """`include_usage`: a last event with the numbers of tokens."""
+    """`include_usage`: a last event with the numbers of tokens. `include_obfuscation` is ignored."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Request(_Strict):
