@@ -242,8 +242,8 @@ class _Index(Description):
     weight_map: dict[str, str]
 
 
-def _shards(directory: Path) -> list[str]:
-    """The shard files named in the index, each once; raises ValueError for a file outside of `directory`."""
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The shard of each tensor in the index; raises ValueError for a file outside of `directory`."""
     index = checked(_Index, _read_json(directory, INDEX), str(directory / INDEX))
     files = sorted(set(index.weight_map.values()))
     root = directory.resolve()
@@ -261,28 +261,34 @@ def _shards(directory: Path) -> list[str]:
                 f"the files named in {INDEX} must be in the folder of the index; {directory / INDEX} names "
                 f"{file!r}; do not use this model unless you trust its source, or correct the name"
             )
-    return files
+    return index.weight_map
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor."""
-    if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
-        shards = _shards(directory)
+    if (directory / INDEX).is_file():
+        weight_map = _weight_map(directory)
+        shards = sorted(set(weight_map.values()))
+        if (directory / SINGLE).is_file() and SINGLE not in shards:
+            raise ValueError(
+                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both, and "
+                "one may be left from an earlier model; remove the one that is not this model's"
+            )
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing or not shards:
             lacks = _some(set(missing)) if missing else "any file"
             raise ValueError(f"{INDEX} names files that {directory} lacks: {lacks}; fetch them again")
-        paths = [directory / shard for shard in shards]
-    elif (directory / SINGLE).is_file():
-        paths = [directory / SINGLE]
-    else:
+        found = ((name, shard) for shard in shards for name in _names_in(directory / shard))
+        # A tensor that is in several files is that of the file in the index.
+        return {name: directory / file for name, file in found if weight_map.get(name, file) == file}
+    if not (directory / SINGLE).is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
         raise ValueError(
             f"a model directory must contain {SINGLE} or the files of {INDEX}; {directory} has neither (it "
             f"contains {held}): convert the model to safetensors (torch's .bin and .pt files are pickles, "
             "which may run code when they are opened, and are never opened)"
         )
-    return {name: path for path in paths for name in _names_in(path)}
+    return dict.fromkeys(_names_in(directory / SINGLE), directory / SINGLE)
 
 
 def _names_in(path: Path) -> list[str]:
