@@ -271,8 +271,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         shards = sorted(set(weight_map.values()))
         if (directory / SINGLE).is_file() and SINGLE not in shards:
             raise ValueError(
-                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both, and "
-                "one may be left from an earlier model; remove the one that is not this model's"
+                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both, "
+                "and one may be left from an earlier model; remove the one that is not this model's"
             )
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing or not shards:
