@@ -207,6 +207,14 @@ def test_a_template_writes_its_own_bos() -> None:
     assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["<|im_start|>", "hi"]
 
 
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+def test_a_gguf_file_may_say_that_there_is_no_such_token(none: int) -> None:
+    tokenizer = gguf_tokenizer(byte_level("qwen2", padding_token_id=none, bos_token_id=none))
+    assert (tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token) == (None, None, "<|im_end|>")
+    with pytest.raises(ValueError, match=r"padding_token_id must be an id in the vocabulary .* has 9999"):
+        gguf_tokenizer(byte_level("qwen2", padding_token_id=9999))
+
+
 def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> None:
     metadata = byte_level("smollm", padding_token_id=0)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")

@@ -320,6 +320,12 @@ def test_what_the_decoder_lacks_is_an_error(config, message):
         architecture_from_hf(config)
 
 
+def test_minus_one_is_no_padding_id():
+    arch = architecture_from_hf({**LLAMA_32_1B, "pad_token_id": -1})
+    assert arch.pad_token_id is None
+    assert architecture_to_hf(arch)["pad_token_id"] is None
+
+
 def test_builtin_architecture():
     arch = builtin_architecture("tiny", 64, (2,))
     assert (arch.family, arch.vocab_size, arch.eos_token_ids) == ("llama", 64, (2,))

@@ -143,7 +143,7 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         layer_types=layer_types,
         eos_token_ids=c.eos_token_id,
         bos_token_id=c.bos_token_id,
-        pad_token_id=c.pad_token_id,
+        pad_token_id=None if c.pad_token_id == -1 else c.pad_token_id,
         **{
             "qkv_bias": bool(c.attention_bias),
             "output_bias": bool(c.attention_bias),
