@@ -399,7 +399,7 @@ def _check_plain(header: GGUFHeader, family: str, own: Mapping[str, Any], keys: 
     none = {"attention.causal": True, "rope.freq_base_swa": keys.rope_theta}
     prefix = header.metadata["general.architecture"]
     unread = [
-        f"{prefix}.{key} = {shown(value)}"
+        f"{prefix}.{key:.80} = {shown(value)}"
         for key, value in own.items()
         if key not in read
         and value != none.get(key, 0)
