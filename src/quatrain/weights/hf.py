@@ -163,11 +163,21 @@ def resolve_hub(model_id: str) -> Path:
 
 
 def hub_architecture(model_id: str) -> Architecture:
-    """The architecture in the config.json of a model on the Hub, which is downloaded unless it is cached.
+    """The architecture of a model on the Hub, whose two configurations are downloaded unless they are cached.
 
     Raises ValueError in the same cases as `resolve_hub`.
     """
-    return architecture_from_hf(_hub_config(model_id), f"{CONFIG} of {model_id}")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    config = _hub_config(model_id)
+    try:
+        hf_hub_download(model_id, GENERATION)
+    except EntryNotFoundError:  # not every model has it
+        pass
+    except Exception as error:
+        raise _no_download(model_id, error) from error
+    return read_architecture(config.parent)
 
 
 def check_classifier(path: str) -> None:
@@ -178,7 +188,7 @@ def check_classifier(path: str) -> None:
     """
     local = local_path(path)
     remote = not local.exists() and HUB_ID.fullmatch(path)
-    config = _hub_config(path) if remote else _read_json(local, CONFIG)
+    config = _read_json(_hub_config(path).parent if remote else local, CONFIG)
     described = checked(ClassifierConfig, config, f"{path}, {CONFIG}")
     classes = described.architectures or ["none"]
     if not any(name.endswith(CLASSIFIER) for name in classes):
@@ -204,14 +214,13 @@ def check_score_head(directory: Path) -> None:
         )
 
 
-def _hub_config(model_id: str) -> dict[str, Any]:
+def _hub_config(model_id: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        config = Path(hf_hub_download(model_id, CONFIG))
+        return Path(hf_hub_download(model_id, CONFIG))
     except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
         raise _no_download(model_id, error) from error
-    return _read_json(config.parent, config.name)
 
 
 def _no_download(model_id: str, error: Exception) -> ValueError:
