@@ -431,12 +431,14 @@ def test_what_is_saved_makes_both_versions_of_transformers_use_the_file_of_rules
     save_tokenizer(tokenizer, tmp_path / "saved")
     written = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert (written["add_bos_token"], written["add_eos_token"]) == (bos, eos)
+    assert (written["add_bos_token"], written["add_eos_token"]) == (bos, False)
     assert written["model_input_names"] == ["input_ids", "attention_mask"]
     assert written["padding_side"] == source.get("padding_side", "left")
     assert not {"auto_map", "is_local", "local_files_only"} & set(written)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
-    assert again.encode("I'LL hi  12<|im_end|>") == tokenizer.encode("I'LL hi  12<|im_end|>")
+    ids = tokenizer.encode("I'LL hi  12<|im_end|>")
+    # A policy continues what it reads: an EOS that the source adds behind every text is left out.
+    assert again.encode("I'LL hi  12<|im_end|>") == (ids[:-1] if eos else ids)
     assert list(again("hi")) == ["input_ids", "attention_mask"]
 
 

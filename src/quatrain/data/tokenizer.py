@@ -195,18 +195,31 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
 
     The class in tokenizer_config.json is always `PreTrainedTokenizerFast`, which uses tokenizer.json as it
     is, as `load_tokenizer` does: the classes of model families replace parts of it by their own rules, some
-    in transformers 4 (a BOS in front of Llama's text), others in 5. Padding is on the left, as generation
-    needs it, unless the source says otherwise.
+    in transformers 4 (a BOS in front of Llama's text), others in 5. No token is added behind a text, because
+    a policy continues it. Padding is on the left, as generation needs it, unless the source says otherwise.
     """
+    from tokenizers import Tokenizer, processors
+
     tokenizer.save_pretrained(directory)
     path = Path(directory) / _CONFIG
     config = json.loads(path.read_text("utf-8"))
-    ids = tokenizer.encode("a")
+    found = tokenizer("a", return_special_tokens_mask=True)
+    added = found["special_tokens_mask"]
+    front = found["input_ids"][: [*added, 0].index(0)]
+    if added and added[-1]:
+        names = tokenizer.convert_ids_to_tokens(front)
+        rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        rules.post_processor = processors.TemplateProcessing(
+            single=[*names, "$A"],
+            pair=[*names, "$A", *names, "$B:1"],
+            special_tokens=list(zip(names, front, strict=True)),
+        )
+        rules.save(str(Path(directory) / _JSON))
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],  # by default, version 4 has token_type_ids
-        "add_bos_token": tokenizer.bos_token_id in ids[:1],
-        "add_eos_token": tokenizer.eos_token_id in ids[-1:],
+        "add_bos_token": tokenizer.bos_token_id in front,
+        "add_eos_token": False,
         "padding_side": config.get("padding_side", "left"),
     }
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
