@@ -14,8 +14,9 @@ from typing import Any
 from quatrain.checkpoint import Checkpointer
 from quatrain.cluster.processes import is_main_process
 from quatrain.config.load import load_config
+from quatrain.config.places import HUB_ID, local_path
 from quatrain.config.schema import OffloadConfig, PlacementConfig
-from quatrain.data.tokenizer import save_tokenizer
+from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
@@ -28,6 +29,8 @@ from quatrain.weights.hf import save_hf
 BEST = "best"
 ADAPTER = "adapter"
 """The folder of an exported adapter, in the folder of the merged model."""
+BASE = "base"
+"""The folder of the adapter's base, in the folder of the merged model, if peft cannot load it elsewhere."""
 ANY_DEVICES = (
     "mesh=auto",
     "model.attention=xla",
@@ -50,13 +53,22 @@ def export_policy(
 ) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `directory`.
 
+    The end tokens in both configurations are those that completions end with in training (`stop_token_ids`).
     `sampling` are settings of sampling for generation_config.json, such as those of the model's source. A
     policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
-    in `directory`, as those of the model `base`.
+    in `directory`, as those of the model `base`. If this is neither a folder nor a hub id (a GGUF file, a
+    built-in model), peft cannot load it, and it is written into the folder `base` in `directory`.
     """
     params = to_memory("device", params)
-    save_hf(directory, replace(arch, lora=None), merged(params, arch), sampling=sampling)
+    plain = replace(arch, lora=None, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
+    save_hf(directory, plain, merged(params, arch), sampling=sampling)
     if arch.lora:
+        own = local_path(base)
+        if base and own.is_dir():
+            base = str(own.resolve())
+        elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
+            save_hf(directory / BASE, plain, without_adapters(params), sampling=sampling)
+            base = str((directory / BASE).resolve())
         save_adapter(directory / ADAPTER, arch, params, base=base)
     if is_main_process():
         save_tokenizer(tokenizer, directory)

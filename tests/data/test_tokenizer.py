@@ -223,6 +223,14 @@ def test_a_template_writes_its_own_bos() -> None:
     assert tokenizer.convert_ids_to_tokens(render(tokenizer, HI)) == ["<|im_start|>", "hi"]
 
 
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+def test_a_gguf_file_may_say_that_there_is_no_such_token(none: int) -> None:
+    tokenizer = gguf_tokenizer(byte_level("qwen2", padding_token_id=none, bos_token_id=none))
+    assert (tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token) == (None, None, "<|im_end|>")
+    with pytest.raises(ValueError, match=r"padding_token_id must be an id in the vocabulary .* has 9999"):
+        gguf_tokenizer(byte_level("qwen2", padding_token_id=9999))
+
+
 def test_load_from_a_gguf_file_and_from_the_folder_it_saves(tmp_path: Path) -> None:
     metadata = byte_level("smollm", padding_token_id=0)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
@@ -471,34 +479,51 @@ def test_code_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("org/name", {"trust_remote_code": False})]
 
 
-# (what the source's tokenizer_config.json says, what the saved one says)
-CLASSES = [
-    ({"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
-    ({"tokenizer_class": "LlamaTokenizerFast"}, "LlamaTokenizerFast"),
-    ({"tokenizer_class": "PreTrainedTokenizerFast"}, "PreTrainedTokenizerFast"),
-    ({"tokenizer_class": "TokenizersBackend"}, "PreTrainedTokenizerFast"),
-    (
-        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
-        "PreTrainedTokenizerFast",
-    ),
-    ({}, "PreTrainedTokenizerFast"),
+# What the source's tokenizer_config.json says.
+SOURCES: list[dict[str, Any]] = [
+    {"tokenizer_class": "Qwen2Tokenizer"},
+    # Transformers 4 gives this class a BOS of its own in front, whatever tokenizer.json says.
+    {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "legacy": True},
+    {"tokenizer_class": "GemmaTokenizer", "add_eos_token": True, "padding_side": "right"},
+    {"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]},
+    {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}},
+    {},
 ]
 
 
-@pytest.mark.parametrize(("source", "saved"), CLASSES)
-def test_the_class_of_the_source_is_kept(source: dict[str, Any], saved: str, tmp_path: Path) -> None:
-    gguf_tokenizer(byte_level("qwen2")).save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("pre", "bos", "eos"), [("qwen2", False, False), ("llama-bpe", True, True)])
+def test_what_is_saved_makes_both_versions_of_transformers_use_the_file_of_rules_as_it_is(
+    source: dict[str, Any], pre: str, bos: bool, eos: bool, tmp_path: Path
+) -> None:
+    made = gguf_tokenizer(byte_level(pre, add_bos_token=bos, add_eos_token=eos))
+    made.save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "tokenizer_config.json"
     config = {k: v for k, v in json.loads(path.read_text()).items() if k != "tokenizer_class"}
     path.write_text(json.dumps(config | source))
-    save_tokenizer(load_tokenizer(str(tmp_path / "source")), tmp_path / "saved")
+    tokenizer = load_tokenizer(str(tmp_path / "source"))
+    save_tokenizer(tokenizer, tmp_path / "saved")
     written = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == saved
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (written["add_bos_token"], written["add_eos_token"]) == (bos, False)
+    assert written["model_input_names"] == ["input_ids", "attention_mask"]
+    assert written["padding_side"] == source.get("padding_side", "left")
     assert not {"auto_map", "is_local", "local_files_only"} & set(written)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved", trust_remote_code=False)
-    assert again.encode("I'LL hi  12<|im_end|>") == load_tokenizer(str(tmp_path / "source")).encode(
-        "I'LL hi  12<|im_end|>"
-    )
+    ids = tokenizer.encode("I'LL hi  12<|im_end|>")
+    # A policy continues what it reads: an EOS that the source adds behind every text is left out.
+    assert again.encode("I'LL hi  12<|im_end|>") == (ids[:-1] if eos else ids)
+    assert list(again("hi")) == ["input_ids", "attention_mask"]
+
+
+def test_the_space_in_front_of_a_text_is_that_of_the_file_of_rules(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = gguf_tokenizer(byte_level("gpt-2"))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    save_tokenizer(tokenizer, tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_prefix_space"] is True
+    assert load_tokenizer(str(tmp_path)).encode("hi") == tokenizer.encode(" hi")
 
 
 def test_what_transformers_4_reads_of_a_tokenizer_made_here(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_exported_adapter_and_the_merged_model_are_the_same_model(whole, tmp
     config = json.loads((folder / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "bias": "none"}
     assert config | expected == config
-    assert config["base_model_name_or_path"] == "builtin:tiny"
+    assert config["base_model_name_or_path"] == str(whole / "final" / "base")
     assert set(config["target_modules"]) == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip

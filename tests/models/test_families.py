@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
+from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import (
     FAMILIES,
     architecture_from_hf,
@@ -167,6 +168,46 @@ def test_old_layout_and_that_of_transformers_5_agree(family):
     }
 
 
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
+        ({"rope_type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
+        ({"type": "llama3", "factor": 8.0, **LLAMA3_SCALING}, RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
+        ({"type": "default"}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_rope_scaling_counts_beside_the_rope_parameters_that_an_export_has(family, scaling, expected):
+    exported = architecture_to_hf(architecture_from_hf(REAL[family] | {"rope_scaling": None}))
+    arch = architecture_from_hf({**exported, "rope_scaling": scaling})
+    assert arch.rope_scaling == expected
+    assert arch.rope_theta == exported["rope_theta"]
+    # Of two scalings, transformers takes that of rope_scaling, and nothing of the other.
+    other = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    both = {"full_attention": other} if family == "gemma3_text" else other
+    arch = architecture_from_hf({**exported, "rope_parameters": both, "rope_scaling": scaling})
+    assert arch.rope_scaling == (expected if scaling else RopeScaling("linear", 2.0))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_gemma_model_without_sliding_windows_is_written_with_the_size_that_transformers_needs(family):
+    config = REAL[family] | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    arch = architecture_from_hf(config)
+    assert (arch.sliding_window, arch.layer_types) == (None, ())
+    written = architecture_to_hf(arch)
+    assert written["layer_types"] == ["full_attention"] * 3
+    assert written["sliding_window"] == arch.max_position
+    assert written.get("sliding_window_pattern") == (1 if family == "gemma3_text" else None)
+    assert architecture_from_hf(written) == arch
+    by_pattern = REAL["gemma3_text"] | {"num_hidden_layers": 3, "sliding_window_pattern": 1}
+    assert architecture_from_hf(by_pattern).layer_types == ()
+
+
 @pytest.mark.parametrize("case", SCORE_CASES)
 def test_a_model_with_a_score_head_is_written_as_a_classifier_of_one_label(case):
     read = read_score_golden(case).config
@@ -235,6 +276,23 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             "'yarn'.*default, linear, llama3",
         ),
         ({**LLAMA_32_1B, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'.*default, linear"),
+        (
+            {
+                **QWEN25_05B,
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            "'yarn'.*default, linear, llama3",
+        ),
+        ({**QWEN25_05B, "rope_scaling": {"factor": 4.0}}, r"a rope factor \(4.0\) needs a rope_type"),
+        (
+            {**QWEN25_05B, "rope_scaling": {"rope_type": "default", "type": "linear", "factor": 4.0}},
+            "rope_type 'default' and type 'linear'; remove one",
+        ),
+        (
+            {**QWEN25_05B, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+            "which only gemma3_text has",
+        ),
         ({**LLAMA_32_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (
             {**LLAMA_32_1B, "hidden_act": "relu"},
@@ -260,6 +318,12 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
 def test_what_the_decoder_lacks_is_an_error(config, message):
     with pytest.raises(ValueError, match=message):
         architecture_from_hf(config)
+
+
+def test_minus_one_is_no_padding_id():
+    arch = architecture_from_hf({**LLAMA_32_1B, "pad_token_id": -1})
+    assert arch.pad_token_id is None
+    assert architecture_to_hf(arch)["pad_token_id"] is None
 
 
 def test_builtin_architecture():

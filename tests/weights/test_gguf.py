@@ -68,7 +68,13 @@ def permuted(tensors: Tensors) -> Tensors:
 def write(
     path: Path, arch: str, tensors: Tensors, more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None
 ) -> Path:
-    writer = gguf.GGUFWriter(path, arch)
+    write_to(gguf.GGUFWriter(path, arch), tensors, more)
+    return path
+
+
+def write_to(
+    writer: gguf.GGUFWriter, tensors: Tensors, more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None
+) -> None:
     writer.add_block_count(LAYERS)
     writer.add_context_length(4096)
     writer.add_embedding_length(HIDDEN)
@@ -86,7 +92,6 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def blocks(*parts: np.ndarray | bytes) -> np.ndarray:
@@ -265,8 +270,14 @@ def test_other_rotary_scaling(tmp_path: Path) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(4.0)
 
-    arch, _ = load_gguf(write(tmp_path / "linear.gguf", "llama", tensors, linear))
-    assert arch.rope_scaling == RopeScaling("linear", 4.0)
+    # llama.cpp takes a factor without a type for linear scaling, and knows an older name of it.
+    for more in (
+        linear,
+        lambda writer: writer.add_rope_scaling_factor(4.0),
+        lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),
+    ):
+        arch = gguf_architecture(write(tmp_path / "linear.gguf", "llama", tensors, more))
+        assert arch.rope_scaling == RopeScaling("linear", 4.0)
 
     strange = tensors | {"rope_freqs.weight": (np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32), T.F32)}
     with pytest.raises(ValueError, match=r"rope_freqs.weight must contain Llama 3's rotary factors"):
@@ -288,8 +299,16 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (lambda writer: writer.add_expert_count(8), "has 8 experts"),
-        (lambda writer: writer.add_sliding_window(128), "a window of 128"),
+        (lambda writer: writer.add_expert_count(8), r"has llama.expert_count = 8; give"),
+        (lambda writer: writer.add_sliding_window(128), r"attention.sliding_window = 128"),
+        (lambda writer: writer.add_attn_logit_softcapping(50.0), r"attn_logit_softcapping = 50.0"),
+        (lambda writer: writer.add_final_logit_softcapping(30.0), r"final_logit_softcapping = 30.0"),
+        (lambda writer: writer.add_rope_freq_base_swa(7.0), r"rope.freq_base_swa = 7.0"),
+        (lambda writer: writer.add_attention_scale(0.3), r"attention.scale = 0.3"),
+        (lambda writer: writer.add_logit_scale(0.5), r"logit_scale = 0.5"),
+        (lambda writer: writer.add_causal_attention(False), r"attention.causal = False"),
+        (lambda writer: writer.add_rope_scaling_attn_factors(1.2), r"rope.scaling.attn_factor = 1.2"),
+        (lambda writer: writer.add_uint32("llama.new", 3), r"llama.new = 3"),
         (
             lambda writer: writer.add_rope_dimension_count(32),
             r"over all 64 dimensions of a head; .* 32 rotary dimensions",
@@ -305,6 +324,47 @@ def test_models_the_decoder_does_not_do_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_gguf(write(tmp_path / "m.gguf", "llama", small_tensors("llama"), more))
+
+
+def test_settings_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
+        writer.add_sliding_window(0)
+        writer.add_logit_scale(1.0)
+        writer.add_causal_attention(True)
+        writer.add_rope_freq_base_swa(50000.0)
+        writer.add_vocab_size(VOCAB)
+
+    plain = gguf_architecture(write(tmp_path / "plain.gguf", "llama", small_tensors("llama")))
+    assert gguf_architecture(write(tmp_path / "m.gguf", "llama", small_tensors("llama"), more)) == plain
+
+
+@pytest.mark.parametrize("none", [2**32 - 1, -1])
+def test_special_tokens_that_the_file_says_there_are_none_of(none: int, tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        add = writer.add_int32 if none < 0 else writer.add_uint32
+        add("tokenizer.ggml.padding_token_id", none)
+        add("tokenizer.ggml.eot_token_id", none)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 7)
+
+    arch = gguf_architecture(write(tmp_path / "m.gguf", "llama", small_tensors("llama"), more))
+    assert (arch.pad_token_id, arch.bos_token_id, arch.eos_token_ids) == (None, 4, (5, 7))
+
+
+def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
+    tensors = small_tensors("llama")
+    arch, params = load_gguf(write(tmp_path / "whole.gguf", "llama", tensors))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=8)
+    write_to(writer, tensors)
+    first = tmp_path / "m-00001-of-00003.gguf"
+    again = load_gguf(first)
+    assert again[0] == arch
+    jax.tree.map(np.testing.assert_array_equal, again[1], params)
+    last = tmp_path / "m-00003-of-00003.gguf"
+    last.write_bytes(last.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match=r"m-00003-of-00003.gguf is truncated"):
+        load_gguf(first)
 
 
 def test_other_tensor_types_are_refused_by_name(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import jax
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 from goldens import Golden, read_golden
 
-from quatrain.weights.gguf import _gemma_fields, _Keys, load_gguf
+from quatrain.models.families import architecture_from_hf
+from quatrain.weights.gguf import _OF_GEMMA, _gemma_fields, _Keys, gguf_architecture, load_gguf
 from quatrain.weights.hf import load_hf
 
 ARCHITECTURES = {
@@ -22,7 +25,7 @@ ARCHITECTURES = {
 }
 
 
-def convert(golden: Golden, path: Path) -> Path:
+def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None) -> Path:
     """The model as llama.cpp's converter writes it; Gemma's norms have 1 added to their weights."""
     c, kind = golden.config, ARCHITECTURES[golden.config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
@@ -36,6 +39,7 @@ def convert(golden: Golden, path: Path) -> Path:
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     rope = c["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    more(writer)
     for number, add in (
         (c.get("sliding_window"), writer.add_sliding_window),
         (c.get("attn_logit_softcapping"), writer.add_attn_logit_softcapping),
@@ -75,12 +79,73 @@ def test_a_converted_model_is_that_of_its_folder(family: str, tmp_path: Path) ->
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3: list[tuple[dict[str, Any], Callable[[gguf.GGUFWriter], Any]]] = [
+    ({"final_logit_softcapping": 3.5}, lambda writer: None),
+    # Where all layers have full attention, llama.cpp's converter leaves out the size of the window.
+    ({"sliding_window": None, "layer_types": [FULL] * 7}, lambda writer: None),
+    ({"layer_types": ([SLIDING] * 5 + [FULL, SLIDING])}, lambda writer: None),
+    (
+        {"layer_types": ([SLIDING, SLIDING, FULL] * 3)[:7]},
+        lambda writer: writer.add_sliding_window_pattern(3),
+    ),
+    ({"layer_types": [SLIDING] * 7}, lambda writer: writer.add_sliding_window_pattern(0)),
+    (
+        {"layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, SLIDING, FULL]},
+        lambda writer: writer.add_sliding_window_pattern([False, True, False, False, True, True, False]),
+    ),
+    (
+        {"rope_parameters": {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 7e3}}},
+        lambda writer: writer.add_rope_freq_base_swa(7e3),
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "more"), GEMMA3)
+def test_what_llama_cpp_reads_of_a_gemma_3_file_counts(
+    changes: dict[str, Any], more: Callable[[gguf.GGUFWriter], Any], tmp_path: Path
+) -> None:
+    golden = with_layers(read_golden("gemma3_text"), 7)
+    config = (
+        golden.config | {"query_pre_attn_scalar": golden.config["head_dim"], "layer_types": None} | changes
+    )
+    arch = architecture_from_hf(config)
+    found = gguf_architecture(convert(replace(golden, config=config), tmp_path / "m.gguf", more))
+    assert replace(found, eos_token_ids=arch.eos_token_ids) == arch
+
+
+def test_a_gemma_2_file_without_windows(tmp_path: Path) -> None:
+    golden = read_golden("gemma2")
+    config = golden.config | {"layer_types": [FULL] * golden.config["num_hidden_layers"]}
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window_pattern(1)
+
+    found = gguf_architecture(convert(replace(golden, config=config), tmp_path / "m.gguf", more))
+    assert (found.sliding_window, found.layer_types) == (None, ())
+    assert (found.attention_softcap, found.final_softcap) == (
+        config["attn_logit_softcapping"],
+        config["final_logit_softcapping"],
+    )
+
+
+def with_layers(golden: Golden, layers: int) -> Golden:
+    """A model like `golden` with another number of layers."""
+    shapes = {name: shape for name, shape in golden.shapes.items() if ".layers." not in name}
+    for i in range(layers):
+        own = {name: shape for name, shape in golden.shapes.items() if ".layers.0." in name}
+        shapes |= {name.replace(".layers.0.", f".layers.{i}."): shape for name, shape in own.items()}
+    return replace(golden, config=golden.config | {"num_hidden_layers": layers}, shapes=shapes)
+
+
 @pytest.mark.parametrize(
     ("layers", "period", "scalar"), [(26, 6, 128), (62, 6, 5376 // 32), (26, 2, 128), (46, 2, 5376 // 32)]
 )
 def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period: int, scalar: int) -> None:
+    family = {6: "gemma3_text", 2: "gemma2"}[period]
     keys = _Keys.model_validate(
-        {
+        _OF_GEMMA[family]
+        | {
             "block_count": layers,
             "context_length": 8192,
             "embedding_length": 5376,
@@ -90,7 +155,7 @@ def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period
             "attention.sliding_window": 1024,
         }
     )
-    fields = _gemma_fields({6: "gemma3_text", 2: "gemma2"}[period], keys, 128)
+    fields = _gemma_fields(family, keys, 128)
     assert fields["query_pre_attn_scalar"] == scalar
     assert fields["sliding_window"] == 1024
     assert [i for i, kind in enumerate(fields["layer_types"]) if kind == "full_attention"] == list(

@@ -47,7 +47,7 @@ def test_metadata_and_tensors(tmp_path: Path) -> None:
     first, second = header.tensors
     assert (first.name, first.shape, first.type_id) == ("first", (2, 3), 0)
     assert (second.name, second.shape, second.type_id) == ("second", (4,), 1)
-    assert header.file_size == path.stat().st_size
+    assert first.path == second.path == path
     raw = path.read_bytes()
     assert np.frombuffer(raw, np.float32, 6, first.offset).tolist() == [0, 1, 2, 3, 4, 5]
     assert np.frombuffer(raw, np.float16, 4, second.offset).tolist() == [0, 1, 2, 3]
@@ -92,6 +92,52 @@ def test_other_versions_and_damage_are_errors(tmp_path: Path) -> None:
     path.write_bytes(raw[:text] + b"\xff" + raw[text + 1 :])
     with pytest.raises(ValueError, match=r"UTF-8"):
         read_header(path)
+
+
+def write_split(path: Path) -> list[Path]:
+    """A model of 3 tensors in 3 files, as llama.cpp's tools write it."""
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=1)
+    writer.add_uint32("a.count", 7)
+    for i in range(3):
+        writer.add_tensor(f"t{i}", np.full(4, i, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def test_a_split_model_is_read_like_one_file(tmp_path: Path) -> None:
+    parts = write_split(tmp_path / "m.gguf")
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    header = read_header(parts[0])
+    assert header.metadata["a.count"] == 7
+    assert [(t.name, t.path) for t in header.tensors] == [(f"t{i}", parts[i]) for i in range(3)]
+    for i, tensor in enumerate(header.tensors):
+        values = np.frombuffer(tensor.path.read_bytes(), np.float32, 4, tensor.offset)
+        assert values.tolist() == [i] * 4
+
+
+def test_parts_of_a_split_model_that_are_missing_or_of_another_are_named(tmp_path: Path) -> None:
+    parts = write_split(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"must be given by the first, .*-00001-of-00003.gguf; .* is part 2"):
+        read_header(parts[1])
+    whole = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(
+        ValueError, match=r"-00003-of-00003.gguf must be part 3 of 3; it is part 2 of 3; fetch it again"
+    ):
+        read_header(parts[0])
+    parts[2].write_bytes(whole.replace(b"t2", b"t1"))
+    with pytest.raises(ValueError, match=r"first of 3 parts of 3 tensors; they have 2; fetch all parts"):
+        read_header(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ValueError, match=r"first of 3 parts.* missing: m-00003-of-00003.gguf; fetch"):
+        read_header(parts[0])
+    parts[2].write_bytes(whole)
+    renamed = parts[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"is called NAME-00001-of-00003.gguf; .*model.gguf is part 1"):
+        read_header(renamed)
 
 
 def test_a_missing_file_that_a_configuration_names_comes_with_its_download(tmp_path: Path) -> None:

@@ -129,6 +129,28 @@ def test_shards_and_blocks_change_nothing(saved, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
 
 
+def test_a_single_file_beside_shards_is_refused_unless_the_index_names_it(saved, tmp_path):
+    arch, params = load_hf(saved)
+    changed = {**params, "final_norm": params["final_norm"] + 1}
+    sharded = tmp_path / "sharded"
+    save_hf(sharded, arch, changed, max_shard_bytes=20_000)
+    index = (sharded / hf.INDEX).read_text()
+    (sharded / hf.SINGLE).write_bytes((saved / hf.SINGLE).read_bytes())
+    with pytest.raises(ValueError, match=r"must contain model.safetensors or .*json with its files; .* both"):
+        load_hf(sharded)
+    (sharded / hf.SINGLE).unlink()
+    np.testing.assert_array_equal(load_hf(sharded)[1]["final_norm"], changed["final_norm"])
+    names = load_file(saved / hf.SINGLE)
+    (saved / hf.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, hf.SINGLE)}))
+    np.testing.assert_array_equal(load_hf(saved)[1]["final_norm"], params["final_norm"])
+
+    # A shard with a tensor that the index has elsewhere.
+    own = json.loads(index)["weight_map"]["model.norm.weight"]
+    other = next(path for path in sorted(sharded.glob("*.safetensors"), reverse=True) if path.name != own)
+    save_file(load_file(other) | {"model.norm.weight": names["model.norm.weight"]}, other)
+    np.testing.assert_array_equal(load_hf(sharded)[1]["final_norm"], changed["final_norm"])
+
+
 def test_saving_again_leaves_no_old_shards(saved, tmp_path):
     arch, params = load_hf(saved)
     save_hf(tmp_path / "out", arch, params, max_shard_bytes=20_000)

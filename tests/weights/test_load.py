@@ -32,6 +32,7 @@ def test_saved_model_loads_back(tmp_path):
 
 def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
     import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
 
     arch = builtin_architecture("tiny", 20, (4,))
     (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(arch)))
@@ -39,6 +40,16 @@ def test_an_architecture_needs_no_weights(monkeypatch, tmp_path):
     assert load_architecture(str(tmp_path)) == dataclasses.replace(arch, eos_token_ids=(4, 7))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(tmp_path / name))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    assert load_architecture("owner/name") == load_architecture(str(tmp_path))
+
+    def without(model_id, name):
+        if name == "generation_config.json":
+            raise EntryNotFoundError("404")
+        return str(tmp_path / "other" / name)
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(architecture_to_hf(arch)))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", without)
     assert load_architecture("owner/name") == arch
     assert load_architecture("builtin:tiny", vocab_size=20, eos_token_ids=(4,)) == arch
     with pytest.raises(ValueError, match="pass vocab_size"):

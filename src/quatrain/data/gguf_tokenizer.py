@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from quatrain.config.errors import shown
-from quatrain.config.files import Description, checked
+from quatrain.config.files import checked
+from quatrain.weights.gguf_header import SpecialIds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,7 +49,7 @@ Token = Annotated[str, Field(max_length=1024)]
 """Longer than any token in use; SentencePiece's merges take quadratic time in the length of a token."""
 
 
-class _Metadata(Description):
+class _Metadata(SpecialIds):
     """The `tokenizer.*` keys of a GGUF file; with a key missing, the functions below say what it means."""
 
     model: Annotated[str | None, Field(alias="tokenizer.ggml.model")] = None
@@ -57,10 +58,6 @@ class _Metadata(Description):
     merges: Annotated[list[str] | None, Field(alias="tokenizer.ggml.merges")] = None
     scores: Annotated[list[float] | None, Field(alias="tokenizer.ggml.scores")] = None
     token_type: Annotated[list[int] | None, Field(alias="tokenizer.ggml.token_type")] = None
-    bos: Annotated[int | None, Field(alias="tokenizer.ggml.bos_token_id")] = None
-    eos: Annotated[int | None, Field(alias="tokenizer.ggml.eos_token_id")] = None
-    unknown: Annotated[int | None, Field(alias="tokenizer.ggml.unknown_token_id")] = None
-    padding: Annotated[int | None, Field(alias="tokenizer.ggml.padding_token_id")] = None
     add_bos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_bos_token")] = None
     add_eos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_eos_token")] = None
     space_prefix: Annotated[bool | None, Field(alias="tokenizer.ggml.add_space_prefix")] = None
@@ -150,7 +147,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(metadata)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = checked(SpecialIds, metadata, "the GGUF file").unknown or 0
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
@@ -216,8 +213,12 @@ def _add_template(
 
 def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    keys = {name: f"tokenizer.ggml.{word}_token_id" for name, word in names.items()}
-    return {name: _token(metadata, key, metadata[key]) for name, key in keys.items() if key in metadata}
+    ids = checked(SpecialIds, metadata, "the GGUF file").model_dump()
+    return {
+        name: _token(metadata, f"tokenizer.ggml.{word}_token_id", ids[word])
+        for name, word in names.items()
+        if ids[word] is not None
+    }
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | None:

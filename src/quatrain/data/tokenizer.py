@@ -36,8 +36,6 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 MAX_REASON_CHARS = 500
 MOST_GROWTH = 100
 _CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
-# The class that every version of transformers has, and that uses tokenizer.json without changes.
-_PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -64,7 +62,6 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
             "save the tokenizer there with save_pretrained, or, for the policy, set model.tokenizer to a "
             "folder or hub id that has one"
         )
-    config = _config(Path(path) / _CONFIG)
     _check_files(Path(path))
     loader = _loader(has_json=(Path(path) / _JSON).is_file())
     try:
@@ -76,7 +73,7 @@ def _from_folder(path: str) -> PreTrainedTokenizerFast:
         raise ValueError(
             f"the tokenizer in {path} cannot be loaded: {error!s:.{MAX_REASON_CHARS}}"
         ) from error
-    return _of_class(_fast(tokenizer, path), config)
+    return _fast(tokenizer, path)
 
 
 def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
@@ -101,7 +98,7 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
             f"there is no folder {model_id!r}, and loading a tokenizer of that name from the Hub failed "
             f"({reason}); check the name and the network, or give a local folder"
         ) from error
-    return _of_class(_fast(tokenizer, model_id), _config(_hub_config(model_id)))
+    return _fast(tokenizer, model_id)
 
 
 def _refuse_code(path: str, error: Exception) -> None:
@@ -114,26 +111,11 @@ def _refuse_code(path: str, error: Exception) -> None:
         ) from error
 
 
-def _hub_config(model_id: str) -> Path | None:
-    """The tokenizer_config.json that was downloaded with the tokenizer; None if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(model_id, _CONFIG)
-    return Path(path) if isinstance(path, str) else None
-
-
 class _Config(Description):
     """What tokenizer_config.json says beyond what transformers checks itself."""
 
     tokenizer_class: str | None = None
     model_max_length: float | None = None
-    auto_map: Any = None
-
-
-def _config(path: Path | None) -> _Config:
-    """The tokenizer_config.json at `path`, which need not exist."""
-    exists = path is not None and path.is_file()
-    return checked(_Config, read_json(path), str(path)) if path is not None and exists else _Config()
 
 
 @contextlib.contextmanager
@@ -151,8 +133,11 @@ def _check_files(folder: Path) -> None:
     """Raises ValueError if loading the tokenizer in `folder` might take all time or memory.
 
     Replacements of a tokenizer.json may each lengthen a text, and together fill any memory. Without a
-    tokenizer.json, transformers reads config.json, and makes a list of its layers.
+    tokenizer.json, transformers reads config.json, and makes a list of its layers. Values of the wrong type
+    in tokenizer_config.json are an error too.
     """
+    if (folder / _CONFIG).is_file():
+        checked(_Config, read_json(folder / _CONFIG), str(folder / _CONFIG))
     if (folder / _JSON).is_file():
         content = read_json(folder / _JSON)
         for part in ("normalizer", "decoder"):
@@ -205,26 +190,41 @@ def _try(tokenizer: Any) -> None:
         raise ValueError(f"a chat template must be text, not {shown(template)}")
 
 
-def _of_class(tokenizer: PreTrainedTokenizerFast, config: _Config) -> PreTrainedTokenizerFast:
-    """`tokenizer` with the attribute `source_class`: its class name in the source, for `save_tokenizer`."""
-    name = config.tokenizer_class or type(tokenizer).__name__
-    # Class names that end in Backend exist only in recent versions of transformers. With an auto_map, the
-    # class is defined in custom code, which is not exported.
-    own = not name.endswith("Backend") and not config.auto_map
-    tokenizer.source_class = name if own else _PLAIN_CLASS
-    return tokenizer
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
     """Writes a tokenizer as a folder from which transformers 4 and 5 load a tokenizer with the same ids.
 
-    tokenizer_config.json names the tokenizer class of the source. The class is `PreTrainedTokenizerFast` for
-    a built-in tokenizer, one from a GGUF file, and one whose class does not exist in transformers 4.57.
+    The class in tokenizer_config.json is always `PreTrainedTokenizerFast`, which uses tokenizer.json as it
+    is, as `load_tokenizer` does: the classes of model families replace parts of it by their own rules, some
+    in transformers 4 (a BOS in front of Llama's text), others in 5. No token is added behind a text, because
+    a policy continues it. Padding is on the left, as generation needs it, unless the source says otherwise.
     """
+    from tokenizers import Tokenizer, processors
+
     tokenizer.save_pretrained(directory)
     path = Path(directory) / _CONFIG
     config = json.loads(path.read_text("utf-8"))
-    config["tokenizer_class"] = getattr(tokenizer, "source_class", _PLAIN_CLASS)
+    found = tokenizer("a", return_special_tokens_mask=True)
+    added = found["special_tokens_mask"]
+    front = found["input_ids"][: [*added, 0].index(0)]
+    if added and added[-1]:
+        names = tokenizer.convert_ids_to_tokens(front)
+        rules = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        rules.post_processor = processors.TemplateProcessing(
+            single=[*names, "$A"],
+            pair=[*names, "$A", *names, "$B:1"],
+            special_tokens=list(zip(names, front, strict=True)),
+        )
+        rules.save(str(Path(directory) / _JSON))
+    config |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],  # by default, version 4 has token_type_ids
+        "add_bos_token": tokenizer.bos_token_id in front,
+        "add_eos_token": False,
+        "padding_side": config.get("padding_side", "left"),
+    }
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    if splitter is not None and "add_prefix_space" in (rule := json.loads(splitter.__getstate__())):
+        config["add_prefix_space"] = rule["add_prefix_space"]  # version 4 sets tokenizer.json's to this
     if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 knows only the older name
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     for name in ("auto_map", "is_local", "local_files_only"):  # describe the source, not this folder

@@ -143,7 +143,7 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         layer_types=layer_types,
         eos_token_ids=c.eos_token_id,
         bos_token_id=c.bos_token_id,
-        pad_token_id=c.pad_token_id,
+        pad_token_id=None if c.pad_token_id == -1 else c.pad_token_id,
         **{
             "qkv_bias": bool(c.attention_bias),
             "output_bias": bool(c.attention_bias),
@@ -170,17 +170,29 @@ def _refuse_unsupported(family: str, c: Json, source: str) -> None:
             f"{source} has attn_logit_softcapping = {shown(c['attn_logit_softcapping'])}, which gemma3_text "
             "does not have: set it to null"
         )
+    rope = c.get("rope_parameters")
+    if family != "gemma3_text" and isinstance(rope, Mapping) and set(LAYER_TYPES) & set(rope):
+        raise ValueError(
+            f"{source} has rope_parameters for each type of layer, which only gemma3_text has: give one set"
+        )
 
 
 def _rope(c: HFConfig, source: str) -> tuple[float, RopeScaling | None]:
-    """RoPE theta and scaling of the layers with full attention."""
+    """RoPE theta and scaling of the layers with full attention.
+
+    If `rope_scaling` is given, it replaces the scaling in `rope_parameters`, as in transformers.
+    """
     written = c.rope_parameters or {}
     full = written.get("full_attention") or {}
     _require_object(full, "rope_parameters.full_attention", source)
-    parameters = {**(full or written), **(c.rope_scaling or {})}
+    parameters = full or written
+    if c.rope_scaling:
+        parameters = {"rope_theta": c.rope_theta or parameters.get("rope_theta"), **c.rope_scaling}
     rope = checked(RopeConfig, parameters, f"{source}, rotary embeddings")
     theta = rope.rope_theta or c.rope_theta or 10_000.0
     kind = _rope_type(rope, c, source)
+    if kind == "default" and rope.factor not in (None, 1.0):
+        raise ValueError(f"{source}: a rope factor ({rope.factor}) needs a rope_type, such as linear; add it")
     if kind == "default":
         return theta, None
     needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
@@ -220,6 +232,8 @@ def _require_object(value: object, key: str, source: str) -> None:
 
 def _rope_type(rope: RopeConfig, c: HFConfig, source: str) -> str:
     kind = rope.rope_type or rope.type or "default"
+    if rope.type not in (None, kind):
+        raise ValueError(f"{source} has the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
     if kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise ValueError(f"unsupported rope type {shown(kind)} in {source}; supported: {known}")
@@ -278,17 +292,22 @@ def architecture_to_hf(arch: Architecture) -> Json:
     if arch.family == "llama":
         return {**config, "hidden_act": arch.activation, "mlp_bias": arch.mlp_bias}
     layer_types = [arch.layer_type(i) for i in range(arch.num_layers)]
-    config |= {"sliding_window": arch.sliding_window, "layer_types": layer_types}
+    config["layer_types"] = layer_types
     if arch.family.startswith("qwen"):
         full_first = [*layer_types, LAYER_TYPES[1]].index(LAYER_TYPES[1])
         return {
             **config,
+            "sliding_window": arch.sliding_window,
             "hidden_act": arch.activation,
             "use_sliding_window": arch.sliding_window is not None,
             "max_window_layers": full_first,
         }
+    if arch.family == "gemma3_text" and arch.sliding_window is None:
+        config["sliding_window_pattern"] = 1  # for readers that do not know layer_types
     return {
         **config,
+        # transformers makes masks of sliding windows for a Gemma model without any, and needs a size.
+        "sliding_window": arch.sliding_window or arch.max_position,
         "hidden_activation": arch.activation,
         "query_pre_attn_scalar": arch.query_pre_attn_scalar,
         "attn_logit_softcapping": arch.attention_softcap,

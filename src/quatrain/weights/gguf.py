@@ -23,10 +23,10 @@ from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
 from quatrain.models.architecture import LAYER_TYPES, Head
 from quatrain.models.families import FAMILIES, Architecture, RopeScaling, TensorName
-from quatrain.models.hf_config import Heads, Layers, Positions, Positive, TokenId, Width
+from quatrain.models.hf_config import Heads, Layers, Positions, Positive, Width
 from quatrain.models.layers import rope_frequencies
 from quatrain.models.params import Params, assemble, tensor_shapes
-from quatrain.weights.gguf_header import GGUFHeader, TensorInfo, read_header
+from quatrain.weights.gguf_header import GGUFHeader, SpecialIds, TensorInfo, read_header
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -61,8 +61,6 @@ _LAYER_NAMES = {
 }
 _POST_NORM_NAMES = {**_LAYER_NAMES, "post_attention_layernorm": "post_attention_norm"}
 """Where norms stand before and after attention and MLP (Gemma)."""
-_SLIDING_PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""Every so many layers, one has full attention; the file does not say it."""
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models whose queries are scaled by hidden size / heads, not by the head's size."""
 
@@ -100,7 +98,7 @@ def load_gguf(
         if name.path == ("score",):
             parameter[...] = 0.0
             return
-        _read_into(parameter, name, header, tensors[_gguf_name(name.name, arch)], gguf, arch)
+        _read_into(parameter, name, tensors[_gguf_name(name.name, arch)], gguf, arch)
 
     return arch, assemble(arch, dtype, read, mesh)
 
@@ -145,10 +143,11 @@ def _check_tensors(header: GGUFHeader, gguf: ModuleType) -> None:
                 f"{header.path} has the type {_type_name(tensor, gguf)}; use another quantisation"
             )
         end = tensor.offset + _num_bytes(tensor, gguf)
-        if end > header.file_size:
+        size = tensor.path.stat().st_size
+        if end > size:
             raise ValueError(
-                f"{header.path} is truncated: {tensor.name:.80} ends at byte {end}, the file at "
-                f"{header.file_size}; fetch it again"
+                f"{tensor.path} is truncated: {tensor.name:.80} ends at byte {end}, the file at {size}; "
+                "fetch it again"
             )
 
 
@@ -204,13 +203,13 @@ def _num_bytes(tensor: TensorInfo, gguf: ModuleType) -> int:
     return math.prod(tensor.shape[:-1]) * _row_bytes(tensor, gguf)
 
 
-def _blocks(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(tensor: TensorInfo, gguf: ModuleType) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first row, rows as float32) of the tensor in numpy's dimension order; a vector is one row."""
     num_rows = math.prod(tensor.shape[:-1])
     row_bytes, kind = _row_bytes(tensor, gguf), gguf.GGMLQuantizationType(tensor.type_id)
     # A few rows at a time, without memory mapping, so that little memory is used beside the parameters.
     step = max(1, _READ_VALUES // tensor.shape[-1])
-    with header.path.open("rb") as file:
+    with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         for start in range(0, num_rows, step):
             rows = min(step, num_rows - start)
@@ -221,7 +220,6 @@ def _blocks(header: GGUFHeader, tensor: TensorInfo, gguf: ModuleType) -> Iterato
 def _read_into(
     parameter: np.ndarray,
     name: TensorName,
-    header: GGUFHeader,
     tensor: TensorInfo,
     gguf: ModuleType,
     arch: Architecture,
@@ -236,7 +234,7 @@ def _read_into(
         # llama.cpp stores the rows of each head in the order (0, H/2, 1, H/2 + 1, ...).
         own = own.reshape(-1, 2, arch.head_dim // 2).swapaxes(1, 2).reshape(-1)
     offset = arch.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-    for start, values in _blocks(header, tensor, gguf):
+    for start, values in _blocks(tensor, gguf):
         if name.vector:
             rows[own] = values[0] - np.float32(offset)
         else:
@@ -252,6 +250,13 @@ def _check_architecture(header: GGUFHeader) -> None:
         )
 
 
+Factor = Annotated[float, Field(ge=0, le=1e12)]
+"""0 stands for none."""
+Window = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Pattern = Annotated[int, Field(ge=0, le=2**10)]
+"""Every so many layers, one has full attention; 0: none has."""
+
+
 class _Keys(Description):
     """The metadata of a model, without the name of its architecture in front."""
 
@@ -263,28 +268,52 @@ class _Keys(Description):
     kv_heads: Annotated[Heads | None, Field(alias="attention.head_count_kv")] = None
     head_dim: Annotated[Heads | None, Field(alias="attention.key_length")] = None
     norm_eps: Annotated[float, Field(alias="attention.layer_norm_rms_epsilon", ge=0, le=1)]
-    sliding_window: Annotated[int, Field(alias="attention.sliding_window")] = 0
-    experts: Annotated[int, Field(alias="expert_count")] = 0
     rope_theta: Annotated[Positive, Field(alias="rope.freq_base")] = 10_000.0
     rotary_dims: Annotated[int | None, Field(alias="rope.dimension_count")] = None
-    local_rope_theta: Annotated[Positive, Field(alias="rope.freq_base_swa")] = 10_000.0
-    scaling: Annotated[str, Field(alias="rope.scaling.type")] = "none"
-    scaling_factor: Annotated[Positive, Field(alias="rope.scaling.factor")] = 1.0
-    scale: Annotated[Positive | None, Field(alias="attention.scale")] = None
-    attention_softcap: Annotated[Positive, Field(alias="attn_logit_softcapping")] = 50.0
-    final_softcap: Annotated[Positive, Field(alias="final_logit_softcapping")] = 30.0
+    # llama.cpp takes a factor without a type for linear scaling, and knows an older name of it.
+    scaling: Annotated[str, Field(alias="rope.scaling.type")] = "linear"
+    scaling_factor: Annotated[Factor | None, Field(alias="rope.scaling.factor")] = None
+    linear_factor: Annotated[Factor, Field(alias="rope.scale_linear")] = 0.0
     original_length: Annotated[Positions, Field(alias="rope.scaling.original_context_length")] = (
         RopeScaling.original_max_position
     )
 
+    # Of Gemma models alone; 0 stands for none.
+    sliding_window: Annotated[Window, Field(alias="attention.sliding_window")] = 0
+    pattern: Annotated[Pattern | list[bool | int], Field(alias="attention.sliding_window_pattern")] = 0
+    scale: Annotated[Factor, Field(alias="attention.scale")] = 0.0
+    attention_softcap: Annotated[Factor, Field(alias="attn_logit_softcapping")] = 0.0
+    final_softcap: Annotated[Factor, Field(alias="final_logit_softcapping")] = 0.0
+    local_rope_theta: Annotated[Positive | None, Field(alias="rope.freq_base_swa")] = None
 
-class _SpecialIds(Description):
-    """The special tokens in the metadata of a tokenizer."""
 
-    eos: Annotated[TokenId | None, Field(alias="tokenizer.ggml.eos_token_id")] = None
-    eot: Annotated[TokenId | None, Field(alias="tokenizer.ggml.eot_token_id")] = None
-    bos: Annotated[TokenId | None, Field(alias="tokenizer.ggml.bos_token_id")] = None
-    padding: Annotated[TokenId | None, Field(alias="tokenizer.ggml.padding_token_id")] = None
+_OF_GEMMA: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attention.sliding_window": 4096,
+        "attention.sliding_window_pattern": 2,
+        "attention.scale": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "attention.sliding_window": 0,
+        "attention.sliding_window_pattern": 6,
+        "attention.scale": 0.0,
+        "final_logit_softcapping": 0.0,
+        "rope.freq_base_swa": 10_000.0,
+    },
+}
+"""The keys that only these families have, with what llama.cpp takes for a missing one."""
+_WITHOUT_EFFECT = {
+    "vocab_size",
+    "tensor_data_layout",
+    "pooling_type",
+    "attention.value_length",  # the shapes of tensors say it too
+    "attention.layer_norm_epsilon",
+    "expert_used_count",
+    "rope.scaling.finetuned",
+}
+"""Keys that are not read, because they do not change what a supported model computes."""
 
 
 def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: ModuleType) -> Architecture:
@@ -295,11 +324,16 @@ def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: M
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
     prefix = f"{name}."
-    own = {k.removeprefix(prefix): value for k, value in header.metadata.items() if k.startswith(prefix)}
+    # The file stores float32; the shortest decimal form is the number in the model's configuration.
+    own = _OF_GEMMA.get(family, {}) | {
+        key.removeprefix(prefix): float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
     keys = checked(_Keys, own, f"{header.path}, keys {prefix}…")
-    special = checked(_SpecialIds, header.metadata, str(header.path))
+    special = checked(SpecialIds, header.metadata, str(header.path))
     head_dim = keys.head_dim or keys.embedding_length // keys.heads
-    _check_plain(header, family, keys, head_dim)
+    _check_plain(header, family, own, keys, head_dim)
     return Architecture(
         family=family,
         vocab_size=embeddings.shape[0],
@@ -310,52 +344,71 @@ def _architecture(header: GGUFHeader, tensors: Mapping[str, TensorInfo], gguf: M
         num_kv_heads=keys.kv_heads or keys.heads,
         head_dim=head_dim,
         max_position=keys.context_length,
-        # The file stores a float32; its shortest decimal form is the number in the model's configuration.
-        norm_eps=float(str(np.float32(keys.norm_eps))),
+        norm_eps=keys.norm_eps,
         rope_theta=keys.rope_theta,
         rope_scaling=_rope_scaling(header, keys, tensors.get(_ROPE_FACTORS), gguf, head_dim),
         tie_embeddings="output.weight" not in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        eos_token_ids=tuple(sorted({each for each in (special.eos, special.eot) if each is not None})),
+        eos_token_ids=tuple(
+            sorted({each for each in (special.eos, special.eot, special.eom) if each is not None})
+        ),
         bos_token_id=special.bos,
         pad_token_id=special.padding,
         **FAMILIES[family].fixed
         | {"qkv_bias": "blk.0.attn_q.bias" in tensors, "output_bias": "blk.0.attn_output.bias" in tensors},
-        **(_gemma_fields(family, keys, head_dim) if family in _SLIDING_PERIOD else {}),
+        **(_gemma_fields(family, keys, head_dim) if family in _OF_GEMMA else {}),
     )
 
 
 def _gemma_fields(family: str, keys: _Keys, head_dim: int) -> dict[str, Any]:
     """Activation, attention windows and scales of a Gemma model; llama.cpp knows some by its size only."""
-    full, sliding = LAYER_TYPES
-    period, window = _SLIDING_PERIOD[family], keys.sliding_window or 4096
     scalar: float = head_dim
-    if keys.scale is not None:
+    if keys.scale:
         scalar = keys.scale**-2
     elif keys.block_count == _GEMMA_27B_LAYERS[family]:
         scalar = keys.embedding_length // keys.heads
+    layers, pattern = range(keys.block_count), keys.pattern
+    # Of a number of layers, the last has full attention; with 0 none has.
+    slides = pattern if isinstance(pattern, list) else [not pattern or (i + 1) % pattern > 0 for i in layers]
+    windows = keys.sliding_window > 0 and any(slides)
     return {
         "activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
-        "sliding_window": window,
-        "layer_types": tuple(sliding if (i + 1) % period else full for i in range(keys.block_count)),
-        **(
-            {"attention_softcap": keys.attention_softcap, "final_softcap": keys.final_softcap}
-            if family == "gemma2"
-            else {"local_rope_theta": keys.local_rope_theta}
-        ),
+        "sliding_window": keys.sliding_window if windows else None,
+        "layer_types": tuple(LAYER_TYPES[bool(slide)] for slide in slides) if windows else (),
+        "attention_softcap": keys.attention_softcap or None,
+        "final_softcap": keys.final_softcap or None,
+        "local_rope_theta": keys.local_rope_theta,
     }
 
 
-def _check_plain(header: GGUFHeader, family: str, keys: _Keys, head_dim: int) -> None:
-    """Raises ValueError for partial rotary embeddings, experts, and sliding windows outside of Gemma."""
+def _check_plain(header: GGUFHeader, family: str, own: Mapping[str, Any], keys: _Keys, head_dim: int) -> None:
+    """Raises ValueError for partial rotary embeddings, and for keys that have an effect but are not read.
+
+    Zero, false and a scale of one have no effect.
+    """
     rotary = head_dim if keys.rotary_dims is None else keys.rotary_dims
-    window = family not in _SLIDING_PERIOD and keys.sliding_window
-    if rotary != head_dim or keys.experts or window:
+    if rotary != head_dim:
         raise ValueError(
-            f"GGUF models must be dense, with full attention and rotary embeddings over all {head_dim} "
-            f"dimensions of a head; {header.path} has {keys.experts} experts, a window of "
-            f"{keys.sliding_window} and {rotary} rotary dimensions"
+            f"GGUF models must have rotary embeddings over all {head_dim} dimensions of a head; "
+            f"{header.path} has {rotary} rotary dimensions"
+        )
+    of_gemma = {key for keys_of in _OF_GEMMA.values() for key in keys_of}
+    read = {field.alias or name for name, field in _Keys.model_fields.items()} | _WITHOUT_EFFECT
+    read -= of_gemma - set(_OF_GEMMA.get(family, {}))
+    none = {"attention.causal": True, "rope.freq_base_swa": keys.rope_theta}
+    prefix = header.metadata["general.architecture"]
+    unread = [
+        f"{prefix}.{key:.80} = {shown(value)}"
+        for key, value in own.items()
+        if key not in read
+        and value != none.get(key, 0)
+        and not (key.endswith(("scale", "factor")) and value == 1)
+    ]
+    if unread:
+        raise ValueError(
+            f"GGUF models may only have settings that the decoder has; {header.path} has "
+            f"{', '.join(unread[:5])}; give the model's Hugging Face folder or hub id, or another model"
         )
 
 
@@ -367,7 +420,7 @@ def _rope_scaling(
         raise ValueError(
             f"rotary scaling must be none, linear or llama3; {header.path} has {shown(keys.scaling)}"
         )
-    factor = keys.scaling_factor
+    factor = (keys.linear_factor if keys.scaling_factor is None else keys.scaling_factor) or 1.0
     linear = RopeScaling("linear", factor) if keys.scaling == "linear" and factor != 1.0 else None
     if tensor is None:
         return linear
@@ -375,7 +428,7 @@ def _rope_scaling(
         raise ValueError(
             f"{_ROPE_FACTORS} must have shape {(head_dim // 2,)}; in {header.path} it has {tensor.shape}"
         )
-    factors = np.concatenate([values.reshape(-1) for _, values in _blocks(header, tensor, gguf)])
+    factors = np.concatenate([values.reshape(-1) for _, values in _blocks(tensor, gguf)])
     if (factors == 1.0).all():
         return linear
     # The file contains only the resulting factors. They must equal those of the published Llama 3 settings.

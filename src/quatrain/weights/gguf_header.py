@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file: metadata, and type, shape and offset of each tensor.
 
 Data flow: a `.gguf` path -> `GGUFHeader` -> `weights/gguf.py` (weights) and `data/gguf_tokenizer.py`. This
-module reads no weights and needs neither JAX nor the `gguf` package.
+module reads no weights and needs neither JAX nor the `gguf` package. A model split into several files is read
+like one file.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
+from quatrain.models.hf_config import TokenId
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -32,6 +34,10 @@ _FETCH = {
 """How to get the files that the repository's configurations name."""
 
 
+_NO_TOKEN = (-1, 2**32 - 1)  # what llama.cpp writes for "none", as a signed and as an unsigned number
+_SpecialId = Annotated[TokenId | None, BeforeValidator(lambda value: None if value in _NO_TOKEN else value)]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One entry of the header's tensor table."""
@@ -41,8 +47,10 @@ class TensorInfo:
     """In numpy's order, slowest dimension first (the file has the reverse order)."""
     type_id: int
     """ggml's number of the storage type (0 is F32, 1 is F16, 2 is Q4_0, ...)."""
+    path: Path
+    """The file that has its values."""
     offset: int
-    """Bytes from the start of the file."""
+    """Bytes from the start of that file."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +60,68 @@ class GGUFHeader:
     path: Path
     metadata: Mapping[str, Any]
     tensors: tuple[TensorInfo, ...]
-    file_size: int
-    """Bytes."""
+
+
+class SpecialIds(Description):
+    """The ids of special tokens in the metadata; None for those that the tokenizer does not have."""
+
+    bos: Annotated[_SpecialId, Field(alias="tokenizer.ggml.bos_token_id")] = None
+    eos: Annotated[_SpecialId, Field(alias="tokenizer.ggml.eos_token_id")] = None
+    eot: Annotated[_SpecialId, Field(alias="tokenizer.ggml.eot_token_id")] = None
+    eom: Annotated[_SpecialId, Field(alias="tokenizer.ggml.eom_token_id")] = None
+    unknown: Annotated[_SpecialId, Field(alias="tokenizer.ggml.unknown_token_id")] = None
+    padding: Annotated[_SpecialId, Field(alias="tokenizer.ggml.padding_token_id")] = None
 
 
 def read_header(path: str | Path) -> GGUFHeader:
     """The metadata and tensor table of the GGUF file at `path` (version 2 or 3, little-endian).
 
-    Raises ValueError if the file does not exist, is not GGUF, has another version, or is truncated inside its
-    header. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    If `path` is the first file of a split model, the tensors are those of all its files, which must be in the
+    same folder. Raises ValueError if a file does not exist, is not GGUF, has another version, or is truncated
+    inside its header, and for a file of a split model that is not the first.
+    Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     path = Path(os.path.expanduser(path))
+    header = _read_one(path)
+    split = checked(_Split, header.metadata, str(path))
+    return header if split.count < 2 else _joined(header, split)
+
+
+def _joined(first: GGUFHeader, split: _Split) -> GGUFHeader:
+    """The header of a split model, of which `first` is the first part."""
+    path = first.path
+    end = f"-00001-of-{split.count:05}.gguf"
+    if split.number or not path.name.endswith(end):
+        raise ValueError(
+            f"a model split into {split.count} files must be given by the first, which is called NAME{end}; "
+            f"{path} is part {split.number + 1}; give the first, or restore its name"
+        )
+    name = path.name.removesuffix(end)
+    parts = [path.with_name(f"{name}-{i + 1:05}-of-{split.count:05}.gguf") for i in range(split.count)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ValueError(
+            f"{path} is the first of {split.count} parts, which must be in the same folder; missing: "
+            f"{', '.join(missing[:5])}; fetch all parts"
+        )
+    headers = [first, *map(_read_one, parts[1:])]
+    tensors = {tensor.name: tensor for each in headers for tensor in each.tensors}
+    for number, each in enumerate(headers):
+        own = checked(_Split, each.metadata, str(each.path))
+        if (own.number, own.count) != (number, split.count):
+            raise ValueError(
+                f"{each.path} must be part {number + 1} of {split.count}; it is part {own.number + 1} of "
+                f"{own.count}; fetch it again"
+            )
+    if len(tensors) != split.tensors:
+        raise ValueError(
+            f"{path} is the first of {split.count} parts of {split.tensors} tensors; they have "
+            f"{len(tensors)}; fetch all parts again"
+        )
+    return replace(first, tensors=tuple(tensors.values()))
+
+
+def _read_one(path: Path) -> GGUFHeader:
     if not path.is_file():
         fetch = _FETCH.get(path.name, "check the path")
         raise ValueError(f"there is no GGUF file {path}; {fetch}")
@@ -87,14 +146,22 @@ def read_header(path: str | Path) -> GGUFHeader:
             table = _table(cursor, num_tensors)
             alignment = checked(_General, metadata, str(path)).alignment
             data_start = -(-cursor.position // alignment) * alignment
-            tensors = tuple(TensorInfo(*entry[:3], entry[3] + data_start) for entry in table)
-            return GGUFHeader(path, metadata, tensors, len(data))
+            tensors = tuple(TensorInfo(*entry[:3], path, entry[3] + data_start) for entry in table)
+            return GGUFHeader(path, metadata, tensors)
 
 
 class _General(Description):
     """The metadata that say how a file is laid out."""
 
     alignment: Annotated[int, Field(alias="general.alignment", ge=1, le=2**20)] = _DEFAULT_ALIGNMENT
+
+
+class _Split(Description):
+    """The metadata of one file of a model in several files."""
+
+    number: Annotated[int, Field(alias="split.no", ge=0)] = 0
+    count: Annotated[int, Field(alias="split.count", ge=0, le=10_000)] = 1
+    tensors: Annotated[int, Field(alias="split.tensors.count")] = 0
 
 
 def _metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:

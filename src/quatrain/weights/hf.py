@@ -163,11 +163,21 @@ def resolve_hub(model_id: str) -> Path:
 
 
 def hub_architecture(model_id: str) -> Architecture:
-    """The architecture in the config.json of a model on the Hub, which is downloaded unless it is cached.
+    """The architecture of a model on the Hub, whose two configurations are downloaded unless they are cached.
 
     Raises ValueError in the same cases as `resolve_hub`.
     """
-    return architecture_from_hf(_hub_config(model_id), f"{CONFIG} of {model_id}")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    config = _hub_config(model_id)
+    try:
+        hf_hub_download(model_id, GENERATION)
+    except EntryNotFoundError:  # not every model has it
+        pass
+    except Exception as error:
+        raise _no_download(model_id, error) from error
+    return read_architecture(config.parent)
 
 
 def check_classifier(path: str) -> None:
@@ -178,7 +188,7 @@ def check_classifier(path: str) -> None:
     """
     local = local_path(path)
     remote = not local.exists() and HUB_ID.fullmatch(path)
-    config = _hub_config(path) if remote else _read_json(local, CONFIG)
+    config = _read_json(_hub_config(path).parent if remote else local, CONFIG)
     described = checked(ClassifierConfig, config, f"{path}, {CONFIG}")
     classes = described.architectures or ["none"]
     if not any(name.endswith(CLASSIFIER) for name in classes):
@@ -204,14 +214,13 @@ def check_score_head(directory: Path) -> None:
         )
 
 
-def _hub_config(model_id: str) -> dict[str, Any]:
+def _hub_config(model_id: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        config = Path(hf_hub_download(model_id, CONFIG))
+        return Path(hf_hub_download(model_id, CONFIG))
     except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
         raise _no_download(model_id, error) from error
-    return _read_json(config.parent, config.name)
 
 
 def _no_download(model_id: str, error: Exception) -> ValueError:
@@ -242,8 +251,8 @@ class _Index(Description):
     weight_map: dict[str, str]
 
 
-def _shards(directory: Path) -> list[str]:
-    """The shard files named in the index, each once; raises ValueError for a file outside of `directory`."""
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The shard of each tensor in the index; raises ValueError for a file outside of `directory`."""
     index = checked(_Index, _read_json(directory, INDEX), str(directory / INDEX))
     files = sorted(set(index.weight_map.values()))
     root = directory.resolve()
@@ -261,28 +270,34 @@ def _shards(directory: Path) -> list[str]:
                 f"the files named in {INDEX} must be in the folder of the index; {directory / INDEX} names "
                 f"{file!r}; do not use this model unless you trust its source, or correct the name"
             )
-    return files
+    return index.weight_map
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor."""
-    if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
-        shards = _shards(directory)
+    if (directory / INDEX).is_file():
+        weight_map = _weight_map(directory)
+        shards = sorted(set(weight_map.values()))
+        if (directory / SINGLE).is_file() and SINGLE not in shards:
+            raise ValueError(
+                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both, "
+                "and one may be left from an earlier model; remove the one that is not this model's"
+            )
         missing = [shard for shard in shards if not (directory / shard).is_file()]
         if missing or not shards:
             lacks = _some(set(missing)) if missing else "any file"
             raise ValueError(f"{INDEX} names files that {directory} lacks: {lacks}; fetch them again")
-        paths = [directory / shard for shard in shards]
-    elif (directory / SINGLE).is_file():
-        paths = [directory / SINGLE]
-    else:
+        found = ((name, shard) for shard in shards for name in _names_in(directory / shard))
+        # A tensor that is in several files is that of the file in the index.
+        return {name: directory / file for name, file in found if weight_map.get(name, file) == file}
+    if not (directory / SINGLE).is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
         raise ValueError(
             f"a model directory must contain {SINGLE} or the files of {INDEX}; {directory} has neither (it "
             f"contains {held}): convert the model to safetensors (torch's .bin and .pt files are pickles, "
             "which may run code when they are opened, and are never opened)"
         )
-    return {name: path for path in paths for name in _names_in(path)}
+    return dict.fromkeys(_names_in(directory / SINGLE), directory / SINGLE)
 
 
 def _names_in(path: Path) -> list[str]:

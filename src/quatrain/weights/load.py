@@ -116,8 +116,8 @@ def load_architecture(
 ) -> Architecture:
     """The architecture of the model at `path` (see `load_model`), without loading its weights.
 
-    It is read from config.json, the only file downloaded of a model on the Hub, or from the header of a
-    `.gguf` file. Raises ValueError in the same cases as `load_model`.
+    It is read from config.json and generation_config.json, the only files downloaded of a model on the Hub,
+    or from the header of a `.gguf` file. Raises ValueError in the same cases as `load_model`.
     """
     if path.startswith(BUILTIN):
         if vocab_size is None:
