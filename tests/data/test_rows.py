@@ -107,6 +107,11 @@ def test_a_cell_of_a_csv_file_is_a_number_only_if_it_reads_the_same(tmp_path, ce
     assert list(map(type, got)) == list(map(type, values))
 
 
+def test_empty_lines_before_the_header_and_quoted_names(tmp_path):
+    path = write(tmp_path / "a.csv", '\ufeff\n\n"prompt","the\nanswer"\nq,12:30\n')
+    assert read_rows(path) == [{"prompt": "q", "the\nanswer": "12:30"}]
+
+
 def test_numbers_of_less_than_64_bits_are_the_decimals_that_they_were_written_as(tmp_path):
     single = pa.float32()
     struct = pa.struct([("ground_truth", single), ("style", pa.string())])

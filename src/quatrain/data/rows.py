@@ -246,7 +246,7 @@ def _read_csv(path: Path) -> list[Row]:
     read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
+            names = next(filter(None, csv.reader(file)), [])  # without empty lines, as pyarrow does
         convert = pyarrow.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pyarrow.string()),
             null_values=[""],
