@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.cluster.processes import decided_by_main
+from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.values import shown_data_sets
@@ -339,7 +339,7 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
             build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
         ) as engine,
     ):
-        for warning in evaluator.warnings:
+        for warning in evaluator.warnings if is_main_process() else ():
             logger.warning("%s", warning)
         progress.phase("evaluation", evaluator.num_completions(engine, count), first=0)
         engine.sync_weights(loaded.params, 0)
