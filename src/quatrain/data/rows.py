@@ -45,8 +45,8 @@ def read_rows(spec: str) -> list[Row]:
     `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
     see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of file names), or
     `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is `train`). If there is
-    no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
-    in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
+    no column `answer`, the field `ground_truth` of a struct column `reward_model`, as in verl's data format,
+    becomes that column. Raises ValueError for missing, empty or malformed data.
     """
     path = local_path(spec)
     files = data_files(spec)
