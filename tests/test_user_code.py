@@ -1,3 +1,4 @@
+import builtins
 import os
 import subprocess
 import sys
@@ -63,3 +64,54 @@ def test_modules_of_a_neighbouring_package_are_forgotten_in_any_order(tmp_path, 
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['one', 'two']"
+
+
+COUNTING = """\
+import builtins
+import shared
+builtins.executed = [*getattr(builtins, "executed", ()), __file__.rpartition("/")[2]]
+kept = []
+
+def put(value):
+    kept.append(value)
+    return shared
+
+def get():
+    return kept
+"""
+
+
+@pytest.fixture
+def executed():
+    builtins.executed = []
+    yield lambda: builtins.executed
+    del builtins.executed
+
+
+def test_a_file_is_executed_once_for_all_its_functions_and_for_those_that_import_it(
+    tmp_path, executed, monkeypatch
+):
+    (tmp_path / "shared.py").write_text("import builtins\nbuiltins.executed.append('shared.py')")
+    (tmp_path / "t.py").write_text(COUNTING)
+    (tmp_path / "t-.py").write_text("import shared, t\n\ndef whole():\n    return t.kept, shared\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "t.py")
+    monkeypatch.chdir(tmp_path)
+    put = find_function(f"{tmp_path}/t.py:put", {}, "tool")
+    shared = put("one")
+    for spec in ("t.py:get", f"./../{tmp_path.name}/t.py:get", "link.py:get"):
+        assert find_function(spec, {}, "tool")() == ["one"]
+    assert find_function("t-.py:whole", {}, "tool")() == (["one"], shared)
+    assert executed() == ["shared.py", "t.py"]
+    assert not {"t", "shared"} & set(sys.modules)
+
+
+def test_a_file_that_changed_or_whose_neighbour_changed_is_executed_again(tmp_path, executed):
+    (tmp_path / "shared.py").write_text("")
+    (tmp_path / "t.py").write_text(COUNTING)
+    find_function(f"{tmp_path}/t.py:put", {}, "tool")("old")
+    (tmp_path / "shared.py").write_text("NEW = 1")
+    assert find_function(f"{tmp_path}/t.py:get", {}, "tool")() == []
+    assert find_function(f"{tmp_path}/t.py:put", {}, "tool")("new").NEW == 1
+    (tmp_path / "t.py").write_text(COUNTING + "\n")
+    assert find_function(f"{tmp_path}/t.py:get", {}, "tool")() == []
+    assert executed() == ["t.py"] * 3

@@ -5,6 +5,7 @@ Used before, during and after training, with the engine of the rollout, and by t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.cluster.processes import decided_by_main
+from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
+from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.metrics import Metric, Metrics, combine
 from quatrain.policy import LoadedPolicy, build_engine, build_scorer, load_policy
@@ -23,10 +25,12 @@ from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.samples import evaluation_sample
 from quatrain.reward.calls import ERROR_REWARD
-from quatrain.reward.functions import has_format
+from quatrain.reward.functions import format as format_reward
 from quatrain.reward.scorer import RewardScorer, short_names
 from quatrain.rollout.interface import Rollouts, Sampling
 from quatrain.types import FAULTS, Prompt, RewardedBatch
+
+logger = logging.getLogger(__name__)
 
 ANSWER_COLUMN = "answer"
 """Data column with the gold answer; without it, and without `eval.accuracy`, there is no accuracy."""
@@ -90,10 +94,17 @@ class Evaluator:
         self._own: RewardScorer | None = None
         if spec not in rewards.functions:
             rewards = rewards.model_copy(update={"functions": {spec: 1.0}})
-            self._own = RewardScorer(rewards, decide=decided_by_main, episodes=config.rollout.has_episodes)
+            self._own = RewardScorer(
+                rewards,
+                decide=decided_by_main,
+                episodes=config.rollout.has_episodes,
+                accuracy_beside=scorer,
+            )
         self._accuracy = short_names(rewards)[spec]
         try:
             self.sets = self._load_sets(config, loaded)
+            self.warnings = list(self._checked(config.data.eval_sets))
+            """Of values that are probably not intended."""
         except BaseException:
             self.close()
             raise
@@ -117,6 +128,21 @@ class Evaluator:
             )
             for name, spec in config.data.eval_sets.items()
         ]
+
+    def _checked(self, specs: Mapping[str, Any]) -> Iterator[str]:
+        """Warnings about the prompts; raises ValueError if no answer of a set can be judged."""
+        for each in self.sets:
+            name = shown_data_sets(specs[each.name])
+            yield from (f"{name}: {warning}" for warning in each.source.warnings)
+            yield from self._scorer.check_answers(name, each.source)
+            if self._own is None:
+                continue
+            try:
+                yield from self._own.check_answers(name, each.source)
+            except ValueError as error:
+                if self._config.accuracy is not None:
+                    raise
+                yield f"there is no accuracy, because eval.accuracy is null and {error}"
 
     def close(self) -> None:
         """Ends the worker processes of the function that decides accuracy."""
@@ -186,7 +212,10 @@ class Evaluator:
         right, errors = self._right(rewarded)
         strict = None
         if right is not None and self._asks_for_format:
-            strict = right * np.array([has_format(text) for text in rewarded.rollouts.completions])
+            said = rewarded.rollouts
+            strict = right * np.array(
+                format_reward(list(said.prompts), list(said.completions), self._scorer.opening)
+            )
         metrics = _greedy_metrics(rewarded, right, strict) if greedy else _sampled_metrics(rewarded, right)
         if right is not None:
             metrics["accuracy_errors"] = errors
@@ -310,6 +339,8 @@ def evaluate_run(resolved: Resolved) -> dict[str, float]:
             build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
         ) as engine,
     ):
+        for warning in evaluator.warnings if is_main_process() else ():
+            logger.warning("%s", warning)
         progress.phase("evaluation", evaluator.num_completions(engine, count), first=0)
         engine.sync_weights(loaded.params, 0)
         found = evaluator.evaluate(engine, first=count, count=count, on_progress=progress.step)

@@ -22,7 +22,7 @@ from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
-from quatrain.data.chat_template import with_chat_template
+from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.models.attention.probe import trusted_attention
@@ -436,6 +436,7 @@ def build_scorer(
         functions=functions,
         decide=decided_by_main,
         episodes=config.rollout.has_episodes,
+        opening=begun_answer(loaded.tokenizer),
     )
 
 

@@ -182,11 +182,14 @@ class Run:
         if folder.resumed:
             self._check_prompts(saved["num_prompts"])
         self.evaluator = Evaluator(config, self.loaded, self.scorer)
-        self.warnings = self._try_rewards()
-        """Of reward functions that fail on a made-up completion."""
+        self.warnings = [*self._check_data(), *self.evaluator.warnings, *self._try_rewards()]
+        """Of data that are probably not what is meant, and of rewards that fail on a made-up completion."""
         self.advantage = build_advantage(config)
         warm = config.sft.steps and not folder.resumed
         self.demonstrations = warm_start_data(config, self.loaded.tokenizer) if warm else None
+        if self.demonstrations is not None:
+            name = shown_data_sets(config.sft.data or config.data.train)
+            self.warnings += [f"demonstrations of {name}: {each}" for each in self.demonstrations.warnings]
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
         self.learner = build_learner(config, self.loaded, steps=self.steps)
@@ -243,8 +246,21 @@ class Run:
         if self.scorer.routes:
             sources = [self.prompts, *(each.source for each in self.evaluator.sets)]
             self.scorer.check_sources([value for each in sources for value in each.values_of(DATA_SOURCE)])
-        ids = self.loaded.tokenizer.encode(MADE_UP, add_special_tokens=False)
-        return self.scorer.try_on(self.prompts.first_by(DATA_SOURCE), ids)
+        tokenizer, prompts = self.loaded.tokenizer, self.prompts.first_by(DATA_SOURCE)
+
+        def said(text: str) -> str:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        ids = tokenizer.encode(MADE_UP, add_special_tokens=False)
+        return [*self.scorer.check_format(prompts.values(), said), *self.scorer.try_on(prompts, ids)]
+
+    def _check_data(self) -> list[str]:
+        """Warnings about the training prompts; raises ValueError if no answer can be judged."""
+        name = shown_data_sets(self.config.data.train)
+        found = [f"{name}: {warning}" for warning in self.prompts.warnings]
+        found += self.scorer.check_answers(name, self.prompts)
+        return [warning for warning in found if warning not in self.evaluator.warnings]  # of the same data
 
     def _ahead(self) -> Ahead:
         config = self.config

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -56,30 +57,87 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
+    """The module of the file `path`, which is executed once per process, until it or a neighbour changes."""
     if not path.is_file():
         raise ValueError(f"{name}: no such file (looked in {path.parent.absolute()})")
-    module_name = "quatrain_user_" + re.sub(r"\W", "_", str(path.absolute()))
+    path = path.resolve()
+    folder = _folder(path.parent)
+    if (loaded := folder.module_of(path)) is not None:
+        return loaded
+    module_name = "quatrain_user_" + re.sub(r"\W", lambda match: f"_{ord(match[0]):x}_", str(path))
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # needed by dataclasses and pickle
     try:
-        with _neighbours(path.absolute().parent):
+        with _neighbours(path, module, folder):
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
+        _folders.pop(path.parent, None)
         raise ValueError(f"{name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-@contextmanager
-def _neighbours(folder: Path) -> Iterator[None]:
-    """Makes the modules in `folder` importable within the block, as Python does for a script.
+@dataclass
+class _Folder:
+    """The modules that were executed from the files in a folder, by the names that they import each other by.
 
-    They are forgotten afterwards, so that another file with neighbours of the same names gets its own.
+    `stamps` has the time and size of each file when it was executed.
     """
+
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    stamps: dict[Path, tuple[int, int] | None] = field(default_factory=dict)
+
+    def module_of(self, path: Path) -> ModuleType | None:
+        """The module that was executed from the file `path`; None if it was not."""
+        return next((module for module in self.modules.values() if _file_of(module) == path), None)
+
+    def keep(self, modules: Mapping[str, ModuleType]) -> None:
+        """Remember modules that were executed just now."""
+        self.modules |= modules
+        for file in filter(None, map(_file_of, modules.values())):
+            self.stamps.setdefault(file, _stamp(file))
+
+
+_folders: dict[Path, _Folder] = {}
+
+
+def _folder(path: Path) -> _Folder:
+    """What was executed of the folder `path`; nothing if any of its files has changed since."""
+    known = _folders.get(path)
+    if known is None or any(_stamp(file) != stamp for file, stamp in known.stamps.items()):
+        known = _folders[path] = _Folder()
+    return known
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def _neighbours(path: Path, module: ModuleType, known: _Folder) -> Iterator[None]:
+    """Makes the modules beside the file `path` importable within the block, as Python does for a script.
+
+    They are forgotten afterwards, so that another folder's files with neighbours of the same names get their
+    own, and kept for the other files of this folder.
+    """
+    folder = path.parent
+    beside = {name: each for name, each in known.modules.items() if name not in sys.modules}
+    if path.stem not in sys.modules:
+        beside.setdefault(path.stem, module)
     before = set(sys.modules)
+    sys.modules |= beside
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -89,16 +147,16 @@ def _neighbours(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
         new = set(sys.modules) - before
         own = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
-        for name in own:  # all are found before a package goes, without which its modules cannot be placed
-            sys.modules.pop(name, None)
+        # All are found before a package goes, without which its modules cannot be placed.
+        known.keep({module.__name__: module} | {name: sys.modules.pop(name) for name in own})
 
 
 def _lies_in(folder: Path, module: ModuleType | None) -> bool:
     """Whether a top-level module is a file or a package right in `folder`, not below it as installed ones."""
     file, packages = getattr(module, "__file__", None), getattr(module, "__path__", None)
     if packages is not None:
-        return folder in (Path(package).parent for package in packages)
-    return file is not None and Path(file).parent == folder
+        return folder in (Path(package).resolve().parent for package in packages)
+    return file is not None and Path(file).resolve().parent == folder
 
 
 def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] | None:

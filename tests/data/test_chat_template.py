@@ -2,7 +2,7 @@ import pytest
 
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
-from quatrain.data.chat_template import with_chat_template
+from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, render, save_tokenizer
 
 OWN = "{% for m in messages %}{{ m.content }}{% endfor %}{% if count is defined %}{{ count }}{% endif %}"
@@ -52,6 +52,22 @@ def test_tags_that_only_transformers_knows_are_accepted():
 def test_a_bad_template_or_variable_is_one_error(data, message):
     with pytest.raises(ValueError, match=message):
         rendered(**data)
+
+
+@pytest.mark.parametrize(
+    ("end", "begun"),
+    [
+        ("assistant\n", ""),
+        ("assistant\n<think>\n", "<think>\n"),
+        ("assistant\n<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_what_a_template_begins_of_an_answer(end, begun):
+    chat = "<think>{{ messages[0].content }}</think>{% if add_generation_prompt %}" + end + "{% endif %}"
+    tokenizer = with_chat_template(builtin_tokenizer(), DataConfig(chat_template=chat))
+    assert begun_answer(tokenizer) == begun
+    tokenizer.chat_template = None
+    assert begun_answer(tokenizer) == ""
 
 
 def test_a_file_that_is_no_template_is_an_error(tmp_path):

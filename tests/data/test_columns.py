@@ -104,6 +104,13 @@ def test_the_last_answer_of_messages_is_the_demonstration(write, tokenizer):
     assert completion[-1] == tokenizer.eos_token_id
 
 
+def test_a_demonstration_in_parts_is_one_text(write, tokenizer):
+    parts = [{"type": "text", "text": "3+4"}, {"type": "text", "text": "=7"}]
+    spec = write("a.jsonl", {"messages": [USER, {"role": "assistant", "content": parts}]})
+    ((_, completion),) = load_demonstrations(spec, DataConfig(), tokenizer, seed=0).batch(0, 1)
+    assert tokenizer.decode(completion[:-1]) == "3+4=7"
+
+
 def test_a_prompt_column_comes_before_messages(write, tokenizer):
     spec = write("a.jsonl", {"prompt": "1", "messages": [USER, ASSISTANT]})
     assert load(spec, tokenizer).head()[0].text == "1"
@@ -118,6 +125,10 @@ def test_a_prompt_column_comes_before_messages(write, tokenizer):
         ([ASSISTANT], "row 2: the column `messages` must have a message before the assistant's"),
         ([SYSTEM, USER], "row 2: .*must end with the assistant's message.*ends with the role 'user'"),
         ([USER, {"role": "assistant", "content": ""}], "row 2: the column `completion` must be a string"),
+        (
+            [USER, ASSISTANT | {"tool_calls": [{"function": {"name": "f"}}]}],
+            "row 2: the demonstration .* must be text without tool_calls",
+        ),
         ([USER, ASSISTANT, ASSISTANT], "row 2: the last message of a prompt must not be the assistant's"),
     ],
 )

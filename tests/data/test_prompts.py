@@ -9,6 +9,7 @@ from pyarrow import parquet
 
 from quatrain.config.schema import DataConfig
 from quatrain.data.builtin import builtin_tokenizer
+from quatrain.data.chat_template import with_chat_template
 from quatrain.data.prompts import load_demonstrations, load_prompts
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
@@ -75,6 +76,40 @@ def test_a_prompt_that_rewards_cannot_score_is_named_by_its_row(dataset, tokeniz
 )
 def test_questions_and_system_prompts(dataset, tokenizer, row, data, text):
     assert decoded(tokenizer, load(dataset(row), tokenizer, **data).head()) == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ('[{"role": "user", "content": "hi"}]', {}),
+        ("[{'content': 'hi', 'role': 'user'}]", {}),
+        (' {"messages": []}', {"system_prompt": "S"}),
+        ('[ {"from": "human", "value": "hi"}]', {"question_column": "prompt"}),
+    ],
+)
+def test_json_of_messages_as_text_is_said_once(dataset, tokenizer, text, data):
+    source = load(dataset({"prompt": "hi"}, {"prompt": text}, {"prompt": text}), tokenizer, **data)
+    (warning,) = source.warnings
+    assert warning.startswith("2 of 3 prompts (the first is row 2) are the JSON of messages as a text")
+    assert "give the list itself" in warning
+    assert load(dataset({"prompt": '[1, 2] {"role"'}), tokenizer, **data).warnings == []
+
+
+def test_messages_are_kept_in_one_form(dataset, tokenizer):
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    parts = [{"type": "text", "text": "hi ", "image": None}, {"type": "text", "text": "1"}]
+    (prompt,) = load(
+        dataset({"prompt": [{"role": "user", "content": parts, "name": None}]}), tokenizer
+    ).head()
+    assert prompt.text == tuple(USER)
+    assert (
+        prompt.input_ids.tolist() == load(dataset({"prompt": USER}), tokenizer).head()[0].input_ids.tolist()
+    )
+    dialogue = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, *USER]
+    template = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    row = dataset({"prompt": dialogue})
+    (prompt,) = load(row, with_chat_template(builtin_tokenizer(), DataConfig(chat_template=template))).head()
+    assert prompt.text[1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
 
 
 def test_every_other_column_goes_to_the_rewards(dataset, tokenizer):
@@ -224,6 +259,12 @@ def test_prompts_are_filtered_by_pass_rate(dataset, tokenizer, limits, kept):
     assert len(load(dataset(*RATES), tokenizer, **limits)) == 4  # evaluation and demonstrations
 
 
+def test_pass_rates_in_a_csv_file_may_have_any_number_of_digits(tmp_path, tokenizer):
+    (tmp_path / "a.csv").write_text("prompt,pass_rate\na,0.50\nb,1\n")
+    source = load(str(tmp_path / "a.csv"), tokenizer, by_pass_rate=True, max_pass_rate=0.5)
+    assert decoded(tokenizer, source.head()) == ["a"]
+
+
 def test_a_row_left_out_is_not_counted_as_long_too(dataset, tokenizer):
     rows = (
         {"prompt": "123456", "rate": 0.0},
@@ -243,7 +284,7 @@ def test_pass_rates_that_cannot_filter(dataset, tokenizer):
 
     with pytest.raises(ValueError, match=r"need the column `pass_rate` \(data\.pass_rate_column\); .* unset"):
         attempt({"prompt": "1"}, min_pass_rate=0.1)
-    for value in (None, "0.5", True, 1.5, -0.1, float("nan")):
+    for value in (None, "high", "1.5", True, 1.5, -0.1, float("nan")):
         with pytest.raises(
             ValueError, match=r"row 2: the column `pass_rate` must be a pass rate from 0 to 1"
         ):
@@ -328,6 +369,15 @@ def test_demonstrations(tokenizer):
 def test_bad_demonstrations(dataset, tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
         load_demonstrations(dataset(row), DataConfig(), tokenizer, seed=0)
+
+
+def test_a_demonstration_that_a_template_ended_gets_no_second_end(dataset, tokenizer):
+    spec = dataset(
+        {"prompt": "1", "completion": f"2{tokenizer.eos_token}"}, {"prompt": "1", "completion": "2"}
+    )
+    source = load_demonstrations(spec, DataConfig(shuffle=False), tokenizer, seed=0)
+    (_, ended), (_, plain) = source.batch(0, 2)
+    assert ended.tolist() == plain.tolist()
 
 
 def test_demonstrations_need_an_end_token(dataset):

@@ -78,6 +78,70 @@ def test_bad_files(tmp_path, name, text, message):
         read_rows(write(tmp_path / name, text))
 
 
+def column(tmp_path, cells):
+    table = "".join(f"q,{cell}\n" for cell in cells)
+    return [row["answer"] for row in read_rows(write(tmp_path / "a.csv", "prompt,answer\n" + table))]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["12:30", "11:45"], ["12:30", "11:45"]),
+        (["2021-01-02", "2021-01-02 10:00"], ["2021-01-02", "2021-01-02 10:00"]),
+        (["12345678901234567891", "7"], [12345678901234567891, 7]),
+        (["007", "12"], ["007", "12"]),
+        (["0.50", "0.5"], ["0.50", "0.5"]),
+        (["1e3", "2"], ["1e3", "2"]),
+        (["0.5", "12", "-3"], [0.5, 12, -3]),
+        (["true", "False"], ["true", "False"]),
+        (["nan", "1"], ["nan", "1"]),
+        (["NA", "null"], ["NA", "null"]),
+        (["5", ""], [5, None]),
+        (["five", '""', ""], ["five", "", None]),
+        (["+5", "1_000"], ["+5", "1_000"]),
+    ],
+)
+def test_a_cell_of_a_csv_file_is_a_number_only_if_it_reads_the_same(tmp_path, cells, values):
+    got = column(tmp_path, cells)
+    assert got == values
+    assert list(map(type, got)) == list(map(type, values))
+
+
+def test_empty_lines_before_the_header_and_quoted_names(tmp_path):
+    path = write(tmp_path / "a.csv", '\ufeff\n\n"prompt","the\nanswer"\nq,12:30\n')
+    assert read_rows(path) == [{"prompt": "q", "the\nanswer": "12:30"}]
+
+
+def test_numbers_of_less_than_64_bits_are_the_decimals_that_they_were_written_as(tmp_path):
+    single = pa.float32()
+    struct = pa.struct([("ground_truth", single), ("style", pa.string())])
+    table = pa.table(
+        {
+            "answer": pa.array([0.1, 2.68, None], single),
+            "half": pa.array([0.1, 2.5, 2049], pa.float16()),
+            "list": pa.array([[0.1, 2.68], [], None], pa.list_(single)),
+            "reward_model": pa.array([{"ground_truth": 0.1, "style": "rule"}, None, None], struct),
+            "large": pa.array([2.0**27 + 16, 1e20, float("inf")], single),
+            "double": [0.1, 0.30000000000000004, 2.5],
+        }
+    )
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = read_rows(str(tmp_path / "a.parquet"))
+    assert [row["answer"] for row in rows] == [0.1, 2.68, None]
+    assert [row["half"] for row in rows] == [0.1, 2.5, 2048.0]
+    assert [row["list"] for row in rows] == [[0.1, 2.68], [], None]
+    assert rows[0]["reward_model"] == {"ground_truth": 0.1, "style": "rule"}
+    assert [row["large"] for row in rows] == [2.0**27 + 16, 100000002004087734272.0, float("inf")]
+    assert [row["double"] for row in rows] == [0.1, 0.30000000000000004, 2.5]
+
+
+def test_numbers_of_less_than_64_bits_from_the_hub(monkeypatch):
+    schema = pa.schema([("answer", pa.float32())])
+    found = type("Dataset", (list,), {"features": types.SimpleNamespace(arrow_schema=schema)})
+    fake_datasets(monkeypatch, lambda *_, **__: found([{"answer": 0.10000000149011612}]))
+    assert read_rows("a/b") == [{"answer": 0.1}]
+
+
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(ValueError, match="expected UTF-8"):

@@ -99,6 +99,19 @@ def test_rows_left_out_by_their_pass_rate_are_counted_over_all_shares(monkeypatc
     assert _together(monkeypatch, 2, work)[0] == [(3, ["01", "20", "22"])] * 2
 
 
+def test_a_tally_counts_the_rows_of_all_shares(monkeypatch, tokenizer, files):
+    def work():
+        source = load_prompts(files, DataConfig(max_prompt_length=300), tokenizer, seed=3)
+        kinds = source.tally(
+            lambda row: "chat" if isinstance(row.text, tuple) else row.columns["hint"] or "none"
+        )
+        return {kind: count for kind, (count, _) in kinds.items()}
+
+    alone = work()
+    assert alone == {"none": 6, "chat": 1, "eight": 1}
+    assert _together(monkeypatch, 3, work)[0] == [alone] * 3
+
+
 def test_demonstrations_are_shared_out_too(monkeypatch, tokenizer, files):
     def work():
         source = load_demonstrations(files, DataConfig(max_prompt_length=300), tokenizer, seed=1)

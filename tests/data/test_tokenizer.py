@@ -18,6 +18,7 @@ import transformers
 from quatrain.data import tokenizer as module
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
 from quatrain.data.tokenizer import (
+    checked_messages,
     load_tokenizer,
     render,
     render_completed,
@@ -158,7 +159,22 @@ def test_bos_follows_the_file_or_the_rule() -> None:
     assert pieces(byte_level("llama-bpe", add_bos_token=False), "hi") == ["hi"]
     assert pieces(byte_level("qwen2"), "hi") == ["hi"]
     assert pieces(byte_level("qwen2", add_bos_token=True), "hi") == ["<|im_start|>", "hi"]
-    assert pieces(byte_level("qwen2", add_eos_token=True), "hi") == ["hi", "<|im_end|>"]
+    closing = byte_level("qwen2", add_bos_token=True, add_eos_token=True)
+    bos, hi, end = gguf_tokenizer(closing).encode("hi")
+    assert gguf_tokenizer(closing).convert_ids_to_tokens([bos, end]) == ["<|im_start|>", "<|im_end|>"]
+    # The policy goes on after the prompt; a reward model reads the whole text.
+    assert render(gguf_tokenizer(closing), "hi") == [bos, hi]
+    assert render(gguf_tokenizer(closing), "") == [bos]
+    assert render_completed(gguf_tokenizer(closing), "h", "i") == [bos, hi, end]
+
+
+def test_a_text_that_a_template_rendered_gets_no_second_bos() -> None:
+    tokenizer = gguf_tokenizer(byte_level("llama-bpe", add_eos_token=True))
+    bos, hi, end = tokenizer.encode("hi")
+    assert render(tokenizer, "<|im_start|>hi") == [bos, hi]
+    assert render(tokenizer, "<|im_start|>hi<|im_end|>") == [bos, hi, end]
+    assert render(tokenizer, "hi<|im_start|>") == [bos, hi, bos]
+    assert render_completed(tokenizer, "<|im_start|>h", "i") == [bos, hi, end]
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
@@ -306,6 +322,64 @@ def test_a_prompt_and_its_completion_are_rendered_as_one_conversation() -> None:
     assert render_completed(tokenizer, "hi ", "12") == tokenizer.encode("hi 12")
     with pytest.raises(ValueError, match="a message must have"):
         render_completed(tokenizer, [{"role": "user"}], "12")
+
+
+def test_content_in_parts_is_one_text() -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i", "image_url": None}]
+    assert render(tokenizer, [{"role": "user", "content": parts}]) == render(tokenizer, HI)
+    assert checked_messages([{"role": "user", "content": parts}]) == HI
+    for other in ([{"type": "image_url", "image_url": {"url": "x"}}], [*parts, "hi"], {"text": "hi"}, None):
+        with pytest.raises(ValueError, match=r"both strings; got .* a list of parts that are texts"):
+            render(tokenizer, [{"role": "user", "content": other}])
+
+
+CALL = "{{ m.role }}:{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+CALLS = {  # what templates write of a past call, in the forms that Qwen's and DeepSeek's take
+    "json": "{{ m.content }}" + CALL + "{{ c.function.arguments | tojson }}{% endfor %}",
+    "text": "{{ '' + m.content }}" + CALL + "{{ '' + c.function.arguments }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("content", ["", None])
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_past_tool_calls_are_rendered_in_the_form_that_the_template_takes(
+    form: str, content: str | None, arguments: Any
+) -> None:
+    tokenizer = gguf_tokenizer(byte_level())
+    tokenizer.chat_template = "{% for m in messages %}" + CALLS[form] + "{% endfor %}"
+    call = {"id": "call00001", "type": "function", "function": {"name": "ten", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "7"}
+    dialogue = [*HI, {"role": "assistant", "content": content, "tool_calls": [call]}, result]
+    assert tokenizer.decode(render(tokenizer, dialogue)) == 'hiuser:assistant:ten{"a": 1}7tool:'
+
+
+@pytest.mark.parametrize("arguments", ["", None])
+def test_a_past_call_without_arguments_has_an_empty_object(arguments: str | None) -> None:
+    function = {"name": "f", "arguments": arguments}
+    (message,) = checked_messages([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([{"function": {"name": "f", "arguments": "{"}}], "must be an object, or its JSON text; got '{'"),
+        ([{"function": {"name": "f", "arguments": "[1]"}}], r"must be an object, .*; got '\[1\]'"),
+        ([{"function": {"arguments": "{}"}}], "a list of objects with the `name`"),
+        ("f()", r"a list of objects with the `name`.*got 'f\(\)'"),
+        ([{"name": "unwritten", "arguments": {}}], "it leaves out the call of 'unwritten'"),
+    ],
+)
+def test_past_calls_that_cannot_be_rendered_are_an_error(calls: Any, message: str) -> None:
+    dialogue = [*HI, {"role": "assistant", "content": "x", "tool_calls": calls}, *HI]
+    with pytest.raises(ValueError, match=message):
+        render(gguf_tokenizer(byte_level()), dialogue)
 
 
 def test_messages_that_the_template_refuses_are_an_error() -> None:

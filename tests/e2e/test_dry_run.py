@@ -1,5 +1,6 @@
 """`quatrain train --dry-run`: what it checks, and that it leaves nothing."""
 
+import json
 import sys
 
 import pytest
@@ -28,6 +29,37 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
     assert "IndexError" in warning
     assert "rewards.py" in {path.name for path in tmp_path.iterdir()}
     assert not (tmp_path / "runs").exists()
+
+
+def test_answers_prompts_and_formats_are_checked(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    templated = "data.chat_template='{{ messages[0].content }}<think><answer>'"
+
+    def warnings_of(*answers):
+        rows = [{"prompt": '[{"role": "user", "content": "q"}]', "answer": answer} for answer in answers]
+        data.write_text("\n".join(map(json.dumps, rows)))
+        options = (f"data.train={data}", "sft.steps=0", "data.max_prompt_length=64", templated)
+        return dry_run(small_run(tmp_path / "runs", "dry", *options, "data.system_prompt=S"))[1]
+
+    json_text, judged, format_ = warnings_of(*["5"] * 3, {"a": 5})
+    assert json_text.startswith(f"{data}: 4 of 4 prompts (the first is row 1) are the JSON of messages")
+    assert judged == (
+        f"{data}: `correct` cannot judge by 1 of 4 values of the column `answer`, and abstains on their "
+        "completions: of the type dict: 1 (row 4)"
+    )
+    assert format_.startswith("`format` and `tag_count` can never be 1")
+    with pytest.raises(ValueError, match=r"can judge by none, which are of the type dict: 1"):
+        warnings_of({"a": 5})
+
+
+def test_answers_that_only_an_evaluation_would_judge_are_said(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "q", "answer": {"a": 5}}')
+    options = (f"data.train={data}", f"data.eval={data}", "sft.steps=0", "reward.functions={tag_count: 1}")
+    _, (warning,) = dry_run(small_run(tmp_path / "runs", "dry", *options))
+    assert warning.startswith("there is no accuracy, because eval.accuracy is null and")
+    with pytest.raises(ValueError, match="can judge by none, which are of the type dict"):
+        dry_run(small_run(tmp_path / "runs", "dry", *options, "eval.accuracy=correct"))
 
 
 def test_no_weights_are_read(tmp_path):

@@ -86,3 +86,11 @@ def test_names_are_read_from_a_damaged_file(tmp_path):
     rows = [json.dumps({"step": 1, "hint": "padding", "text": "…"}), "{", "[]", '{"hint": "no_sig']
     path.write_text("\n".join(rows))
     assert hints_in(path) == ["padding"]
+
+
+def test_an_environment_that_gives_no_reward_is_where_to_look():
+    zero = {f"reward/environment/{stat}": 0.0 for stat in ("min", "max")}
+    looking = hints("rollout.environment=a.py:Game", "reward.functions={environment: 1.0}")
+    (hint,) = [hint for step in range(STEPS_AT_ZERO) for hint in looking.found(step + 1, zero)]
+    assert "the environment gave no reward: look at the episodes in samples/" in hint.text
+    assert "completions in samples" not in hint.text

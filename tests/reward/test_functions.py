@@ -1,7 +1,11 @@
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+
 import pytest
 
-from quatrain.reward.functions import correct, format, has_format, overlong, tag_count
+from quatrain.reward.functions import correct, format, has_format, overlong, tag_count, why_unjudged
 
+CHAT = [{"role": "user", "content": "3+4?"}]
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 
 
@@ -15,7 +19,8 @@ GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
         (" " + GOOD, False),
         (GOOD.replace("\n", ""), False),
         (GOOD.replace("\n", " "), False),
-        (GOOD.replace("\n", "\n\n"), False),
+        (GOOD.replace("\n", "\n\n"), True),
+        (GOOD.replace("\n", "\n \n\n"), True),
         (GOOD + GOOD, False),
         (GOOD.replace("3+4", "<think>"), False),
         (GOOD.replace("3+4", "</answer>"), False),
@@ -43,6 +48,79 @@ def test_format(completion, verdict):
 )
 def test_tag_count(completion, reward):
     assert tag_count(["q"], [completion]) == [reward]
+
+
+REST = GOOD.removeprefix("<think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening", "completion", "verdict", "tags"),
+    [
+        (CHAT, "<think>\n", REST, True, 1.0),
+        (CHAT, "<think>\n", REST.replace("\n", "\n\n"), True, 1.0),
+        (CHAT, "<think>\n", GOOD, False, 0.75),
+        (CHAT, "", REST, False, 0.75),
+        (CHAT, "", GOOD, True, 1.0),
+        (CHAT, "<think>\n\n</think>\n\n", "<answer>7</answer>", True, 1.0),
+        (CHAT, "<think>\n\n</think>\n\n", GOOD, False, 0.5),
+        ("<|user|>3+4?<|assistant|><think>\n", "", REST, True, 1.0),
+        ("3+4? Write <think> first.", "<think>", REST, False, 0.75),
+        (CHAT, None, REST, True, 0.75),
+        (CHAT, None, GOOD, True, 1.0),
+        (CHAT, None, "<answer>7</answer>", False, 0.5),
+    ],
+)
+def test_what_the_prompt_has_begun_belongs_to_the_format(prompt, opening, completion, verdict, tags):
+    assert format([prompt], [completion], opening=opening) == [float(verdict)]
+    assert tag_count([prompt], [completion], opening=opening) == [tags]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("gold", "said", "reward"),
+    [
+        (["5", "five"], "five", 1.0),
+        (["5", "five"], "6", 0.0),
+        ([4, None, 5.0], "5", 1.0),
+        ((1, 2), "3", 0.0),
+        (["a text of more words than three", "5"], "5", 1.0),
+        (["a text of more words than three"], "5", None),
+        ([], "5", None),
+        ([[4], 5], "5", None),
+        ([None], "None", None),
+        ({"a": 5}, "5", None),
+        (12.0, "12", 1.0),
+        (0.30000000000000004, "0.3", 1.0),
+        (0.30000000000000004, "0.30000000000000004", 1.0),
+        (2.6799999999999997, "2.68", 1.0),
+        (2.68, "2.69", 0.0),
+        (1e21, "1000000000000000000000", 1.0),
+        (NAN, "nan", None),
+        (float("inf"), "inf", None),
+        (12345678901234567891, "12345678901234567891", 1.0),
+        (Decimal("12.50"), "12.5", 1.0),
+        (Decimal("1E+3"), "1000", 1.0),
+        (Decimal("NaN"), "NaN", None),
+        (True, "True", 1.0),
+        (True, "yes", 1.0),
+        (True, "1", 0.0),
+        (False, "no", 1.0),
+        (False, "yes", 0.0),
+        (date(2021, 1, 2), "2021-01-02", 1.0),
+        (date(2021, 1, 2), "2021-01-03", 0.0),
+        (datetime(2021, 1, 2), "2021-01-02", 1.0),
+        (datetime(2021, 1, 2, 10), "2021-01-02 10:00", 1.0),
+        (time(12, 30), "12:30", 1.0),
+        (time(12, 30, 5), "12:30:05", 1.0),
+        (timedelta(1), "1 day, 0:00:00", None),
+        (b"5", "5", None),
+    ],
+)
+def test_the_kinds_of_gold_answers(gold, said, reward):
+    assert correct(["q"], [f"<answer>{said}</answer>"], answer=[gold]) == [reward]
+    assert (why_unjudged(gold) is None) == (reward is not None)
 
 
 def test_correct_is_lenient_about_the_format_and_abstains_without_a_gold_answer():

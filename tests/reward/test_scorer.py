@@ -1,16 +1,22 @@
 import dataclasses
+import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rollouts import make_rollouts
 
-from quatrain.config.schema import RewardConfig
+from quatrain.config.schema import DataConfig, RewardConfig
+from quatrain.data.builtin import builtin_tokenizer
+from quatrain.data.prompts import load_prompts
 from quatrain.reward import calls
+from quatrain.reward import scorer as scorer_module
 from quatrain.reward.scorer import RewardScorer
 from quatrain.types import RolloutBatch
 
@@ -266,6 +272,122 @@ def test_functions_of_one_name_keep_their_whole_spec(tmp_path):
     }
     names = RewardScorer(RewardConfig(functions=functions)).score(make_rollouts(["x"])).function_names
     assert names == (f"{tmp_path}/a.py:f", f"{tmp_path}/b.py:f", "format")
+
+
+def prompts_of(tmp_path, *answers, **columns):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "q", "answer": a, **columns} for a in answers]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return load_prompts(str(path), DataConfig(), builtin_tokenizer(), seed=0)
+
+
+CORRECT = RewardConfig(functions={"correct": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ({"a": 1}, "of the type dict"),
+        (None, "null"),
+        (float("nan"), "NaN or infinite"),
+        ([], "of the type list"),
+        ([["5"]], "of the type list"),
+        ("a text of more words than three", "text or notation that cannot be compared"),
+    ],
+)
+def test_answers_that_correct_cannot_judge_are_counted_or_an_error(tmp_path, answer, kind):
+    scorer = RewardScorer(CORRECT)
+    found = scorer.check_answers("set", prompts_of(tmp_path, "5", answer, 7, answer))
+    assert found == [
+        "set: `correct` cannot judge by 2 of 4 values of the column `answer`, and abstains on their "
+        f"completions: {kind}: 2 (row 2)"
+    ]
+    assert scorer.check_answers("set", prompts_of(tmp_path, "5", ["5", "five"], 0.5, True)) == []
+    none = prompts_of(tmp_path, answer, answer)
+    with pytest.raises(ValueError, match=rf"set: .* can judge by none, which are {kind}: 2 \(row 1\); name"):
+        scorer.check_answers("set", none)
+    assert RewardScorer(RewardConfig(functions={"format": 1.0})).check_answers("set", none) == []
+
+
+def test_only_answers_that_correct_is_to_judge_are_checked(tmp_path):
+    entry = {"correct": {"weight": 1.0, "data_source": ["math"]}}
+    scorer = RewardScorer(RewardConfig(functions=entry))
+    assert scorer.check_answers("set", prompts_of(tmp_path, None, data_source="code")) == []
+    with pytest.raises(ValueError, match=r"null: 1 \(row 1\)"):
+        scorer.check_answers("set", prompts_of(tmp_path, None, data_source="math"))
+    own = RewardScorer(CORRECT, functions={"correct": lambda completions, **_: [0.0]})
+    assert own.check_answers("set", prompts_of(tmp_path, None)) == []
+
+
+def test_of_many_answers_so_many_are_judged_that_one_can_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_module, "MANY_ANSWERS", 2)
+    texts = [f"a text of more {word}" for word in ("words", "letters", "lines", "pages")]
+    source = prompts_of(tmp_path, *texts, "5", "another text of more words", None)
+    (warning,) = RewardScorer(CORRECT).check_answers("set", source)
+    assert warning.endswith("text or notation that cannot be compared: 4 (row 1), null: 1 (row 7)")
+
+
+def test_a_format_that_no_completion_can_have_is_said(tmp_path):
+    prompts = prompts_of(tmp_path, "5").head()
+    chat = [replace(prompts[0], text=({"role": "user", "content": "q"},))]
+    for opening in ("", "<think>\n", "<think>\n\n</think>\n\n", "<think>\nOkay"):
+        assert RewardScorer(RewardConfig(), opening=opening).check_format(chat, str) == []
+    without_tags = re.compile("</?think>").sub
+    (warning,) = RewardScorer(RewardConfig(), opening="").check_format(chat, partial(without_tags, ""))
+    assert warning.startswith(
+        "`format` and `tag_count` can never be 1: the completion '<think>1 + 1 = 2</think>"
+    )
+    assert r"is read as '1 + 1 = 2\n<answer>2</answer>'" in warning
+    (warning,) = RewardScorer(RewardConfig(), opening="<think><think>").check_format(chat, str)
+    assert "can never be 1" in warning
+    assert RewardScorer(CORRECT, opening="<think><think>").check_format(chat, str) == []
+
+
+def test_the_opening_of_the_template_belongs_to_the_format():
+    chat = ({"role": "user", "content": "q"},)
+    rollouts = make_rollouts([GOOD, GOOD.removeprefix("<think>")], [chat] * 2, opening=["a", "b"])
+    config = RewardConfig(functions={"format": 1.0, "tag_count": 1.0})
+    assert RewardScorer(config, opening="").score(rollouts).rewards.tolist() == [2.0, 0.75]
+    assert RewardScorer(config, opening="<think>").score(rollouts).rewards.tolist() == [0.75, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "warned"),
+    [
+        ("def f(completions, environment_reward): return environment_reward", False),
+        ("def f(completions, turn_rewards=None): return [1.0] * len(completions)", False),
+        ("def f(completions, **columns): return columns['environment_reward']", True),
+        ("def f(completions): return [1.0] * len(completions)", True),
+    ],
+)
+def test_rewards_of_an_environment_that_nothing_reads_are_said_once(tmp_path, caplog, source, warned):
+    path = tmp_path / "rewards.py"
+    path.write_text(source)
+    episode = {"messages": [[]], "environment_reward": [1.0], "turn_rewards": [[1.0]]}
+    scorer = RewardScorer(RewardConfig(functions={f"{path}:f": 1.0}, workers=0), episodes=True)
+    for _ in range(2):
+        scorer.score(make_rollouts(["x"], **episode))
+    said = [record.message for record in caplog.records if "the environment gives rewards" in record.message]
+    assert len(said) == warned
+    caplog.clear()
+    zero = RewardConfig(functions={"environment": 0.0})
+    RewardScorer(zero, episodes=True).score(make_rollouts(["x"], **episode))
+    accuracy = RewardConfig(functions={"tag_count": 1.0})
+    RewardScorer(accuracy, episodes=True, accuracy_beside=scorer).score(make_rollouts(["x"], **episode))
+    assert not caplog.records
+
+
+def test_an_accuracy_is_called_in_the_workers_of_the_rewards(tmp_path):
+    source = "import os\ndef a(completions): return [os.getpid()]\ndef b(completions): return [os.getpid()]\n"
+    scorer = make_scorer(tmp_path, source, "a")
+    accuracy = RewardConfig(functions={f"{tmp_path}/rewards.py:b": 1.0}, workers=1)
+    own = RewardScorer(accuracy, accuracy_beside=scorer)
+    rollouts = make_rollouts(["x"])
+    (process,) = scorer.score(rollouts).rewards.tolist()
+    assert own.score(rollouts).rewards.tolist() == [process]
+    own.close()
+    assert scorer.score(rollouts).rewards.tolist() == [process]
+    scorer.close()
 
 
 def test_the_example():

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +93,39 @@ def test_a_batch_is_that_of_one_engine_in_the_order_of_the_prompts(count):
     assert 0 < value(batch, "fleet/busy_fraction") <= 1
     assert sum(worker.taken for worker in workers.made) == 9
     assert all(worker.closed.is_set() for worker in workers.made)
+
+
+def test_the_dialogue_of_an_episode_replaces_the_messages_of_the_data():
+    opening, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+    def episodes(worker):
+        groups, worker.groups = worker.groups, []
+        finished = [worker.finished(spec) for spec in groups]
+        return [
+            FinishedGroup(
+                each.number,
+                [
+                    (
+                        replace(
+                            p, columns={**p.columns, "messages": [opening, answer], "turn_rewards": [1.0]}
+                        ),
+                        c,
+                    )
+                    for p, c in each.samples
+                ],
+            )
+            for each in finished
+        ]
+
+    prompts = [replace(PROMPTS[0], columns={"messages": [opening], "answer": 1})]
+    with fleet_of(Workers(1, {0: in_call("take", episodes)})) as fleet:
+        fleet.sync_weights(PARAMS, 7)
+        batch = fleet.generate(prompts)
+    assert batch.columns == {
+        "messages": ([opening, answer],) * SAMPLING.n,
+        "answer": (1,) * SAMPLING.n,
+        "turn_rewards": ([1.0],) * SAMPLING.n,
+    }
 
 
 def test_workers_have_groups_for_their_slots_and_one_more():

@@ -78,6 +78,42 @@ def test_tools_from_a_file(path):
     assert (first.counts, second.counts) == (Counter(tool_calls=1), Counter())
 
 
+def test_tools_and_an_environment_of_one_file_share_its_variables(tmp_path):
+    source = """
+kept = []
+
+def put(value: int) -> int:
+    \"\"\"Keeps.
+
+    Args:
+        value: A number.
+    \"\"\"
+    kept.append(value)
+    return len(kept)
+
+def get() -> list:
+    \"\"\"Gives what was kept.\"\"\"
+    return kept
+
+def make():
+    return Holder()
+
+class Holder:
+    held = kept
+
+    def step(self, completion):
+        return None
+"""
+    (tmp_path / "t.py").write_text(source)
+    tools = load_tools([f"{tmp_path}/t.py:put", f"{tmp_path}/t.py:get"])()
+    calls = (
+        '<tool_call>{"name": "put", "arguments": {"value": 4}}</tool_call>'
+        '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    )
+    assert [message["content"] for message in tools.step(calls).messages] == ["1", "[4]"]
+    assert load_environment(f"{tmp_path}/t.py:make").make().held == [4]
+
+
 class WordGame:
     """As in TRL's documentation of environment_factory."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quatrain.config.errors import listed, shown
 from quatrain.config.places import local_path
 from quatrain.config.schema import DataConfig
+from quatrain.data.tokenizer import fill_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,6 +43,17 @@ def with_chat_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> 
         _check_variables(variables, tokenizer.chat_template)
     tokenizer.template_variables = variables
     return tokenizer
+
+
+def begun_answer(tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the chat template writes of each answer, from `<think>` on, as that of DeepSeek R1 does."""
+    question = [{"role": "user", "content": "QUESTION"}]
+    try:
+        _, _, text = fill_template(tokenizer, question, add_generation_prompt=True).rpartition("QUESTION")
+    except ValueError:  # no template, or one that takes other messages only
+        return ""
+    _, tag, rest = text.rpartition("<think>")
+    return tag + rest if tag else ""
 
 
 def _template(value: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
 from quatrain.data.rows import Row
+from quatrain.data.tokenizer import joined_text
 
 MESSAGES = "messages"
 
@@ -61,7 +62,12 @@ def _from_messages(where: str, row: Row, demonstration: bool) -> Row:
             f"{where}: the column `{MESSAGES}` must end with the assistant's message, which is the "
             f"demonstration; it ends with the role {shown(_role(messages[-1]))}; correct the row or remove it"
         )
-    return row | prompt | ({"completion": messages[-1].get("content")} if demonstration else {})
+    if demonstration and messages[-1].get("tool_calls"):
+        raise ValueError(
+            f"{where}: the demonstration of the column `{MESSAGES}`, its last message, must be text without "
+            "tool_calls; write the calls into its content as the model is to write them, or remove the row"
+        )
+    return row | prompt | ({"completion": joined_text(messages[-1].get("content"))} if demonstration else {})
 
 
 def _role(message: Any) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,7 +30,7 @@ from quatrain.config.values import data_set_list, data_sets, shown_data_sets
 from quatrain.data.columns import MESSAGES, check_answer_column, prepared
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
-from quatrain.data.tokenizer import render, unfit_text
+from quatrain.data.tokenizer import checked_messages, render, unfit_text
 from quatrain.types import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 USUAL_BATCHES = 0.95
 """Fraction of the batches for whose longest prompt the rollout's cache has room from the start."""
+
+
+_JSON_OF_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|messages|from|value)["']\s*:""")
 
 
 class _Stream:
@@ -72,6 +77,9 @@ class PromptSource:
         """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
         self.filtered = table.filtered
         """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`."""
+        self.tally = table.tally
+        self.warnings = _about_json(table)
+        """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
         return self._table.size
@@ -129,6 +137,7 @@ class DemonstrationSource:
         self._stream = _Stream(table.size, seed, shuffle)
         self.skipped = table.skipped
         self.truncated = table.truncated
+        self.warnings = _about_json(table)
 
     def __len__(self) -> int:
         return self._table.size
@@ -416,6 +425,21 @@ def _check_prompt(spec: str, row: TokenRow, check: Callable[[PromptText], None])
         raise ValueError(f"{spec}, row {row.number}: {error}") from error
 
 
+def _about_json(table: Table) -> list[str]:
+    """A warning if prompts are JSON of messages, which are read as text."""
+
+    def kind(row: TokenRow) -> str | None:
+        text = row.text if isinstance(row.text, str) else row.text[-1].get("content", "")
+        return "json" if _JSON_OF_MESSAGES.match(text) else None
+
+    return [
+        f"{count} of {table.size} prompts (the first is row {row}) are the JSON of messages as a text, which "
+        "is trained on as plain text, brackets and quotation marks included; give the list itself instead of "
+        "its text (json.loads makes one of the other), so that the chat template renders the messages"
+        for count, row in table.tally(kind).values()
+    ]
+
+
 def _check_answers(spec: str, rows: Sequence[Row]) -> None:
     for number, row in enumerate(rows, start=1):
         answer = row.get("answer")
@@ -430,6 +454,8 @@ def _check_answers(spec: str, rows: Sequence[Row]) -> None:
 def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> bool:
     """Whether the pass rate of a row is from `data.min_pass_rate` to `data.max_pass_rate`, both included."""
     rate = row[data.pass_rate_column]
+    with suppress(ValueError):
+        rate = float(rate) if isinstance(rate, str) else rate  # a cell of a .csv file, such as 0.50
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(
             f"{spec}, row {number}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, "
@@ -495,19 +521,22 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
     else:
         wanted = "a string" if data.question_column else "a string or a list of messages"
         raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
-    return _with_system(messages, data.system_prompt)
+    return _with_system(checked_messages(messages), data.system_prompt)
 
 
-def _without_nulls(message: Any) -> Any:
-    # A column-oriented file gives every message the same keys: a missing key is read as None.
-    if not isinstance(message, Mapping):
-        return message
-    return {key: value for key, value in message.items() if value is not None}
+def _without_nulls(value: Any) -> Any:
+    # A column-oriented file gives all messages, and the arguments of all tool calls, the same keys: a missing
+    # key is read as None.
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
 
 
-def _with_system(messages: list[Any], system_prompt: str | None) -> PromptText:
-    roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
-    if roles and roles[-1] == "assistant":
+def _with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> PromptText:
+    roles = [message["role"] for message in messages]
+    if roles[-1] == "assistant":
         raise ValueError(
             "the last message of a prompt must not be the assistant's, because the model writes the "
             "assistant's next turn; end the prompt with another message"
@@ -542,4 +571,6 @@ def _check_completions(spec: str, rows: Sequence[Row]) -> None:
 
 def _demonstration(row: TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     ids = tokenizer.encode(row.columns["completion"], add_special_tokens=False)
-    return Demonstration(row.input_ids, np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int32))
+    ended = ids[-1:] == [tokenizer.eos_token_id]  # a chat template has written it already
+    end = [] if ended else [tokenizer.eos_token_id]
+    return Demonstration(row.input_ids, np.asarray([*ids, *end], dtype=np.int32))

@@ -5,12 +5,16 @@ First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> 
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from quatrain.config.errors import shown
 from quatrain.config.places import HUB_ID, local_path
@@ -26,6 +30,7 @@ MANY_BYTES = 2**28
 """Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
 MOST_TIMES = 100
 BATCH_ROWS = 64
+_SHORT_FLOATS = (("is_float32", np.float32, 2**24), ("is_float16", np.float16, 2**11))
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -38,10 +43,10 @@ def read_rows(spec: str) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
     `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
-    whose values have the types pyarrow infers), a file pattern (`data/part-*.jsonl`, read in the order of
-    file names), or `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is
-    `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
-    in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
+    see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of file names), or
+    `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is `train`). If there is
+    no column `answer`, the field `ground_truth` of a struct column `reward_model`, as in verl's data format,
+    becomes that column. Raises ValueError for missing, empty or malformed data.
     """
     path = local_path(spec)
     files = data_files(spec)
@@ -177,13 +182,36 @@ def _read_parquet(path: Path) -> list[Row]:
             _check_unpacked(path, "values", values, max(MANY_VALUES, size))
             # A few rows at a time: a small file can name one long text in millions of rows.
             for batch in file.iter_batches(BATCH_ROWS):
-                some = batch.to_pylist()
+                some = _as_written(batch.to_pylist(), batch.schema)
                 held += _num_bytes(some)
                 _check_unpacked(path, "bytes of memory", held, max(MANY_BYTES, MOST_TIMES * size))
                 rows += some
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(_unreadable(path, error)) from error
     return rows
+
+
+def _as_written(rows: list[Row], schema: Any) -> list[Row]:
+    """The rows with numbers of single and half precision as they were written: 0.1, not 0.10000000149."""
+    short = [column for column in schema if "float" in str(column.type)]  # 64 bits are called double
+    for row in rows if short else ():
+        row |= {column.name: _shortest(row[column.name], column.type) for column in short}
+    return rows
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """`value` of the Arrow type `kind` with the shortest decimals that are stored as its numbers."""
+    from pyarrow import types
+
+    if isinstance(value, dict):
+        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
+    if isinstance(value, list) and not types.is_map(kind):
+        return [_shortest(each, kind.value_type) for each in value]
+    for is_kind, number, exact in _SHORT_FLOATS:
+        # Whole numbers beyond `exact` have more digits than the shortest decimal.
+        if isinstance(value, float) and getattr(types, is_kind)(kind) and abs(value) < exact:
+            return float(str(number(value)))
+    return value
 
 
 def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
@@ -204,6 +232,11 @@ def _num_bytes(value: Any) -> int:
 
 
 def _read_csv(path: Path) -> list[Row]:
+    """The rows of a table with a header: text, numbers in columns of numbers, None for an empty cell.
+
+    A column has numbers if each is written as Python writes it, so that no text changes: 0.5 and 12, but not
+    0.50, 007, 1e3 or 12:30. An empty cell in quotation marks is a text.
+    """
     import pyarrow
     import pyarrow.csv
 
@@ -212,11 +245,38 @@ def _read_csv(path: Path) -> list[Row]:
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
     read = pyarrow.csv.ReadOptions(use_threads=False)  # one thread, so that errors name the row
     try:
-        table = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse)
-    except (pyarrow.ArrowException, OSError) as error:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            names = next(filter(None, csv.reader(file)), [])  # without empty lines, as pyarrow does
+        convert = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        )
+        table = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse, convert_options=convert)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(_unreadable(path, error)) from error
     _check_names(table.column_names, str(path))
-    return table.to_pylist()
+    columns = {name: _numbers_or_texts(table[name].to_pylist()) for name in table.column_names}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _numbers_or_texts(texts: list[str | None]) -> list[Any]:
+    numbers = [None if text is None else _number(text) for text in texts]
+    all_numbers = all(text is None or number is not None for text, number in zip(texts, numbers, strict=True))
+    return numbers if all_numbers else texts
+
+
+def _number(text: str) -> int | float | None:
+    """The number that Python writes as `text`; None if there is none."""
+    for kind in (int, float):
+        try:
+            number: int | float = kind(text)
+        except ValueError:
+            continue
+        if str(number) == text and math.isfinite(number):
+            return number
+    return None
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -243,12 +303,14 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
             f"set's repository; {datasets.__version__} is installed; pip install 'quatrain[hub]'"
         )
     try:
-        return list(datasets.load_dataset(path, config, split=split))
+        found = datasets.load_dataset(path, config, split=split)
+        rows = list(found)
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
             f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
             f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
+    return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows
 
 
 _READERS: dict[str, Callable[[Path], list[Row]]] = {

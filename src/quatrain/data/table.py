@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +63,17 @@ class Table:
         for part in gather_objects({n: self.own[n].packed() for n in numbers if n in self.own}):
             found |= part
         return [TokenRow.unpacked(found[str(number)]) for number in numbers]
+
+    def tally(self, kind: Callable[[TokenRow], str | None]) -> dict[str, tuple[int, int]]:
+        """Kind -> (number of rows, number of the first), of the rows of all processes; None: not counted."""
+        own: dict[str, tuple[int, int]] = {}
+        for row in self.own.values():
+            if (name := kind(row)) is not None:
+                count, first = own.get(name, (0, row.number))
+                own[name] = count + 1, first
+        found: dict[str, tuple[int, int]] = {}
+        for part in gather_objects(own) if self.spread else [own]:
+            for name, (count, first) in part.items():
+                before, at = found.get(name, (0, first))
+                found[name] = before + count, at
+        return found

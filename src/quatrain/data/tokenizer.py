@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,16 +302,17 @@ def render(
 ) -> list[int]:
     """The token ids of a prompt.
 
-    A string is tokenised with the special tokens that the tokenizer adds around any text (for Llama a BOS in
-    front, none for Qwen and SmolLM). Messages (`role`, `content`) are rendered with the chat template, which
-    writes all special tokens, up to the start of the assistant's answer. The template also gets `tools`, the
-    JSON schemas of functions that the model may call.
+    A string is tokenised with the special tokens that the tokenizer adds in front of any text (for Llama a
+    BOS, none for Qwen and SmolLM), unless it begins with them; what it adds at the end, such as an EOS, is
+    left out. Messages (see `checked_messages`) are rendered with the chat template, which writes all special
+    tokens, up to the start of the assistant's answer. The template also gets `tools`, the JSON schemas of
+    functions that the model may call.
 
     Raises ValueError for malformed messages, messages that the template rejects, messages without a chat
     template, and a prompt that has no tokens.
     """
     if isinstance(prompt, str):
-        ids = encode(tokenizer, prompt)
+        ids = encode(tokenizer, prompt, closed=False)
     else:
         text = fill_template(tokenizer, checked_messages(prompt), add_generation_prompt=True, tools=tools)
         ids = encode(tokenizer, text, add_special_tokens=False)
@@ -346,59 +347,165 @@ def fill_template(
     """The text that the chat template makes of `messages`, with the start of the assistant's answer if asked.
 
     A template from a model's folder is a program: it runs in a child process with limits. quatrain's own
-    templates do not. Raises ValueError if there is no template, and if it rejects the messages.
+    templates do not. Templates differ in the form in which they take past tool calls: the first form that
+    the template takes, without leaving out a call, is rendered. Raises ValueError if there is no template,
+    and if it rejects the messages.
     """
-    template, add = tokenizer.chat_template, add_generation_prompt
-    if not template:
+    if not tokenizer.chat_template:
         raise ValueError(
             "messages need a chat template; the tokenizer has none; use a chat model's tokenizer "
             "(model.tokenizer), or give prompts as plain strings"
         )
+    problem = ""
+    called = [_call_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()]
+    for form in _forms(messages) if called else [messages]:
+        rendered, text = _filled(tokenizer, form, add_generation_prompt, tools)
+        left_out = [name for name in called if name not in text]
+        if rendered and not left_out:
+            return text
+        problem = problem or (f"it leaves out the call of {shown(left_out[0])}" if rendered else text)
+    roles = shown([message["role"] for message in messages])
+    raise ValueError(f"the chat template rejects messages with the roles {roles}: {problem}")
+
+
+def _filled(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]],
+) -> tuple[bool, str]:
+    """Whether the template takes the messages, and the text, or else the reason."""
+    template = tokenizer.chat_template
     if template in (CHAT_TEMPLATE, CHATML):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
-        return text
+        add = add_generation_prompt
+        return True, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
     # `chat_template.with_chat_template` sets them on the policy's tokenizer only.
     variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
     if tools:
         variables["tools"] = list(tools)
-    request = [template, variables, messages, add]
     try:
-        rendered, text = _templates.ask(request)
+        rendered, text = _templates.ask([template, variables, messages, add_generation_prompt])
     except ChildError as error:
-        rendered, text = False, "it takes more than 2 s of the processor" if error.late else str(error)
-    if not rendered:
-        roles = shown([message["role"] for message in messages])
-        raise ValueError(f"the chat template rejects messages with the roles {roles}: {text}")
-    return text
+        return False, "it takes more than 2 s of the processor" if error.late else str(error)
+    return rendered, text
+
+
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages with the arguments of past calls as objects, then as their JSON text."""
+    yield messages
+    yield [
+        {**message, "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The name and arguments of a past tool call, in OpenAI's form or without its `function`."""
+    return call.get("function", call)
+
+
+def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    inner = _call_of(call)
+    changed = {**inner, "arguments": change(inner.get("arguments"))}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 _templates = Child(Path(__file__).with_name("template_worker.py"))
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text; raises ValueError for text that is too long or no valid Unicode."""
+def encode(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, add_special_tokens: bool = True, closed: bool = True
+) -> list[int]:
+    """The token ids of a text; raises ValueError for text that is too long or no valid Unicode.
+
+    Special tokens are those that the tokenizer adds around any text. Those in front are not added to a text
+    that begins with them, as one that a chat template has written does; without `closed`, none are added at
+    the end.
+    """
     reason = unfit_text(text)
     if reason:
         raise ValueError(f"a prompt {reason}")
     with _panic_is_an_error():
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return ids
+        if not add_special_tokens:
+            plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return plain
+        found = tokenizer(text or "a", return_special_tokens_mask=True)
+    ids: list[int] = found["input_ids"]
+    own = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
+    front, inner, behind = ids[: own[0]], ids[own[0] : own[-1] + 1], ids[own[-1] + 1 :]
+    inner = inner if text else []
+    if inner[: len(front)] == front:
+        front = []
+    return [*front, *inner, *(behind if closed else ())]
 
 
 def checked_messages(prompt: Any) -> list[dict[str, Any]]:
-    """The messages as dictionaries; raises ValueError for what no chat template can take."""
+    """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
+
+    Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
+    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text.
+    """
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
-    for message in prompt:
-        fields = dict(message) if isinstance(message, Mapping) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise ValueError(
-                f"a message must have a `role` and a `content`, both strings; got {shown(message)}"
-            )
-        reason = _unfit(fields, MAX_DEPTH)
-        if reason:
-            raise ValueError(f"a message {reason}; correct the message {shown(message)}")
-    return [dict(message) for message in prompt]
+    return [_checked_message(message) for message in prompt]
+
+
+def _checked_message(message: Any) -> dict[str, Any]:
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    content = joined_text(fields.get("content"))
+    if content is None and fields.get("tool_calls"):
+        content = ""
+    if not isinstance(fields.get("role"), str) or content is None:
+        raise ValueError(
+            f"a message must have a `role` and a `content`, both strings; got {shown(message)}; the content "
+            'may also be a list of parts that are texts, {"type": "text", "text": …}'
+        )
+    fields["content"] = content
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = _checked_calls(fields["tool_calls"])
+    reason = _unfit(fields, MAX_DEPTH)
+    if reason:
+        raise ValueError(f"a message {reason}; correct the message {shown(message)}")
+    return fields
+
+
+def joined_text(content: Any) -> str | None:
+    """The text of a message's content, a string or a list of parts that are texts; None for other content."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else None
+
+
+def _checked_calls(calls: Any) -> list[dict[str, Any]]:
+    """Past tool calls with their arguments as objects."""
+    known = isinstance(calls, list | tuple) and all(
+        isinstance(call, Mapping)
+        and isinstance(_call_of(call), Mapping)
+        and isinstance(_call_of(call).get("name"), str)
+        for call in calls
+    )
+    if not known:
+        raise ValueError(
+            "past tool calls must be a list of objects with the `name` and the `arguments` of a `function`; "
+            f"got {shown(calls)}"
+        )
+    return [_with_arguments(call, _arguments) for call in calls]
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    try:
+        arguments = json.loads(given or "{}") if isinstance(given, str | None) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"the arguments of a past tool call must be an object, or its JSON text; got {shown(given)}"
+        )
+    return dict(arguments)
 
 
 def _unfit(value: Any, depth: int) -> str | None:

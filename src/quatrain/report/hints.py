@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quatrain.config.schema import Config
+from quatrain.types import ENVIRONMENT
 
 TRUNCATED, REWARD_SHARE, PADDING = 0.5, 0.3, 0.3
 """Fractions of completions cut, of a step spent on rewards, and of padding, above which there is a hint."""
@@ -120,12 +121,20 @@ class Hints:
             self._at_zero[name] = self._at_zero[name] + 1 if at_zero else 0
             if self._at_zero[name] < STEPS_AT_ZERO:
                 continue
-            remedy = (
-                "the model never writes the format: ask for it in data.system_prompt, with an example, or "
-                "begin with demonstrations (sft.steps)"
-                if name in _FORMATS
-                else "look at the completions in samples/, and whether the function reads them as it should"
-            )
+            if name in _FORMATS:
+                remedy = (
+                    "the model never writes the format: ask for it in data.system_prompt, with an example, "
+                    "or begin with demonstrations (sft.steps)"
+                )
+            elif name == ENVIRONMENT and self._config.rollout.has_episodes:
+                remedy = (
+                    "the environment gave no reward: look at the episodes in samples/, and whether its step, "
+                    "its get_reward or its attribute reward gives what it should"
+                )
+            else:
+                remedy = (
+                    "look at the completions in samples/, and whether the function reads them as it should"
+                )
             yield Hint(
                 f"always_zero:{name}",
                 f"the reward function `{name}` returned 0 for every completion of {STEPS_AT_ZERO} steps: "

@@ -7,8 +7,12 @@ are strings, and each data column is a list with one item per completion.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 from quatrain.reward.answers import gold_text, is_correct
@@ -16,35 +20,102 @@ from quatrain.reward.answers import gold_text, is_correct
 RewardFunction = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_FORMAT = re.compile(r"<think>.*</think>\n<answer>.*</answer>", re.DOTALL)
+_FORMAT = re.compile(r"<think>.*</think>\n\s*<answer>.*</answer>", re.DOTALL)
+_BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 
 
-def has_format(completion: str) -> bool:
-    """Whether the whole completion is `<think>…</think>`, a newline, `<answer>…</answer>`, each tag once."""
-    return _FORMAT.fullmatch(completion) is not None and all(completion.count(tag) == 1 for tag in TAGS)
+def has_format(text: str) -> bool:
+    """Whether `text` is `<think>…</think>`, a newline or more, `<answer>…</answer>`, each tag once."""
+    return _FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS)
+
+
+def begun_answer(prompt: Any, opening: str | None) -> str:
+    """What a prompt has begun of the answer: the `opening` of a chat, or `<think>` at the end of a text."""
+    if not isinstance(prompt, str):
+        return opening or ""
+    found = _BEGUN.search(prompt)
+    return found[0] if found else ""
+
+
+def accepted_answers(answer: Any) -> list[str]:
+    """The texts that a gold answer stands for, of which a right completion has one; empty for other values.
+
+    A list has several right answers. A number is rounded to the 15 digits that 64 bits hold, or written out;
+    true and false are also yes and no; a time has no seconds, and a date no time, if these are 0.
+    """
+    match answer:
+        case str():
+            return [answer] if gold_text(answer) else []
+        case bool():
+            return ["true", "yes"] if answer else ["false", "no"]
+        case int():
+            return [str(answer)]
+        case float() if math.isfinite(answer):
+            return list(dict.fromkeys((f"{answer:.15g}", str(answer))))
+        case Decimal() if answer.is_finite():
+            return [f"{answer:f}"]
+        case datetime() if answer.time() == time():
+            return [answer.date().isoformat()]
+        case datetime() | time():
+            spec = "auto" if answer.second or answer.microsecond else "minutes"
+            return [answer.isoformat(timespec=spec).replace("T", " ")]
+        case date():
+            return [answer.isoformat()]
+        case list() | tuple() if not any(isinstance(each, list | tuple | Mapping) for each in answer):
+            return [text for each in answer for text in accepted_answers(each)]
+    return []
+
+
+def why_unjudged(answer: Any) -> str | None:
+    """Why `correct` abstains on each completion for a gold answer: what it is; None if it does not."""
+    if answer is None or isinstance(answer, float):
+        kind = "null" if answer is None else "NaN or infinite"
+    else:
+        kind = f"of the type {type(answer).__name__}"
+    accepted = accepted_answers(answer)
+    if not accepted:
+        return kind
+    judged = any(is_correct("", gold) is not None for gold in accepted)
+    return None if judged else "text or notation that cannot be compared"
 
 
 def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
-    """1 if the completion's answer equals the gold answer (see `is_correct`), else 0.
+    """1 if the completion's answer equals one of the `accepted_answers` (see `is_correct`), else 0.
 
-    The completion need not have the format, which the reward `format` checks. Abstains if the gold answer is
-    None or blank, and if it is a text or notation that cannot be compared.
+    The completion need not have the format, which the reward `format` checks. Abstains if none of the
+    accepted answers can be compared, and without any.
     """
-    verdicts = (
-        is_correct(completion, gold) if gold_text(gold) else None
-        for completion, gold in zip(completions, answer, strict=True)
-    )
-    return [None if verdict is None else float(verdict) for verdict in verdicts]
+    accepted = [accepted_answers(gold) for gold in answer]
+    pairs = [(text, gold) for text, golds in zip(completions, accepted, strict=True) for gold in golds]
+    verdicts = iter([is_correct(text, gold) for text, gold in pairs])
+    return [_best(list(islice(verdicts, len(golds)))) for golds in accepted]
 
 
-def format(prompts: list, completions: list[str], **_: Any) -> list[float]:
-    """1 if the whole completion has the format (see `has_format`), else 0."""
-    return [float(has_format(completion)) for completion in completions]
+def _best(verdicts: list[bool | None]) -> float | None:
+    """1 if one of the verdicts is true, else 0 if one is false, else None."""
+    given = [verdict for verdict in verdicts if verdict is not None]
+    return float(any(given)) if given else None
 
 
-def tag_count(prompts: list, completions: list[str], **_: Any) -> list[float]:
-    """0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once."""
-    return [0.25 * sum(completion.count(tag) == 1 for tag in TAGS) for completion in completions]
+def format(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:
+    """1 if what the prompt has begun of the answer and the whole completion have the format, else 0.
+
+    `opening` is what the chat template begins of each answer, such as `<think>`; None: it is not known, and
+    a completion may have the format with `<think>` before it or without.
+    """
+    if opening is None:
+        return [float(has_format(text) or has_format(TAGS[0] + text)) for text in completions]
+    whole = (begun_answer(prompt, opening) + text for prompt, text in zip(prompts, completions, strict=True))
+    return [float(has_format(text)) for text in whole]
+
+
+def tag_count(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:
+    """0.25 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that occurs exactly once.
+
+    What the prompt has begun of the answer counts too (see `format`).
+    """
+    whole = (begun_answer(prompt, opening) + text for prompt, text in zip(prompts, completions, strict=True))
+    return [0.25 * sum(text.count(tag) == 1 for tag in TAGS) for text in whole]
 
 
 def overlong(completions: list[str], completion_ids: list[list[int]], limit: int, buffer: int) -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,17 @@ from quatrain.reward.calls import (
     try_function,
 )
 from quatrain.reward.forms import prepared
-from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
+from quatrain.reward.functions import (
+    BUILTIN_FUNCTIONS,
+    TAGS,
+    accepted_answers,
+    begun_answer,
+    has_format,
+    overlong,
+    tag_count,
+    why_unjudged,
+)
+from quatrain.reward.functions import format as format_reward
 from quatrain.reward.pool import Failure, Pool, default_workers
 from quatrain.types import (
     ENVIRONMENT,
@@ -47,15 +57,21 @@ from quatrain.user_code import find_function, parameters_of
 from quatrain.worker_process import log_output
 
 if TYPE_CHECKING:
+    from quatrain.data.prompts import PromptSource
+    from quatrain.data.table import TokenRow
     from quatrain.reward.model import RewardModel
 
 logger = logging.getLogger(__name__)
 
 WHAT = "reward function"
 Decide = Callable[[Callable[[], Any]], Any]
+MANY_ANSWERS = 1000
+"""Different gold answers that are judged at the start; math-verify may take milliseconds for each."""
 _STATS = ("mean", "std", "min", "max")
 MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
 """The completion on which users' functions are tried before the first rollout."""
+_CUTS = (0, len(TAGS[0]), MADE_UP.index("\n"), MADE_UP.index(TAGS[2]))
+_OF_ENVIRONMENT = ("environment_reward", "turn_rewards")
 
 
 class Scores(NamedTuple):
@@ -78,9 +94,11 @@ class RewardScorer:
     of several processes it must do so in one process and broadcast the result
     (`cluster.processes.decided_by_main`), because users' functions may return different values in different
     processes; only that process has worker processes. With `episodes`, rollouts bring the columns
-    EPISODE_COLUMNS, which the data need not have. `close` ends them; otherwise they end with the scorer
-    or with this process. Raises ValueError if a function cannot be imported or called, and if `models` lacks
-    a reward model.
+    EPISODE_COLUMNS, which the data need not have. `opening` is what the chat template begins of each answer
+    (`data.chat_template.begun_answer`); None: not known. With `accuracy_beside`, the values are an accuracy
+    instead of rewards, and that scorer's `opening` and worker processes are shared. `close` ends the worker
+    processes; otherwise they end with the scorer or with this process. Raises ValueError if a function cannot
+    be imported or called, and if `models` lacks a reward model.
     """
 
     def __init__(
@@ -91,8 +109,11 @@ class RewardScorer:
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         decide: Decide = lambda f: f(),
         episodes: bool = False,
+        opening: str | None = None,
+        accuracy_beside: RewardScorer | None = None,
     ):
         self._decide, self._per_call = decide, config.per_call
+        self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
             raise ValueError(
@@ -108,16 +129,22 @@ class RewardScorer:
             for spec, entry in config.entries.items()
             if entry.data_source is not None
         }
-        self._pool = _pool(config, names, functions)
+        shared = None if accuracy_beside is None else accuracy_beside._pool
+        self._pool: Pool | None = shared or _pool(config, names, functions)
+        self._owns_pool = shared is None
         try:
-            self._functions = list(_functions(config, names, functions, self._pool, decide))
+            self._functions = list(_functions(config, names, functions, self._pool, decide, self.opening))
         except BaseException:  # also a signal while a module is being imported
             self.close()
             raise
         needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
+        self._builtin = {f.spec: f for f in self._functions if f.spec not in functions}
         self._episodes, self._warned_of_unused = episodes, False
         weighted = config.entries.get(ENVIRONMENT) if episodes and ENVIRONMENT not in functions else None
         self._environment_weight = weighted.weight if weighted else 0.0
+        self._reads_environment = accuracy_beside is not None or any(
+            name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
+        )
         if episodes:
             needs = {column: reward for column, reward in needs.items() if column not in EPISODE_COLUMNS}
         if self._sources:
@@ -129,7 +156,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
-        if self._pool is not None:
+        if self._pool is not None and self._owns_pool:
             self._pool.close()
 
     @property
@@ -147,6 +174,48 @@ class RewardScorer:
                     f"which are {listed(dict.fromkeys(known))}; got {missing[0]}; correct the name in "
                     "reward.functions"
                 )
+
+    def check_answers(self, name: str, source: PromptSource) -> list[str]:
+        """A warning if `correct` abstains on all completions of some prompts of `source`, called `name`.
+
+        Raises ValueError if it abstains on those of all prompts that it is to judge.
+        """
+        judge = self._builtin.get("correct")
+        if judge is None:
+            return []
+        found = source.tally(_by_answer(judge.sources))
+        judged, _ = found.pop("", (0, 0))
+        if not found:
+            return []
+        kinds = ", ".join(f"{kind}: {count} (row {row})" for kind, (count, row) in found.items())
+        if not judged:
+            raise ValueError(
+                f"{name}: `correct` judges by gold answers that are text, numbers, true or false, dates, or "
+                f"lists of right answers; in the column `answer` it can judge by none, which are {kinds}; "
+                "name another column in data.answer_column, convert this one, or leave `correct` out"
+            )
+        total = sum(count for count, _ in found.values())
+        return [
+            f"{name}: `correct` cannot judge by {total} of {total + judged} values of the column `answer`, "
+            f"and abstains on their completions: {kinds}"
+        ]
+
+    def check_format(self, prompts: Iterable[Prompt], said: Callable[[str], str]) -> list[str]:
+        """A warning if `format` or `tag_count` can be 1 for no completion of one of `prompts`.
+
+        `said` gives the text of a completion whose tokens are those of its argument.
+        """
+        names = [f"`{name}`" for name in ("format", "tag_count") if name in self._builtin]
+        for prompt in prompts if names else ():
+            begun = begun_answer(prompt.text, self.opening)
+            if not any(has_format(begun + said(MADE_UP[at:])) for at in _CUTS):
+                return [
+                    f"{' and '.join(names)} can never be 1: the completion {MADE_UP!r} is read as "
+                    f"{begun + said(MADE_UP)!r}, with what the prompt has begun of the answer; take a "
+                    "tokenizer and a chat template (data.chat_template) that keep the tags as text and begin "
+                    "none but <think>, or leave the reward out"
+                ]
+        return []
 
     def try_on(self, prompts: Mapping[Any, Prompt], completion_ids: Sequence[int]) -> list[str]:
         """Calls each user's function once on the completion MADE_UP of a prompt; a warning for each failure.
@@ -249,13 +318,14 @@ class RewardScorer:
 
     def _warn_of_unused(self, rollouts: RolloutBatch) -> None:
         """Says once that an environment gives rewards which no function reads."""
-        if not self._episodes or self._environment_weight or self._warned_of_unused:
+        if not self._episodes or self._reads_environment or self._warned_of_unused:
             return
         if any(rollouts.columns["environment_reward"]):
             self._warned_of_unused = True
             logger.warning(
-                "the environment gives rewards, and reward.functions does not have the function "
-                "`environment`, which reads them; add environment: 1.0 if they are to count"
+                "the environment gives rewards, and no function of reward.functions asks for the column "
+                f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
+                "for the rewards to count"
             )
 
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
@@ -278,6 +348,30 @@ class RewardScorer:
             seconds = time.perf_counter() - began
             called[function.name] = values.tolist(), {"errors": errors.total(), **kinds}, seconds
         return called
+
+
+def _by_answer(sources: frozenset[str] | None) -> Callable[[TokenRow], str | None]:
+    """What gives why `correct` abstains on a row, "" if it does not, and None for rows of other `sources`.
+
+    MANY_ANSWERS different answers of a kind that can be judged are, and more until one is; others count as
+    judged.
+    """
+    known: dict[str, str] = {}
+
+    def kind(row: TokenRow) -> str | None:
+        source, answer = row.columns.get(DATA_SOURCE), row.columns.get("answer")
+        if "answer" not in row.columns or not (
+            sources is None or (isinstance(source, str) and source in sources)
+        ):
+            return None
+        key = repr(answer)
+        if key not in known:
+            if len(known) >= MANY_ANSWERS and "" in known.values() and accepted_answers(answer):
+                return ""
+            known[key] = why_unjudged(answer) or ""
+        return known[key]
+
+    return kind
 
 
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool) -> Samples:
@@ -356,6 +450,7 @@ def _functions(
     given: Mapping[str, Callable[..., Any]],
     pool: Pool | None,
     decide: Decide,
+    opening: str | None,
 ) -> Iterator[Function]:
     """The reward functions of `config`; without a pool, users' functions are called in this process."""
     for spec, entry in config.entries.items():
@@ -365,7 +460,7 @@ def _functions(
         if spec in given or pool is None or ":" not in spec:
             function = given.get(spec) or find_function(spec, BUILTIN_FUNCTIONS, WHAT)
             own = spec in BUILTIN_FUNCTIONS and spec not in given
-            function = _builtin(spec, config, entry) if own else prepared(function, spec, entry.args)
+            function = _builtin(spec, config, entry, opening) if own else prepared(function, spec, entry.args)
             caller = InProcess(function, copies=not own)
             parameters = parameters_of(function)
         else:
@@ -374,7 +469,7 @@ def _functions(
         yield _function(spec, names[spec], caller, parameters, entry)
 
 
-def _builtin(spec: str, config: RewardConfig, entry: RewardEntry) -> Callable[..., Any]:
+def _builtin(spec: str, config: RewardConfig, entry: RewardEntry, opening: str | None) -> Callable[..., Any]:
     """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
     function: Callable[..., Any] = BUILTIN_FUNCTIONS[spec]
     if function is overlong:
@@ -391,6 +486,8 @@ def _builtin(spec: str, config: RewardConfig, entry: RewardEntry) -> Callable[..
             f"reward function {spec!r} is built in and has no arguments of its own; got args "
             f"{listed(entry.args)}; leave them out"
         )
+    if function in (format_reward, tag_count):
+        return partial(function, opening=opening)
     return function
 
 
@@ -412,7 +509,8 @@ def _loaded(pool: Pool, spec: str) -> list[Any] | None:
 def _function(
     spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None, entry: RewardEntry
 ) -> Function:
-    bound = frozenset(entry.args)
+    # A column of the name of a built-in function's limit must not replace the limit.
+    bound = frozenset(entry.args) | getattr(getattr(caller, "function", None), "keywords", {}).keys()
     sources = None if entry.data_source is None else frozenset(entry.data_source)
     if parameters is None:  # some callables written in C have no signature
         return Function(spec, name, None, (), caller, bound, sources)
@@ -426,4 +524,4 @@ def _function(
 
 
 def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:
-    log_output(logger, f"reward function `{names[spec]}`", text)
+    log_output(logger, f"reward function `{names.get(spec, spec)}`", text)

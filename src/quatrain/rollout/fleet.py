@@ -27,7 +27,7 @@ from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.interface import Completion, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.publish import Publisher, gathered
 from quatrain.rollout.worker import GroupSpec, Worker
-from quatrain.types import Prompt, RolloutBatch
+from quatrain.types import EPISODE_COLUMNS, Prompt, RolloutBatch
 
 LOOK_S = 0.2
 """Seconds between two looks at the deadlines of workers."""
@@ -270,7 +270,12 @@ class Fleet:
 
 def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str, Any]:
     """A sample as values that JSON has; of its prompt, what an episode changed."""
-    columns = {name: value for name, value in returned.columns.items() if name not in prompt.columns}
+    before = prompt.columns
+    columns = {
+        name: value
+        for name, value in returned.columns.items()
+        if name not in before or (name in EPISODE_COLUMNS and value != before[name])
+    }
     return {"ids": returned.input_ids.tolist(), "columns": columns, "completion": vars(completion)}
 
 

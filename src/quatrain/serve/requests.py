@@ -234,13 +234,6 @@ class CompletionRequest(_Request):
         return self.logprobs is not None
 
 
-class Text(_Strict):
-    """A part of a message; other kinds of parts are for models that see or hear."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`: messages, which the chat template renders."""
 
@@ -249,18 +242,6 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _join_texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages whose content is a text."""
-        joined = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, list):
-                content = "".join(Text.model_validate(part).text for part in content)
-            joined.append({**message, "content": content})
-        return joined
 
     @property
     def wanted_tokens(self) -> int | None:
