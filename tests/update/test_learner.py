@@ -297,6 +297,22 @@ def test_a_step_that_is_not_finite_is_not_applied(make_learner, make_batch, smal
     assert _changes(small_params["embed"], stopped.value.state.params["embed"]) == 0.0
 
 
+def test_the_schedule_counts_optimizer_steps_that_are_not_applied(make_learner, make_batch, small_params):
+    """Two optimizer steps a training step; the second has none with a signal, the third no finite one."""
+    linear = {"name": "adamw", "learning_rate": 1.0, "schedule": "linear", "beta1": 0.9}
+    learner = make_learner(optimizer=linear, mini_batch_size=2)
+    state, rates = learner.init(_copy(small_params)), []
+    for factor in (1, 0, 1e37, 1):  # the third gradient's norm overflows
+        batch = make_batch(8)
+        batch = replace(batch, advantages=batch.advantages * np.float32(factor))
+        state = learner.step(state, at_version(batch, state.step))
+        rates.append(state.metrics["update/learning_rate"].result())
+    assert rates == pytest.approx([0.9, 0.7, 0.5, 0.3])  # 1 - s / 10 of the steps 1, 3, 5 and 7
+    assert (state.step, state.train_step) == (4, 4)
+    counts = [int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == jnp.int32]
+    assert counts == [4, 8]  # of the moments, whose bias is corrected by applied steps, and of the schedule
+
+
 def test_bfloat16_parameters_have_float32_moments(make_learner, make_batch, small_params):
     learner = make_learner(optimizer={"name": "adamw", "learning_rate": 0.1})
     state = learner.init(jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_params))

@@ -911,7 +911,7 @@ class LogprobConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule, which counts optimizer steps."""
+    """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
     name: Literal["adamw", "lion", "sgd"] = Field(
         "adamw", description="Optimizer; `sgd` has momentum `beta1`."
@@ -926,7 +926,11 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = Field(
         0.0, description="Final learning rate of `linear` and `cosine`, as a fraction of the peak."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; must be 0 for sgd.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay of all parameters but norms and biases; must be 0 for sgd.",
+    )
     beta1: Fraction = Field(0.9, description="Decay of the first moment; momentum of sgd.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment (adamw, lion).")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update (adamw).")
@@ -953,7 +957,7 @@ class OptimizerConfig(Section):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps."""
+    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
     learning_rate: float = Field(1e-5, ge=0, description="Peak learning rate.")
 

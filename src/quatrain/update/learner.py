@@ -237,20 +237,20 @@ class Learner:
         began = time.perf_counter()
         waiting = state.params
         state = replace(state, params=to_memory("device", waiting))
-        group_ids = batch.rollouts.group_ids
-        num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
-        on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
-        table = self._policy_table(state.params, batch, on_policy)
-        table = self._without_zero_signal(table, totals)
-        prepared = time.perf_counter()
-        objective = replace(self.objective, on_policy=on_policy)
-        for rows in mini_batches_of_step(
-            group_ids,
+        mini_batches = mini_batches_of_step(
+            batch.rollouts.group_ids,
             self.mini_batch_size,
             epochs=self.config.epochs,
             seed=self.seed,
             train_step=state.train_step,
-        ):
+            resting_steps=self.critic.warmup_steps if self.critic else 0,
+        )
+        on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
+        table = self._policy_table(state.params, batch, on_policy)
+        table = self._without_zero_signal(table, totals)
+        prepared = time.perf_counter()
+        objective = replace(self.objective, on_policy=on_policy)
+        for place, rows in mini_batches:
             mini = table.take(rows)
             advantages = mini.columns["advantages"][mini.completion_mask]
             signal = advantages.any() or self.config.kl_coef or self.config.entropy_coef
@@ -259,7 +259,7 @@ class Learner:
                 continue
             mini = self._with_own_columns(state, mini, totals)
             mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
-            state = self.trainer.step(state, mini, objective, totals)
+            state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break
         # A base under adapters goes on waiting where it is: it is not copied again.
@@ -267,7 +267,7 @@ class Learner:
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
         return state, totals.metrics | {
-            "update/learning_rate": Metric(self.trainer.rate(state)),
+            "update/learning_rate": Metric(self.trainer.rate(place)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
