@@ -245,6 +245,13 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "update.correction=mask rollout.top_k=5",
             "update.correction needs log-probabilities of the policy's",
         ),
+        *(
+            (
+                f"update.old_logprobs=rollout rollout.{filtered}",
+                "update.old_logprobs must not be rollout with rollout.top_p, top_k, min_p or temperature 0",
+            )
+            for filtered in ("top_p=0.9", "top_k=5", "min_p=0.1", "temperature=0")
+        ),
         ("rollout.max_staleness=1 rollout.top_p=0.9", "rollout.max_staleness must be 0 with rollout.top_p, "),
         (
             "rollout.max_staleness=1 update.correction=none",

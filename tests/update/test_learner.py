@@ -443,6 +443,27 @@ def test_tokens_chosen_over_the_mini_batch_do_not_depend_on_the_cut(
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_rounding_decides_no_gradient_of_kl_cov(
+    make_learner, make_batch, small_arch, small_params, old_logprobs
+):
+    """In bfloat16 the update rounds otherwise than the sampler and the pass of old log-probabilities."""
+    batch, after = make_batch(11, groups=6), []
+    for coef in (0.0, 100.0):
+        arguments = {"kl_cov_ratio": 0.5, "ppo_kl_coef": coef}
+        update = {"loss": "kl_cov", "old_logprobs": old_logprobs, "loss_args": arguments}
+        learner = make_learner(update, mini_batch_size=6)
+        policy = PolicySpec(small_arch, temperature=0.8, remat="none", dtype="bfloat16")
+        learner.policy = learner.trainer.model = policy
+        rollouts = replace(batch.rollouts, rollout_logprobs=_logprobs(learner, small_params, batch))
+        sampled = replace(batch, rewarded=replace(batch.rewarded, rollouts=rollouts))
+        state = learner.step(learner.init(_copy(small_params)), sampled)
+        assert state.metrics["update/high_covariance_fraction"].result() > 0.2
+        assert state.metrics["update/ratio_max"].result() > 1.001
+        after.append(state.params)
+    assert _changes(*after) == 0
+
+
 def test_truncated_completions_are_left_out_of_numerator_and_denominator(
     make_learner, make_batch, small_params
 ):

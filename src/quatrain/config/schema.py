@@ -856,7 +856,8 @@ class UpdateConfig(Section):
         "auto",
         description="Old log-probabilities, in the denominator of the probability ratio: `recompute`: "
         "computed by the trainer; `auto`: computed by the trainer only if a training step has several "
-        "optimizer steps, else the ratio is 1; `rollout`: those of the sampler.",
+        "optimizer steps, else the ratio is 1; `rollout`: those of the sampler, which must draw from the "
+        "policy's whole distribution.",
     )
     correction: Literal["none", "truncate", "mask"] | None = Field(
         None,
@@ -1422,6 +1423,14 @@ class Config(Section):
                 "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: "
                 "the difference would count twice; set one of the two to its default",
                 asked,
+            )
+        if update.old_logprobs == "rollout" and not rollout.samples_the_policy:
+            raise PydanticCustomError(
+                "across_sections",
+                "must not be rollout with rollout.top_p, top_k, min_p or temperature 0: the sampler's "
+                "log-probabilities are those of another distribution than the policy's, so that the ratio, "
+                "and a KL in the reward, would count the filter; unset these, or set auto or recompute",
+                {"key": "update.old_logprobs", "value": update.old_logprobs},
             )
         if corrected and not rollout.samples_the_policy:
             raise PydanticCustomError(

@@ -195,7 +195,7 @@ class Learner:
         after_critic = time.perf_counter()
         resting = self.critic is not None and state.train_step < self.critic.warmup_steps
         if not resting:
-            state, policy_metrics = self._policy_step(state, batch, totals)
+            state, policy_metrics = self._policy_step(state, batch, totals, fresh=not stale)
             metrics |= policy_metrics
         finished = time.perf_counter()
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
@@ -232,7 +232,7 @@ class Learner:
         return int(stale.sum())
 
     def _policy_step(
-        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals, *, fresh: bool
     ) -> tuple[TrainState, dict[str, Metric]]:
         began = time.perf_counter()
         waiting = state.params
@@ -257,7 +257,7 @@ class Learner:
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
-            mini = self._with_own_columns(state, mini, totals)
+            mini = self._with_own_columns(state, mini, totals, fresh=fresh)
             mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
@@ -275,17 +275,26 @@ class Learner:
             "time/shard_s": Metric(totals.shard_s),
         }
 
-    def _with_own_columns(self, state: TrainState, mini: TokenTable, totals: StepTotals) -> TokenTable:
-        """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut."""
+    def _with_own_columns(
+        self, state: TrainState, mini: TokenTable, totals: StepTotals, *, fresh: bool
+    ) -> TokenTable:
+        """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut.
+
+        `fresh`: whether the weights at the start of the training step have sampled all tokens.
+        """
         columns_of = self.objective.mini_batch_columns
         if columns_of is None:
             return mini
         number = totals.applied + totals.bad + totals.skipped
-        known = mini.columns.get("old_logprobs") if self.config.old_logprobs != "rollout" else None
-        if known is None or totals.applied:
+        old = mini.columns.get("old_logprobs")
+        known = old if self.config.old_logprobs != "rollout" and not totals.applied else None
+        if known is None:
             known = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+        if old is None or (fresh and not totals.applied):
+            old = known  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
-        return mini.with_columns(**columns_of(known, mini.columns["advantages"], mini.completion_mask, rng))
+        inputs = known, mini.columns["advantages"], mini.completion_mask, rng
+        return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals

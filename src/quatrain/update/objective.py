@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -73,16 +72,22 @@ class PolicyObjective:
     def mini_batch_columns(self) -> MiniBatchColumns | None:
         """What computes the loss's columns from a whole mini-batch; None for a loss without such columns.
 
-        A function `(logprobs, advantages, mask, rng) -> columns`, described in `ops/tokens.py`: the one that
-        `with_mini_batch_columns` gave the loss, with those of the loss's arguments that it names.
+        A function `(logprobs, advantages, mask, rng, old_logprobs) -> columns`: the one that
+        `with_mini_batch_columns` gave the loss (`ops/tokens.py`), with what it names of the loss's arguments.
         """
         function = getattr(self.loss, "mini_batch_columns", None)
         if function is None:
             return None
         parameters = inspect.signature(self.loss).parameters.values()
         arguments = {p.name: p.default for p in parameters} | dict(self.arguments)
-        named = [name for name in inspect.signature(function).parameters if name in arguments]
-        return partial(function, **{name: arguments[name] for name in named})
+        names = inspect.signature(function).parameters
+        named = {name: arguments[name] for name in names if name in arguments}
+
+        def columns(*inputs: Any, old_logprobs: np.ndarray) -> dict[str, np.ndarray]:
+            old = {"old_logprobs": old_logprobs} if "old_logprobs" in names else {}
+            return function(*inputs, **named, **old)
+
+        return columns
 
     def __call__(self, tokens: ScoredTokens) -> TokenLoss:
         """Token loss [R, K] and its metrics under the names they are logged with."""
@@ -161,7 +166,8 @@ class PolicyObjective:
         if self.mini_batch_columns is None:
             return []
         zeros = np.zeros((2, 8), np.float32)
-        columns = self.mini_batch_columns(zeros, zeros, zeros == 0, np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        columns = self.mini_batch_columns(zeros, zeros, zeros == 0, rng, old_logprobs=zeros)
         for name, values in columns.items():
             if np.shape(values) != zeros.shape or np.asarray(values).dtype != np.float32:
                 raise ValueError(
