@@ -39,7 +39,7 @@ def make_learner(small_arch):
             mini_batch_size=mini_batch_size,
             micro_batch_size=None if max_tokens else micro_batch_size,
             max_tokens_per_device=max_tokens,
-            **(update or {}),
+            **{"loss_aggregation": "token_mean", **(update or {})},
         )
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})

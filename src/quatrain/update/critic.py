@@ -66,6 +66,7 @@ class Critic:
     ):
         assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert config.epochs is not None, "epochs are derived before they come here"
+        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.model, self.config, self.seed = model, config, seed
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps

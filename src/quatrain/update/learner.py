@@ -104,6 +104,7 @@ class Learner:
         logs_logprobs: bool = False,
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
+        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.objective = PolicyObjective.of(update, on_policy=True)
         read = self.objective.check()
         sampler_ratio = update.old_logprobs == "rollout" and "old_logprobs" in read
@@ -111,7 +112,7 @@ class Learner:
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy = policy
         self.config = update
-        self.mini_batch_size = update.mini_batch_size
+        self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         cut = partial(policy.cutting, share_prompts=update.shares_prompts)
         self.logprob_cutting = cut(logprob)
         self.trainer = Trainer(
@@ -258,7 +259,7 @@ class Learner:
                 totals.skipped += 1
                 continue
             mini = self._with_own_columns(state, mini, totals, fresh=fresh)
-            mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
+            mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break

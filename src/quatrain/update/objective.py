@@ -38,6 +38,7 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     correction: Correction | None = None
     correction_cap: float = 2.0
+    correction_floor: float | None = None
 
     @classmethod
     def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
@@ -66,6 +67,7 @@ class PolicyObjective:
             config.entropy_coef,
             None if config.correction is None or config.correction == "none" else config.correction,
             config.correction_cap,
+            config.correction_floor,
         )
 
     @property
@@ -96,7 +98,7 @@ class PolicyObjective:
             tokens = _with_old_logprobs(tokens, jax.lax.stop_gradient(logprobs))
         policy = self._policy_loss(tokens)
         if self.correction is not None:
-            policy = _corrected(policy, tokens, self.correction, self.correction_cap)
+            policy = self._corrected(policy, tokens, self.correction)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -132,6 +134,18 @@ class PolicyObjective:
                     f"{name!r} has shape {jnp.shape(values)}"
                 )
         return result
+
+    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens, correction: Correction) -> TokenLoss:
+        """`policy` with each token's loss weighted for the difference between policy and sampler."""
+        old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
+        cap, floor = self.correction_cap, self.correction_floor
+        weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap, floor=floor)
+        means = {
+            "behaviour_weight_mean": weights,
+            "corrected_fraction": changed,
+            "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
+        }
+        return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
 
     def check(self) -> frozenset[str]:
         """Trace the objective on abstract tokens, as a run would; returns the columns that the loss reads.
@@ -187,18 +201,6 @@ class _Recorded(dict[str, jax.Array]):
     def __getitem__(self, name: str) -> jax.Array:
         self._read.add(name)
         return super().__getitem__(name)
-
-
-def _corrected(policy: TokenLoss, tokens: ScoredTokens, correction: Correction, cap: float) -> TokenLoss:
-    """`policy` with each token's loss weighted for the difference between policy and sampler."""
-    old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
-    weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap)
-    means = {
-        "behaviour_weight_mean": weights,
-        "corrected_fraction": changed,
-        "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
-    }
-    return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
 
 
 def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:

@@ -21,6 +21,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     steps has learning rate peak · (s + 1) / W, so the first step is never spent at 0.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
+    assert peak is not None, "learning rates are derived before they come here"
     decay_steps = max(total_steps - warmup, 1)
     after = {
         "constant": lambda: optax.constant_schedule(peak),
