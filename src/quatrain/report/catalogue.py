@@ -425,6 +425,12 @@ CATALOGUE: dict[str, MetricDoc] = {
     "time/<stage>_s_mean10": MetricDoc(
         "s", "mean", "Mean of `time/<stage>_s` over the last 10 steps in which the stage ran."
     ),
+    "memory/peak_gib": MetricDoc(
+        "GiB",
+        "max",
+        "Most memory in use since the start, on the device of the main process that used the most; on a CPU, "
+        "the largest resident set of the main process, without workers' processes.",
+    ),
     "throughput/tokens_per_s": MetricDoc(
         "tokens/s",
         "mean",
