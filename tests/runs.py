@@ -23,7 +23,7 @@ SMALL = (
 CHANGING = re.compile(
     r"^time/|^memory/|_per_s$|^reward/.*/seconds$|compilations$|^rollout/(prefill|decode)_s$"
 )
-"""Timings and memory differ between runs; whether something compiles depends on what ran before in the process."""
+"""Timings and memory differ between runs; whether something compiles depends on what ran before."""
 
 
 def steady_metrics(run: Path) -> list[dict[str, float]]:

@@ -55,7 +55,7 @@ PEAK = """
 import numpy as np
 from quatrain.parallel.host_memory import peak_bytes
 before = peak_bytes()
-large = np.ones(2**27, np.uint8)
+large = np.ones(2**28, np.uint8)
 held = peak_bytes()
 del large
 print(before, held, peak_bytes())
