@@ -77,7 +77,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the gradient before clipping, mean over optimizer steps."
     ),
-    "update/learning_rate": MetricDoc("1", "last", "Learning rate of the last optimizer step."),
+    "update/learning_rate": MetricDoc(
+        "1", "last", "Learning rate of the last optimizer step, applied or not."
+    ),
     "update/optimizer_steps": MetricDoc("steps", "sum", "Optimizer steps applied in this training step."),
     "update/bad_steps": MetricDoc(
         "steps", "sum", "Optimizer steps not applied because loss or gradient was not finite."
@@ -132,7 +134,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "critic/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the critic's gradient before clipping, mean over optimizer steps."
     ),
-    "critic/learning_rate": MetricDoc("1", "last", "Learning rate of the critic's last optimizer step."),
+    "critic/learning_rate": MetricDoc(
+        "1", "last", "Learning rate of the critic's last optimizer step, applied or not."
+    ),
     "critic/optimizer_steps": MetricDoc(
         "steps", "sum", "Optimizer steps of the critic applied in this training step."
     ),
