@@ -187,7 +187,7 @@ class Bench:
     limits: dict[str, float] = field(default_factory=dict)
     sampled: dict[Architecture, RolloutBatch] = field(default_factory=dict)
     """What `decode` sampled."""
-    optimizer: Any = field(default_factory=lambda: build_optimizer(OptimizerConfig(), 1000))
+    optimizer: Any = field(default_factory=lambda: build_optimizer(OptimizerConfig(learning_rate=1e-6), 1000))
 
     def sections(self) -> Iterator[tuple[str, Callable[[Figures], None]]]:
         """Name and function of each section, the most wanted first; the function fills its figures in."""

@@ -545,7 +545,7 @@ class Programs:
         from quatrain.update.gradient import _apply
         from quatrain.update.optimizer import build_optimizer
 
-        optimizer = build_optimizer(OptimizerConfig(), 1000)
+        optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-6), 1000)
         masters = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), self.params
         )

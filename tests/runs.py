@@ -20,8 +20,10 @@ SMALL = (
     "eval.every_steps=2",
     "checkpoint.every_steps=2",
 )
-CHANGING = re.compile(r"^time/|_per_s$|^reward/.*/seconds$|compilations$|^rollout/(prefill|decode)_s$")
-"""Timings differ between runs; whether something compiles depends on what ran before in the process."""
+CHANGING = re.compile(
+    r"^time/|^memory/|_per_s$|^reward/.*/seconds$|compilations$|^rollout/(prefill|decode)_s$"
+)
+"""Timings and memory differ between runs; whether something compiles depends on what ran before."""
 
 
 def steady_metrics(run: Path) -> list[dict[str, float]]:

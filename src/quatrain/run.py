@@ -37,6 +37,7 @@ from quatrain.models.lora import trained_part, with_trained, without_adapters
 from quatrain.models.params import abstract_params
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.compilations import compile_seconds
+from quatrain.parallel.host_memory import peak_bytes
 from quatrain.parallel.mesh import to_memory, unshared
 from quatrain.plan.batches import overview
 from quatrain.plan.batches import plan as batch_plan
@@ -393,6 +394,7 @@ class Run:
         def on_step(step: int, metrics: Metrics) -> None:
             self.stop.border()
             self.progress.step(step)
+            metrics = {**metrics, **_peak_memory()}
             if log_every_step:
                 self.report.log(step, metrics)
             elif step == steps:
@@ -517,6 +519,7 @@ class Run:
             **advantaged.metrics,
             **update,
             **self.timer.metrics(),
+            **_peak_memory(),
             "throughput/tokens_per_s": Metric(tokens_per_s),
             "data/skipped_prompts": Metric(self.prompts.skipped, reduction="sum"),
             "data/truncated_prompts": Metric(self.prompts.truncated, reduction="sum"),
@@ -864,6 +867,11 @@ def _without_reward_models(config: Config) -> Config:
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _peak_memory() -> dict[str, Metric]:
+    peak = peak_bytes()
+    return {} if peak is None else {"memory/peak_gib": Metric(peak / 2**30, reduction="max")}
 
 
 def _counts(state: ModelState) -> dict[str, int]:

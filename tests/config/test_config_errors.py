@@ -1,4 +1,4 @@
-from quatrain.config.errors import ConfigError, nearest_key, shown
+from quatrain.config.errors import ConfigError, nearest_keys, shown
 
 KEYS = [
     "seed",
@@ -11,15 +11,21 @@ KEYS = [
 
 
 def test_the_nearest_key_is_found_by_its_full_path():
-    assert nearest_key("rolout.n", KEYS) == "rollout.n"
-    assert nearest_key("rollout.max_tokens", KEYS) == "rollout.max_new_tokens"
-    assert nearest_key("update.epoch", KEYS) == "update.epochs"
-    assert nearest_key("sed", KEYS) == "seed"
+    assert nearest_keys("rolout.n", KEYS) == ["rollout.n"]
+    assert nearest_keys("rollout.max_tokens", KEYS) == ["rollout.max_new_tokens"]
+    assert nearest_keys("update.epoch", KEYS) == ["update.epochs"]
+    assert nearest_keys("sed", KEYS) == ["seed"]
 
 
 def test_the_nearest_key_is_found_in_another_section():
-    assert nearest_key("learning_rate", KEYS) == "optimizer.learning_rate"
-    assert nearest_key("train.max_new_tokens", KEYS) == "rollout.max_new_tokens"
+    assert nearest_keys("learning_rate", KEYS) == ["optimizer.learning_rate"]
+    assert nearest_keys("train.max_new_tokens", KEYS) == ["rollout.max_new_tokens"]
+
+
+def test_keys_that_are_as_near_are_all_named():
+    keys = ["sft.learning_rate", *KEYS]
+    assert nearest_keys("learning_rte", keys) == ["sft.learning_rate", "optimizer.learning_rate"]
+    assert nearest_keys("stf.learning_rate", keys) == ["sft.learning_rate"]
 
 
 def test_an_error_has_a_line_for_each_problem():

@@ -245,6 +245,20 @@ def test_no_warning_is_given_twice_and_the_environment_is_left_alone():
             "update.correction=mask rollout.top_k=5",
             "update.correction needs log-probabilities of the policy's",
         ),
+        *(
+            (
+                f"{given}update.correction_floor=0.5",
+                f"update.correction_floor has no effect for update.correction {correction};",
+            )
+            for given, correction in (("", "none"), ("update.correction=truncate ", "truncate"))
+        ),
+        *(
+            (
+                f"update.old_logprobs=rollout rollout.{filtered}",
+                "update.old_logprobs must not be rollout with rollout.top_p, top_k, min_p or temperature 0",
+            )
+            for filtered in ("top_p=0.9", "top_k=5", "min_p=0.1", "temperature=0")
+        ),
         ("rollout.max_staleness=1 rollout.top_p=0.9", "rollout.max_staleness must be 0 with rollout.top_p, "),
         (
             "rollout.max_staleness=1 update.correction=none",
@@ -331,3 +345,30 @@ def test_kl_in_the_loss_and_in_the_reward_is_warned_about():
     assert any("the KL to the reference counts twice" in warning for warning in both)
     one = load_config(None, ["update.kl_coef=0", "reward.kl_coef=0.1"], {}).warnings
     assert not any("counts twice" in warning for warning in one)
+
+
+def test_the_quickstarts_training_is_for_its_model_alone(tmp_path):
+    quickstart = load_config(None, [], {})
+    assert (quickstart.config.optimizer.learning_rate, quickstart.config.sft.steps) == (5e-4, 80)
+    other = load_config(None, ["model.path=some/model", "optimizer.beta2=0.95"], {})
+    optimizer, sft = other.config.optimizer, other.config.sft
+    assert (optimizer.learning_rate, optimizer.beta2, optimizer.schedule) == (1e-6, 0.95, "constant")
+    assert (sft.steps, sft.learning_rate, other.config.model.remat) == (0, 1e-5, "layer")
+    assert other.config.data.batch_size == quickstart.config.data.batch_size == 32
+    assert other.provenance["optimizer.learning_rate"] == "derived"
+    (warning,) = other.warnings[:1]
+    assert warning.startswith("model.path is not the quickstart's builtin:tiny, and without a CONFIG")
+    by_variable = load_config(None, [], {"QUATRAIN__MODEL__PATH": "some/model"}).config
+    assert (by_variable.sft, by_variable.optimizer.learning_rate) == (sft, 1e-6)
+    same = load_config(None, ["model.path=builtin:tiny"], {})
+    assert (same.config.sft, same.warnings) == (quickstart.config.sft, [])
+
+
+def test_the_quickstarts_learning_rates_are_too_low_for_adapters():
+    found = load_config(None, ["lora.rank=4"], {}).warnings
+    assert [text.partition(":")[0] for text in found] == [
+        "lora.rank is 4 and sft.learning_rate is the quickstart's 0.002, for training all weights",
+        "lora.rank is 4 and optimizer.learning_rate is the quickstart's 0.0005, for training all weights",
+    ]
+    set_by_hand = ["optimizer.learning_rate=5e-3", "sft.steps=0"]
+    assert load_config(None, ["lora.rank=4", *set_by_hand], {}).warnings == []

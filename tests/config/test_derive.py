@@ -19,9 +19,12 @@ def test_all_of_the_defaults():
         "model.tokenizer": "builtin:tiny",
         "data.eval": "builtin:arithmetic-heldout",
         "sft.data": "builtin:arithmetic",
+        "sft.learning_rate": 1e-3,
         "advantage.scale": "group",
         "update.mini_batch_size": 16,
+        "update.loss_aggregation": "token_mean",
         "update.correction": "none",
+        "optimizer.learning_rate": 1e-6,
         "update.max_tokens_per_device": 16384,
         "logprob.max_tokens_per_device": 32768,
         "critic.enabled": False,
@@ -39,10 +42,49 @@ def test_values_that_are_set_are_left_alone():
     )
     others = {
         "model.tokenizer", "sft.data", "critic.enabled", "rollout.greedy_baseline", "update.correction",
-        "logging.wandb",
+        "update.loss_aggregation", "optimizer.learning_rate", "sft.learning_rate", "logging.wandb",
     }  # fmt: skip
     assert values.keys() == {"logprob.micro_batch_size", *others}
     assert values["logprob.micro_batch_size"] == 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "estimator", "aggregation"),
+    [
+        *((loss, "grpo", "seq_mean_token_mean") for loss in ("gspo", "gmpo", "sapo")),
+        *((loss, "grpo", "token_mean") for loss in ("ppo_clip", "cispo", "clip_cov", "my.py:loss")),
+        ("ppo_clip", "dr_grpo", "seq_mean_token_sum_norm"),
+        ("cispo", "dr_grpo", "seq_mean_token_sum_norm"),
+        ("gspo", "dr_grpo", "seq_mean_token_mean"),
+        ("gpg", "gpg", "token_mean"),
+    ],
+)
+def test_the_aggregation_is_that_of_the_paper(loss, estimator, aggregation):
+    sections = {"update": {"loss": loss}, "advantage": {"estimator": estimator}}
+    assert derived(**sections)["update.loss_aggregation"] == aggregation
+    sections["update"]["loss_aggregation"] = "seq_mean_token_sum"
+    assert "update.loss_aggregation" not in derived(**sections)
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "rate", "sft_rate"),
+    [
+        ("builtin:tiny", 0, 1e-6, 1e-3),
+        ("builtin:tiny", 4, 1e-5, 1e-2),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0, 1e-6, 1e-5),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 4, 1e-5, 1e-4),
+    ],
+)
+def test_learning_rates_are_those_of_the_model_and_of_adapters(path, rank, rate, sft_rate):
+    found = derived(model={"path": path}, lora={"rank": rank})
+    assert (found["optimizer.learning_rate"], found["sft.learning_rate"]) == (rate, sft_rate)
+
+
+def test_mask_has_a_lower_bound():
+    assert derived(update={"correction": "mask", "correction_cap": 5.0})["update.correction_floor"] == 0.2
+    assert "update.correction_floor" not in derived(update={"correction": "truncate"})
+    own = {"correction": "mask", "correction_floor": 0.5}
+    assert "update.correction_floor" not in derived(update=own)
 
 
 def test_overlong_begins_a_fifth_before_the_longest_completion():
@@ -197,14 +239,26 @@ def test_filters(rollout, named):
 
 def test_updates_below_the_precision_of_the_parameters():
     stored, nearest = {"model": {"param_dtype": "bfloat16"}}, {"stochastic_rounding": False}
+    nearest["learning_rate"] = 1e-6
     (warning,) = warnings(**stored, optimizer=nearest)
     assert "model.param_dtype bfloat16 and optimizer.learning_rate 1e-06: " in warning
     assert "set optimizer.stochastic_rounding to true, or model.param_dtype to float32" in warning
     both = warnings(**stored, optimizer=nearest, sft={"steps": 1, "learning_rate": 1e-5})
     assert ["sft.learning_rate 1e-05" in warning for warning in both] == [False, True]
-    assert warnings(**stored, optimizer={"learning_rate": 1e-4, **nearest}) == []
+    assert warnings(**stored, optimizer={**nearest, "learning_rate": 1e-4}) == []
     assert warnings(**stored) == []
     assert warnings(model={"dtype": "bfloat16"}) == []
+
+
+def test_adapters_with_a_rate_for_all_weights():
+    assert warnings(lora={"rank": 4}) == []
+    rates = {"optimizer": {"learning_rate": 1e-6}, "sft": {"steps": 1, "learning_rate": 1e-5}}
+    assert warnings(**rates) == []
+    first, second = warnings(lora={"rank": 4}, **rates)
+    assert "lora.rank is 4 and optimizer.learning_rate 1e-06" in first
+    assert "set optimizer.learning_rate to 1e-05" in first
+    assert "set sft.learning_rate to 0.0001" in second
+    assert warnings(lora={"rank": 4}, optimizer={"learning_rate": 1e-5}) == []
 
 
 def test_a_kl_without_a_gradient():

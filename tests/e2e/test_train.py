@@ -78,7 +78,7 @@ def test_every_logged_metric_is_documented(finished):
     last = rows[-1]
     for name in (
         "loss", "update/kl", "update/entropy", "update/clip_fraction", "update/grad_norm",
-        "update/learning_rate", "time/shard_s",
+        "update/learning_rate", "time/shard_s", "memory/peak_gib",
         "reward/mean", "reward/correct/mean", "advantage/std", "length/completion/mean", "time/rollout_s",
         "time/step_s", "time/step_s_mean10", "throughput/tokens_per_s", "throughput/update_tokens_per_s",
         "eval/accuracy_strict", "eval/mean_at_n", "eval/pass_at_n", "rollout/logprob_diff_max",

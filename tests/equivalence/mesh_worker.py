@@ -100,7 +100,12 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     arch = architecture(mode)
     update, logprob = MODES[mode]
     config_of_update = UpdateConfig(
-        mini_batch_size=3, kl_coef=0.1, entropy_coef=0.01, loss=LOSSES[mode], **update
+        mini_batch_size=3,
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        loss=LOSSES[mode],
+        loss_aggregation="token_mean",
+        **update,
     )
     optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
     critic, critic_params = None, None

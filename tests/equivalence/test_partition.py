@@ -212,7 +212,10 @@ def test_no_cut_changes_the_gradient_of_any_loss(small_arch, small_params, make_
     objective = PolicyObjective.of(config, on_policy=False)
     table = _table(small_arch, small_params, make_batch(20), 1).weighted("seq_mean_token_mean", LONGEST)
     if objective.mini_batch_columns is not None:
-        table = table.with_columns(high_covariance=_chosen(table, 2))
+        chosen = _chosen(table, 2)
+        table = table.with_columns(
+            high_covariance=chosen, moved=np.copysign(chosen, table.columns["advantages"])
+        )
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
     for cutting in CUTTINGS:

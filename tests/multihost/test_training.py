@@ -31,7 +31,9 @@ SETTINGS = (
     "model.tokenizer=builtin:tiny",
 )
 # What depends on how the devices are arranged, or on the time.
-OF_THE_MACHINE = ("time/", "throughput/", "rollout/", "batch/", "global_seqlen/", "update/compilations")
+OF_THE_MACHINE = (
+    *("time/", "throughput/", "memory/", "rollout/", "batch/", "global_seqlen/", "update/compilations"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,15 @@ def test_six_tokens(correction, weights, changed):
     np.testing.assert_array_equal(outside, np.float32(changed))
 
 
+@pytest.mark.parametrize(
+    ("floor", "weights"), [(0.0, [1, 1.5, 3, 0.4]), (0.39, [1, 1.5, 3, 0.4]), (0.41, [1, 1.5, 3, 0])]
+)
+def test_mask_has_a_lower_bound_of_its_own(floor, weights):
+    found, outside = behaviour_weights(OLD[:4], ROLLOUT[:4], correction="mask", cap=4.0, floor=floor)
+    np.testing.assert_allclose(found, np.float32(weights), rtol=1e-5)
+    np.testing.assert_array_equal(outside, np.float32(weights) == 0)
+
+
 def test_a_ratio_above_every_cap_is_held_at_exp_20():
     found, _ = behaviour_weights(OLD, ROLLOUT, correction="truncate", cap=1e12)
     np.testing.assert_allclose(found[4], np.exp(20), rtol=1e-5)

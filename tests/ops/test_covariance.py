@@ -11,13 +11,17 @@ LOGPROBS = np.array([[9, -1, -5, 9], [9, -2, 9, -4], [9, 9, 9, 9]], np.float32)
 # The mean advantage is 0, the mean log-probability -3: the covariances are 2, -2, -1 and 1.
 
 
-def highest(logprobs=LOGPROBS, advantages=ADVANTAGES, mask=MASK, *, ratio):
-    rng = np.random.default_rng(0)
-    columns = tokens_of_highest_covariance(logprobs, advantages, mask, rng, kl_cov_ratio=ratio)
-    (column,) = columns.values()
-    assert list(columns) == ["high_covariance"]
-    assert column.dtype == np.float32
-    return column
+def highest(
+    logprobs=LOGPROBS, advantages=ADVANTAGES, mask=MASK, *, ratio, old=None, column="high_covariance"
+):
+    columns = tokens_of_highest_covariance(
+        *(logprobs, advantages, mask, np.random.default_rng(0)),
+        old_logprobs=logprobs if old is None else old,
+        kl_cov_ratio=ratio,
+    )
+    assert list(columns) == ["high_covariance", "moved"]
+    assert {values.dtype for values in columns.values()} == {np.dtype(np.float32)}
+    return columns[column]
 
 
 def between(lower, upper, ratio, seed=0, logprobs=LOGPROBS, advantages=ADVANTAGES, mask=MASK):
@@ -44,6 +48,13 @@ def test_tokens_of_equal_covariance_are_taken_together():
     logprobs = np.where(LOGPROBS == -5, -3, LOGPROBS)  # mean -2.5: covariances 1.5, -0.5, -0.5, 1.5
     assert highest(logprobs, ratio=0.25).tolist() == [[0, 1, 0, 0], [0, 0, 0, 1], [0] * 4]
     assert not highest(advantages=np.ones_like(ADVANTAGES), ratio=1.0).any()
+
+
+def test_a_chosen_token_has_moved_by_more_than_rounding():
+    old = LOGPROBS - np.array([[0, 0.5, 3, 0], [0, 1, 0, 1e-4], [0] * 4], np.float32)
+    assert highest(ratio=1.0, old=old, column="moved").tolist() == [[0, 1, 0, 0], [0] * 4, [0] * 4]
+    assert highest(ratio=0.25, old=-old, column="moved").tolist() == [[0, -1, 0, 0], [0] * 4, [0] * 4]
+    assert not highest(ratio=1.0, column="moved").any()  # the first optimizer step of a training step
 
 
 def test_tokens_between_covariances():

@@ -117,6 +117,7 @@ def measured(loss, log_ratios, advantages, ids=None, chosen=None, **arguments):
     columns = {"old_logprobs": old, "advantages": jnp.asarray([advantages], jnp.float32)}
     if chosen is not None:
         columns["high_covariance"] = jnp.asarray([chosen], jnp.float32)
+        columns["moved"] = columns["high_covariance"] * jnp.sign(jnp.asarray([log_ratios], jnp.float32))
     ids = jnp.asarray([ids if ids else [0] * len(log_ratios)])
 
     def total(logprobs):

@@ -243,7 +243,7 @@ TINY = (
     ),
 )
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-TIMED = ("time/", "throughput/")
+TIMED = ("time/", "throughput/", "memory/")
 OTHERS = ("rollout/tokens_per_s", "rollout/prefill_s", "rollout/decode_s")
 
 

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from quatrain.parallel import host_memory
@@ -47,3 +49,28 @@ def test_another_system_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: pytest.fail("asked for a C library"))
     host_memory.trim_free_memory()
+
+
+PEAK = """
+import numpy as np
+from quatrain.parallel.host_memory import peak_bytes
+before = peak_bytes()
+large = np.ones(2**28, np.uint8)
+held = peak_bytes()
+del large
+print(before, held, peak_bytes())
+"""
+
+
+def test_the_peak_of_a_cpu_is_the_largest_resident_set_of_the_process():
+    ballast = np.ones(2**29, np.uint8)  # which the process of the test does not inherit
+    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    before, held, after = map(int, run.stdout.split())
+    assert 2**25 < before < ballast.nbytes
+    assert after >= held >= before + 2**26
+
+
+def test_the_peak_of_accelerators_is_that_of_the_fullest_device(monkeypatch):
+    devices = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (5, 7, 6)]
+    monkeypatch.setattr(host_memory.jax, "local_devices", lambda: devices)
+    assert host_memory.peak_bytes() == 7

@@ -18,7 +18,7 @@ from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
 from quatrain.parallel.mesh import one_device
 from quatrain.plan.activations import activations, elements_on_device
-from quatrain.plan.device_memory import PHASES, parse_bytes, render
+from quatrain.plan.device_memory import PHASES, parse_bytes, render, totals_table
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import _zero_total, gradient_program, init_optimizer
 from quatrain.update.micro_batch import MicroBatch
@@ -102,6 +102,15 @@ def test_the_rollout_takes_over_weights_that_lie_as_it_wants_them(final):
     shared_out = final(SMALL, "mesh=1,8,1")
     found = parts(shared_out, devices=8)
     assert found["rollout_weights"] == parts(final(SMALL))["weights"]
+
+
+def test_a_cpu_needs_more_than_the_peak(final):
+    placed = placement(final(SMALL))
+    assert placed.least_on_a_cpu == placed.to_dict()["bytes_per_device"]["at_least_on_a_cpu"]
+    assert placed.least_on_a_cpu - placed.peak == 350 * 2**20
+    assert "at_least_on_a_cpu" in "\n".join(totals_table(placed))
+    for other in (placement(final(SMALL), devices=2), placement(final(SMALL), device_memory=2**30)):
+        assert other.least_on_a_cpu is None
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])

@@ -100,7 +100,12 @@ def train_on(small_arch):
         learner = Learner(
             PolicySpec(small_arch, remat="none"),
             # The tokens of this batch are of several versions.
-            UpdateConfig(mini_batch_size=2, max_tokens_per_device=32, correction="truncate"),
+            UpdateConfig(
+                mini_batch_size=2,
+                max_tokens_per_device=32,
+                correction="truncate",
+                loss_aggregation="token_mean",
+            ),
             LogprobConfig(max_tokens_per_device=32),
             OptimizerConfig(name="sgd", learning_rate=0.0),
             max_new_tokens=8,

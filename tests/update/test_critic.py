@@ -60,7 +60,8 @@ def _same(before, after) -> bool:
 @pytest.fixture
 def make_learner(small_arch, critic_arch):
     def make(*, critic=None, kl_reward=None, reference=None, **update) -> Learner:
-        config = UpdateConfig(mini_batch_size=2, micro_batch_size=5, **update)
+        sizes = {"mini_batch_size": 2, "micro_batch_size": 5, "loss_aggregation": "token_mean"}
+        config = UpdateConfig(**sizes, **update)
         optimizer = OptimizerConfig(name="sgd", learning_rate=0.1, beta1=0.0)
         made = None
         if critic is not None:

@@ -39,7 +39,7 @@ def make_learner(small_arch):
             mini_batch_size=mini_batch_size,
             micro_batch_size=None if max_tokens else micro_batch_size,
             max_tokens_per_device=max_tokens,
-            **(update or {}),
+            **{"loss_aggregation": "token_mean", **(update or {})},
         )
         defaults = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0}
         optimizer = OptimizerConfig(**{**defaults, **(optimizer or {})})
@@ -297,6 +297,22 @@ def test_a_step_that_is_not_finite_is_not_applied(make_learner, make_batch, smal
     assert _changes(small_params["embed"], stopped.value.state.params["embed"]) == 0.0
 
 
+def test_the_schedule_counts_optimizer_steps_that_are_not_applied(make_learner, make_batch, small_params):
+    """Two optimizer steps a training step; the second has none with a signal, the third no finite one."""
+    linear = {"name": "adamw", "learning_rate": 1.0, "schedule": "linear", "beta1": 0.9}
+    learner = make_learner(optimizer=linear, mini_batch_size=2)
+    state, rates = learner.init(_copy(small_params)), []
+    for factor in (1, 0, 1e37, 1):  # the third gradient's norm overflows
+        batch = make_batch(8)
+        batch = replace(batch, advantages=batch.advantages * np.float32(factor))
+        state = learner.step(state, at_version(batch, state.step))
+        rates.append(state.metrics["update/learning_rate"].result())
+    assert rates == pytest.approx([0.9, 0.7, 0.5, 0.3])  # 1 - s / 10 of the steps 1, 3, 5 and 7
+    assert (state.step, state.train_step) == (4, 4)
+    counts = [int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == jnp.int32]
+    assert counts == [4, 8]  # of the moments, whose bias is corrected by applied steps, and of the schedule
+
+
 def test_bfloat16_parameters_have_float32_moments(make_learner, make_batch, small_params):
     learner = make_learner(optimizer={"name": "adamw", "learning_rate": 0.1})
     state = learner.init(jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_params))
@@ -425,6 +441,27 @@ def test_tokens_chosen_over_the_mini_batch_do_not_depend_on_the_cut(
     for state in states[1:]:
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(states[0].params), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_rounding_decides_no_gradient_of_kl_cov(
+    make_learner, make_batch, small_arch, small_params, old_logprobs
+):
+    """In bfloat16 the update rounds otherwise than the sampler and the pass of old log-probabilities."""
+    batch, after = make_batch(11, groups=6), []
+    for coef in (0.0, 100.0):
+        arguments = {"kl_cov_ratio": 0.5, "ppo_kl_coef": coef}
+        update = {"loss": "kl_cov", "old_logprobs": old_logprobs, "loss_args": arguments}
+        learner = make_learner(update, mini_batch_size=6)
+        policy = PolicySpec(small_arch, temperature=0.8, remat="none", dtype="bfloat16")
+        learner.policy = learner.trainer.model = policy
+        rollouts = replace(batch.rollouts, rollout_logprobs=_logprobs(learner, small_params, batch))
+        sampled = replace(batch, rewarded=replace(batch.rewarded, rollouts=rollouts))
+        state = learner.step(learner.init(_copy(small_params)), sampled)
+        assert state.metrics["update/high_covariance_fraction"].result() > 0.2
+        assert state.metrics["update/ratio_max"].result() > 1.001
+        after.append(state.params)
+    assert _changes(*after) == 0
 
 
 def test_truncated_completions_are_left_out_of_numerator_and_denominator(

@@ -174,14 +174,17 @@ def test_columns_of_a_mini_batch_get_the_arguments_of_the_loss():
     advantages = np.array([[0, 2, 2], [0, -2, 0]], np.float32)
     mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
     # Covariances: advantages 4/3, 4/3, -8/3 times log-probabilities 1, 0, -1.
-    chosen = columns(logprobs, advantages, mask, np.random.default_rng(0))
+    old = logprobs + np.float32(0.5)
+    chosen = columns(logprobs, advantages, mask, np.random.default_rng(0), old_logprobs=old)
     assert chosen["high_covariance"].tolist() == [[0, 0, 0], [0, 1, 0]]
+    assert chosen["moved"].tolist() == [[0, 0, 0], [0, -1, 0]]
 
 
 def test_columns_of_a_loss_of_ones_own(objective):
     mine = objective("by_longest", loss_args={"sign": -1})
     zeros = np.zeros((2, 3), np.float32)
-    columns = mine.mini_batch_columns(zeros, zeros, zeros == 0, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    columns = mine.mini_batch_columns(zeros, zeros, zeros == 0, rng, old_logprobs=zeros)
     assert columns["longest"].tolist() == [[-1.5] * 3] * 2
 
 

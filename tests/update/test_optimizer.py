@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,9 @@ import optax
 import pytest
 
 from quatrain.config.schema import OptimizerConfig
+from quatrain.models.architecture import LoRA
+from quatrain.models.lora import trained_part
+from quatrain.models.params import init_params
 from quatrain.update.optimizer import build_optimizer, clip_by_global_norm, learning_rate
 
 
@@ -79,3 +84,40 @@ def test_the_first_moment_in_bfloat16(name, moments):
     assert sizes == {"float32": moments * 256, "bfloat16": moments * 256 - 128}
     near = np.isclose(updates["bfloat16"], updates["float32"], rtol=0.03, atol=0.01)
     assert near.mean() > 0.95  # the sign of a moment near 0 may differ (lion)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
+    """Without a gradient, decayed parameters move by -learning rate x decay x value, and no others."""
+    arch = dataclasses.replace(
+        small_arch,
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "post_norms"), True),
+        lora=LoRA(rank, 2.0, ("qkv", "down")) if rank else None,
+    )
+    params = trained_part(jax.tree.map(jnp.ones_like, init_params(arch, jax.random.key(0))), arch)
+    config = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.1)
+    optimizer = build_optimizer(config, total_steps=1)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    layer = {"qkv", "o", "gate_up", "down"}
+    if rank:
+        layer = {"qkv_lora_a", "qkv_lora_b", "down_lora_a", "down_lora_b"}
+    assert {key for key, update in updates["layers"][1].items() if update.any()} == layer
+    moved = {key for key, update in updates.items() if key != "layers" and update.any()}
+    assert moved == (set() if rank else {"embed"})
+    for leaf in jax.tree.leaves(updates):
+        np.testing.assert_allclose(leaf, -0.05 if leaf.any() else 0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_the_place_in_the_schedule_is_not_the_number_of_applied_steps(name):
+    config = OptimizerConfig(name=name, learning_rate=1.0, schedule="linear")
+    optimizer = build_optimizer(config, total_steps=8)
+    params, grads = jnp.zeros(2), jnp.array([0.3, 0.4])
+    state = optimizer.init(params)
+    first, _ = optimizer.update(grads, state, params)
+    sixth, state = optimizer.update(grads, state, params, schedule_step=np.int32(6))
+    np.testing.assert_allclose(sixth, 0.25 * first, rtol=1e-6)
+    counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    assert counts == [1, 7] if name != "sgd" else [7]  # those of the moments, and of the schedule

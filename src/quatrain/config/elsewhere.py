@@ -83,10 +83,13 @@ _NAMES = {
 }
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names}
 """The last part, or the last parts, of another library's key -> the key here."""
+_ALONE = {name: f"optimizer.{name}" for name in ("learning_rate", "warmup_steps")}
+"""Keys of other libraries without a section, which keys of several sections here are called too."""
 
 
 def key_for(name: str) -> str | None:
     """The key here of another library's key, such as `actor_rollout_ref.actor.optim.lr`; None if unknown."""
     parts = name.split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((NAMES_ELSEWHERE[tail] for tail in tails if tail in NAMES_ELSEWHERE), None)
+    found = next((NAMES_ELSEWHERE[tail] for tail in tails if tail in NAMES_ELSEWHERE), None)
+    return found or _ALONE.get(name)

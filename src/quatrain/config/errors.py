@@ -61,10 +61,11 @@ def rule(detail: Mapping[str, Any]) -> str:
     return text if text.startswith("must") else f"must be {text}"
 
 
-def nearest_key(key: str, valid: Iterable[str]) -> str:
-    """The valid dotted key most similar to `key`, by the full path or by the last part alone.
+def nearest_keys(key: str, valid: Iterable[str]) -> list[str]:
+    """The valid dotted keys most similar to `key`, by the full path or by the last part alone.
 
-    The last part alone finds a key that the user put into the wrong section.
+    The last part alone finds a key that the user put into the wrong section, or into none: then there are as
+    many as there are sections with such a key.
     """
 
     def similarity(candidate: str) -> float:
@@ -72,7 +73,9 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
         last = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return max(whole, 0.9 * last)
 
-    return max(valid, key=similarity)
+    similarities = {candidate: similarity(candidate) for candidate in valid}
+    most = max(similarities.values())
+    return [candidate for candidate, value in similarities.items() if value == most]
 
 
 def listed(names: Iterable[object]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, get_origin
 import yaml
 
 from quatrain.config.elsewhere import key_for
-from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_key, shown
+from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
 from quatrain.config.schema import Config, Section
 
 MAX_CHARS = 2**17
@@ -263,5 +263,5 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
             if known := key_for(key):
                 problems[-1] += f"; here it is {known!r}"
                 return
-            nearest = nearest_key(key, keys if len(path) > 1 else [*keys, *nested])
-            problems[-1] += f"; the nearest valid key is {nearest!r}"
+            nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
+            problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"

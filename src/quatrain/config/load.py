@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from quatrain.config.derive import derived_values, value_at, warnings_about
-from quatrain.config.errors import ConfigError, rule, shown
+from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.layers import (
     QUICKSTART,
     KeyPath,
@@ -34,6 +34,10 @@ from quatrain.config.secrets import REDACTED
 
 DEFAULT = "default"
 DERIVED = "derived"
+MODEL, RANK = ("model", "path"), ("lora", "rank")
+SFT_STEPS, SFT_RATE = ("sft", "steps"), ("sft", "learning_rate")
+ITS_SECTIONS, ITS_KEYS = ("sft", "optimizer"), (("model", "remat"),)
+"""What the quickstart sets for a small model with random weights, and no other should have."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,11 @@ def load_config(
     environ = os.environ if environ is None else environ
     file = None if path is None else Path(path)
     from_overrides, from_environment = override_layer(overrides), environment_layer(environ)
+    from_file, unsuitable = file_layer(file), list[str]()
+    if file is None:
+        from_file, unsuitable = _for_the_model(from_file, [*from_overrides, *from_environment])
     merged = _Merge()
-    merged.add(file_layer(file))
+    merged.add(from_file)
     merged.add(from_overrides)
     merged.add(from_environment)
     merged.refuse_redacted()
@@ -74,8 +81,34 @@ def load_config(
     derived = derived_values(config, stem, environ, now or datetime.now(UTC))
     merged.add(Setting(tuple(key.split(".")), value, DERIVED) for key, value in derived.items())
     config = merged.config()
-    warnings = _overridden(from_overrides, from_environment) + warnings_about(config, environ)
+    warnings = [*_overridden(from_overrides, from_environment), *unsuitable, *warnings_about(config, environ)]
     return Resolved(config, merged.provenance(config), warnings)
+
+
+def _for_the_model(
+    quickstart: Sequence[Setting], later: Sequence[Setting]
+) -> tuple[list[Setting], list[str]]:
+    """The quickstart's settings without those that suit its model alone, if `later` layers train another.
+
+    With adapters its learning rates, which are for all weights, stay; both cases give warnings.
+    """
+    values = {setting.path: setting.value for setting in (*quickstart, *later)}
+    model = next(setting.value for setting in quickstart if setting.path == MODEL)
+    if values[MODEL] != model:
+        used = [s for s in quickstart if s.path[0] not in ITS_SECTIONS and s.path not in ITS_KEYS]
+        return used, [
+            f"model.path is not the quickstart's {model}, and without a CONFIG the defaults hold for "
+            f"{listed([*ITS_SECTIONS, *map('.'.join, ITS_KEYS)])}, whose values in the quickstart suit that "
+            "model alone; set what you need, as --set optimizer.learning_rate=…"
+        ]
+    idle = {setting.path for setting in later} | ({SFT_RATE} if not values[SFT_STEPS] else set())
+    rates = [s for s in quickstart if s.path[-1] == "learning_rate" and s.path not in idle]
+    return list(quickstart), [
+        f"lora.rank is {shown(values[RANK])} and {rate.key} is the quickstart's {rate.value:g}, for training "
+        f"all weights: adapters need about ten times as much; set {rate.key}={10 * rate.value:g}"
+        for rate in rates
+        if values.get(RANK)
+    ]
 
 
 class _Merge:

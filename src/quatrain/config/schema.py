@@ -105,6 +105,13 @@ ADVANTAGE_SCALES = {
     "gae": ("batch", "none"),
 }
 """The values of `advantage.scale` that each estimator of `ops/advantages.py` accepts, its default first."""
+AGGREGATION_OF_LOSS = {
+    "gspo": "seq_mean_token_mean",
+    "gmpo": "seq_mean_token_mean",
+    "sapo": "seq_mean_token_mean",
+}
+AGGREGATION_OF_ESTIMATOR = {"dr_grpo": "seq_mean_token_sum_norm"}
+"""The aggregation of the paper of a loss or an estimator whose objective is not `token_mean`."""
 REWARD_MODEL = "model:"
 """How an entry of `reward.functions` begins if it is the path of a reward model."""
 POLICY_LOSSES = (
@@ -366,8 +373,12 @@ class SFTConfig(Section):
         "assistant's; a data set or a list of them, as `data.train`; derived: `data.train`.",
     )
     batch_size: Count = Field(64, description="Demonstrations per optimizer step, over all devices.")
-    learning_rate: float = Field(
-        1e-3, ge=0, description="Peak learning rate, between a linear warm-up and a cosine decay to zero."
+    learning_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Peak learning rate, between a linear warm-up and a cosine decay to zero; derived: 1e-3 "
+        "for a built-in model, whose weights are random, else 1e-5; ten times that with adapters "
+        "(`lora.rank`).",
     )
     warmup_steps: NonNegative = Field(10, description="Optimizer steps of linear warm-up.")
 
@@ -822,12 +833,14 @@ class UpdateConfig(Section):
         description="Upper bound on the loss of a token with negative advantage A, as a multiple of |A|; "
         "null: no bound.",
     )
-    loss_aggregation: Literal[
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
-    ] = Field(
-        "token_mean",
+    loss_aggregation: (
+        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] | None
+    ) = Field(
+        None,
         description="How the token losses are weighted; formulas: "
-        "[algorithms.md](algorithms.md#aggregation).",
+        "[algorithms.md](algorithms.md#aggregation); derived: `seq_mean_token_mean` for the losses `gspo`, "
+        "`gmpo` and `sapo`, `seq_mean_token_sum_norm` for `advantage.estimator: dr_grpo` with another loss, "
+        "as in their papers; else `token_mean`.",
     )
     kl_coef: float = Field(
         0.0,
@@ -856,19 +869,25 @@ class UpdateConfig(Section):
         "auto",
         description="Old log-probabilities, in the denominator of the probability ratio: `recompute`: "
         "computed by the trainer; `auto`: computed by the trainer only if a training step has several "
-        "optimizer steps, else the ratio is 1; `rollout`: those of the sampler.",
+        "optimizer steps, else the ratio is 1; `rollout`: those of the sampler, which must draw from the "
+        "policy's whole distribution.",
     )
     correction: Literal["none", "truncate", "mask"] | None = Field(
         None,
         description="Correction for tokens that older weights sampled than those at the start of the "
         "training step, another engine, or weights rounded otherwise: the policy loss of a token is "
         "multiplied by the ratio of the two probabilities, at most `update.correction_cap` (`truncate`), "
-        "or by 0 where the ratio is above the cap or below its inverse (`mask`); derived: `truncate` if "
-        "`rollout.max_staleness` is above 0, `rollout.servers` is set or `model.dtype` is bfloat16, but "
-        "`none` with `update.old_logprobs: rollout` and with a sampling filter; else `none`.",
+        "or by 0 where the ratio is above the cap or below `update.correction_floor` (`mask`); derived: "
+        "`truncate` if `rollout.max_staleness` is above 0, `rollout.servers` is set or `model.dtype` is "
+        "bfloat16, but `none` with `update.old_logprobs: rollout` and with a sampling filter; else `none`.",
     )
     correction_cap: float = Field(
-        2.0, ge=1, description="Bound of the ratio of probabilities in `update.correction`."
+        2.0, ge=1, description="Upper bound of the ratio of probabilities in `update.correction`."
+    )
+    correction_floor: Fraction | None = Field(
+        None,
+        description="Lower bound of the ratio in `update.correction: mask`; derived for `mask`: 1 / "
+        "`update.correction_cap`. 0: none.",
     )
     mask_truncated: bool = Field(
         False,
@@ -911,12 +930,17 @@ class LogprobConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule, which counts optimizer steps."""
+    """The optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
     name: Literal["adamw", "lion", "sgd"] = Field(
         "adamw", description="Optimizer; `sgd` has momentum `beta1`."
     )
-    learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    learning_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Peak learning rate; derived: 1e-6, or 1e-5 with adapters (`lora.rank`), which need "
+        "about ten times as much.",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="How the learning rate changes after the warm-up."
     )
@@ -926,7 +950,11 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = Field(
         0.0, description="Final learning rate of `linear` and `cosine`, as a fraction of the peak."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; must be 0 for sgd.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay of all parameters but norms and biases; must be 0 for sgd.",
+    )
     beta1: Fraction = Field(0.9, description="Decay of the first moment; momentum of sgd.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment (adamw, lion).")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update (adamw).")
@@ -953,7 +981,7 @@ class OptimizerConfig(Section):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps."""
+    """The critic's optimizer and its learning-rate schedule, which counts optimizer steps, applied or not."""
 
     learning_rate: float = Field(1e-5, ge=0, description="Peak learning rate.")
 
@@ -1418,6 +1446,24 @@ class Config(Section):
                 "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: "
                 "the difference would count twice; set one of the two to its default",
                 asked,
+            )
+        if update.correction_floor is not None and update.correction not in (None, "mask"):
+            raise PydanticCustomError(
+                "across_sections",
+                "has no effect for update.correction {correction}; set update.correction to mask, or null",
+                {
+                    "key": "update.correction_floor",
+                    "value": update.correction_floor,
+                    "correction": update.correction,
+                },
+            )
+        if update.old_logprobs == "rollout" and not rollout.samples_the_policy:
+            raise PydanticCustomError(
+                "across_sections",
+                "must not be rollout with rollout.top_p, top_k, min_p or temperature 0: the sampler's "
+                "log-probabilities are those of another distribution than the policy's, so that the ratio, "
+                "and a KL in the reward, would count the filter; unset these, or set auto or recompute",
+                {"key": "update.old_logprobs", "value": update.old_logprobs},
             )
         if corrected and not rollout.samples_the_policy:
             raise PydanticCustomError(

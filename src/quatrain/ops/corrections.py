@@ -17,20 +17,26 @@ Correction = Literal["truncate", "mask"]
 
 
 def behaviour_weights(
-    old_logprobs: jax.Array, rollout_logprobs: jax.Array, *, correction: Correction, cap: float
+    old_logprobs: jax.Array,
+    rollout_logprobs: jax.Array,
+    *,
+    correction: Correction,
+    cap: float,
+    floor: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Importance weights of tokens, from the policy at the start of the step to the one that sampled them.
 
     With rho = exp(clamp(old_logprobs - rollout_logprobs, -20, 20)):
     `truncate`: w = min(rho, cap), biased towards 0 where rho is above the cap;
-    `mask`: w = rho where 1 / cap <= rho <= cap, else 0: the token's loss counts for nothing. In a loss that
+    `mask`: w = rho where floor <= rho <= cap, else 0: the token's loss counts for nothing. In a loss that
     couples the tokens of a sequence, as `gmpo` does, the token still has a gradient through the others.
 
     Args:
         old_logprobs: of the policy before the first optimizer step of the training step, any shape, nats.
         rollout_logprobs: of the distribution that the token was drawn from, the same shape.
         correction: which of the two.
-        cap: the bound, >= 1.
+        cap: the upper bound, >= 1.
+        floor: the lower bound of `mask`, in [0, 1]; None: 1 / cap.
 
     Returns:
         w, float32, through which no gradient flows, and 1.0 where the bound changed the weight, else 0.0,
@@ -43,5 +49,5 @@ def behaviour_weights(
     rho = jax.lax.stop_gradient(jnp.exp(log_ratio))
     if correction == "truncate":
         return jnp.minimum(rho, cap), (rho > cap).astype(jnp.float32)
-    outside = (rho > cap) | (rho < 1 / cap)
+    outside = (rho > cap) | (rho < (1 / cap if floor is None else floor))
     return jnp.where(outside, 0.0, rho), outside.astype(jnp.float32)

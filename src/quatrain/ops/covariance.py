@@ -1,7 +1,8 @@
 """Tokens chosen by the covariance of their log-probability and advantage, for `clip_cov` and `kl_cov`.
 
 Data flow: log-probabilities and advantages of a whole mini-batch -> here (host-side numpy), before it is cut
-into micro-batches -> the column `high_covariance`, 1.0 on chosen tokens -> the losses in `ops/losses.py`.
+into micro-batches -> the column `high_covariance`, 1.0 on chosen tokens, and for `kl_cov` the column
+`moved` -> the losses in `ops/losses.py`.
 
 Both functions follow "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
 2505.22617): an update lowers the policy's entropy mainly through the few tokens whose log-probability and
@@ -14,6 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from quatrain.ops.masked import mean_and_std
+
+LEAST_DISTANCE = 1e-3
+"""Log-ratios up to this, in nats, count as 0 where their sign decides a gradient: rounding may reverse it."""
 
 
 def tokens_between_covariances(
@@ -59,6 +63,7 @@ def tokens_of_highest_covariance(
     mask: np.ndarray,
     rng: np.random.Generator,
     *,
+    old_logprobs: np.ndarray,
     kl_cov_ratio: float,
 ) -> dict[str, np.ndarray]:
     """Takes the max(1, floor(ratio N)) tokens of highest covariance, if it is above 0.
@@ -72,10 +77,12 @@ def tokens_of_highest_covariance(
         logprobs, advantages: [B, T] floats.
         mask: [B, T] bool, True on completion tokens.
         rng: unused.
+        old_logprobs: [B, T] floats, to which the ratio of the loss is taken.
         kl_cov_ratio: fraction of the completion tokens, in [0, 1].
 
     Returns:
-        `high_covariance`: [B, T] float32, 1 on the chosen tokens and 0 elsewhere.
+        `high_covariance`: [B, T] float32, 1 on the chosen tokens and 0 elsewhere; `moved`: [B, T] float32, on
+        the chosen tokens the sign of logprobs - old_logprobs where it is beyond `LEAST_DISTANCE`, else 0.
 
     Raises:
         ValueError: for a fraction outside [0, 1].
@@ -83,7 +90,10 @@ def tokens_of_highest_covariance(
     _check_ratio("kl_cov_ratio", kl_cov_ratio)
     covariances = _covariances(logprobs, advantages, mask)
     least = np.sort(covariances)[-_number(kl_cov_ratio, covariances.size) :].min(initial=np.inf)
-    return _column((covariances >= least) & (covariances > 0), mask)
+    chosen = _column((covariances >= least) & (covariances > 0), mask)
+    distance = logprobs - old_logprobs
+    moved = np.where(np.abs(distance) > LEAST_DISTANCE, np.sign(distance), 0)
+    return {**chosen, "moved": (moved * chosen["high_covariance"]).astype(np.float32)}
 
 
 def _covariances(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -20,9 +20,6 @@ from quatrain.ops.covariance import tokens_between_covariances, tokens_of_highes
 from quatrain.ops.kl import MAX_LOG_RATIO
 from quatrain.ops.tokens import ScoredTokens, TokenLoss, with_mini_batch_columns
 
-LEAST_DISTANCE = 1e-3
-"""Log-ratios up to this, in nats, count as 0 where only their absolute value is used."""
-
 
 def ppo_clip(
     tokens: ScoredTokens, *, clip_low: float, clip_high: float, dual_clip: float | None
@@ -198,18 +195,21 @@ def kl_cov(tokens: ScoredTokens, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: flo
     `ops/covariance.py:tokens_of_highest_covariance`, which also says what differs from verl.
 
     Args:
-        tokens: reads `logprobs`, `old_logprobs`, `advantages` and the column `high_covariance`.
+        tokens: reads `logprobs`, `old_logprobs`, `advantages` and the columns `high_covariance` and `moved`.
         kl_cov_ratio: fraction of the completion tokens that are chosen, in [0, 1]; at least one is.
-        ppo_kl_coef: weight of their |d|. A |d| of at most `LEAST_DISTANCE` counts as 0: in the first
-            optimizer step of a training step d is a rounding error, whose sign would decide the gradient.
+        ppo_kl_coef: weight of their |d|, which is `moved` x d: the sign, which is the gradient, is that of
+            the whole mini-batch's log-probabilities. It is 0 in the first optimizer step of a training step,
+            where d is the rounding error of a micro-batch, and for a |d| of at most `LEAST_DISTANCE`.
 
     Returns:
         The token loss, and as a mean the fraction of tokens chosen, `high_covariance_fraction`.
     """
-    log_ratio, chosen = _log_ratio(tokens), tokens.column("high_covariance")
-    pays = (chosen > 0) & (jnp.abs(log_ratio) > LEAST_DISTANCE)
-    penalty = jnp.where(pays, ppo_kl_coef * jnp.abs(log_ratio), 0)
-    return TokenLoss(-jnp.exp(log_ratio) * tokens.advantages + penalty, {"high_covariance_fraction": chosen})
+    log_ratio = _log_ratio(tokens)
+    penalty = ppo_kl_coef * tokens.column("moved") * log_ratio
+    return TokenLoss(
+        -jnp.exp(log_ratio) * tokens.advantages + penalty,
+        {"high_covariance_fraction": tokens.column("high_covariance")},
+    )
 
 
 def _log_ratio(tokens: ScoredTokens) -> jax.Array:

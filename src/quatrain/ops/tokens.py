@@ -153,11 +153,13 @@ class TokenLoss:
 
 
 MiniBatchColumns = Callable[..., dict[str, np.ndarray]]
-"""(logprobs, advantages, mask, rng, **arguments of the loss that it names) -> columns by name.
+"""(logprobs, advantages, mask, rng, **others that it names) -> columns by name.
 
 Host-side: `logprobs` [B, T] float32 of the policy at the start of the optimizer step, `advantages` [B, T]
 float32 and `mask` [B, T] bool of the completion tokens, for the whole mini-batch, and a numpy random
-generator. Each column is [B, T] float32, 0 outside the mask.
+generator. Others are arguments of the loss, and `old_logprobs` [B, T] float32, to which the ratio is taken;
+in the first optimizer step on tokens of the current policy they are `logprobs`, to the bit. Each column is
+[B, T] float32, 0 outside the mask.
 """
 
 

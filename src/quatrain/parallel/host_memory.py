@@ -1,14 +1,18 @@
-"""Host memory: returns memory that the compiler has freed to the operating system.
+"""Memory of this process: its peak, and the return of what the compiler has freed to the operating system.
 
-Used by the update, which compiles the largest programs and has the highest peak of memory.
+Used by the update, which compiles the largest programs and has the highest peak, and by runs, which log it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import jax
 
 from quatrain.parallel.compilations import num_compilations
 
@@ -33,3 +37,28 @@ def trim_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def peak_bytes() -> int | None:
+    """The most bytes that were in use so far on any device of this process; None where nothing tells.
+
+    The devices of a CPU do not tell: there it is the largest resident set of the process, its children not
+    counted.
+    """
+    told = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]
+    return max(peaks) if peaks else _resident_peak()
+
+
+def _resident_peak() -> int | None:
+    if sys.platform == "linux":
+        # Not `ru_maxrss`, which a process inherits from the one that started it.
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return 1024 * int(found[1])
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -22,6 +22,9 @@ TRAIN, REFERENCE, CRITIC, REWARD = "train", "reference", "critic", "reward"
 CRITIC_PHASES = CRITIC_GRADIENT, CRITIC_STEP = "critic_gradient", "critic_optimizer_step"
 PHASES = ROLLOUT, GRADIENT, STEP, *_ = "rollout", "gradient", "optimizer_step", *CRITIC_PHASES
 
+PROCESS_BYTES = 350 * 2**20
+"""Resident memory of a process on a CPU without its arrays: Python, JAX and the programs of a small model."""
+
 
 @dataclass(frozen=True)
 class ParameterKind:
@@ -105,6 +108,15 @@ class Placement:
         return max(size for _, _, size in self.totals().values())
 
     @property
+    def least_on_a_cpu(self) -> int | None:
+        """Bytes that the process of a run on one CPU needs at least; None on several devices or accelerators.
+
+        The parts are those of an accelerator, on which a process needs nothing of the device for itself.
+        """
+        alone = self.roles.train.mesh.num_devices == 1 and len(self.role_groups) == 1 and not self.elsewhere
+        return self.peak + PROCESS_BYTES if alone and self.device_memory is None else None
+
+    @property
     def largest(self) -> int:
         """The largest total on any device of the run, those of a rollout worker among them."""
         return max(self.peak, self.worker.peak if self.worker else 0)
@@ -138,6 +150,8 @@ class Placement:
         """Bytes by part and totals by phase, with what they are."""
         totals = {key: size for key, (_, _, size) in self.totals().items()}
         sizes = {**{part.key: part.num_bytes for part in self.parts}, **totals, "peak": self.peak}
+        if self.least_on_a_cpu is not None:
+            sizes["at_least_on_a_cpu"] = self.least_on_a_cpu
         return {"bytes_per_device": sizes, "why": {part.key: part.why for part in self.parts}}
 
 
@@ -207,7 +221,14 @@ def _totals(result: Placement) -> list[Part]:
     ]
     known = result.device_memory
     share = "" if known is None else f"{result.peak / known:.0%} of {in_units(known)}"
-    return [*totals, Part("peak", result.peak, share)]
+    rows = [*totals, Part("peak", result.peak, share)]
+    if result.least_on_a_cpu is not None:
+        why = (
+            f"peak + {in_units(PROCESS_BYTES)} for Python, JAX and compiled programs; what is merged, copied "
+            "and compiled comes on top: memory/peak_gib is logged at each step"
+        )
+        rows.append(Part("at_least_on_a_cpu", result.least_on_a_cpu, why))
+    return rows
 
 
 def _table(rows: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:

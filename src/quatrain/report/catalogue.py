@@ -77,7 +77,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "update/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the gradient before clipping, mean over optimizer steps."
     ),
-    "update/learning_rate": MetricDoc("1", "last", "Learning rate of the last optimizer step."),
+    "update/learning_rate": MetricDoc(
+        "1", "last", "Learning rate of the last optimizer step, applied or not."
+    ),
     "update/optimizer_steps": MetricDoc("steps", "sum", "Optimizer steps applied in this training step."),
     "update/bad_steps": MetricDoc(
         "steps", "sum", "Optimizer steps not applied because loss or gradient was not finite."
@@ -132,7 +134,9 @@ CATALOGUE: dict[str, MetricDoc] = {
     "critic/grad_norm": MetricDoc(
         "1", "mean", "Global norm of the critic's gradient before clipping, mean over optimizer steps."
     ),
-    "critic/learning_rate": MetricDoc("1", "last", "Learning rate of the critic's last optimizer step."),
+    "critic/learning_rate": MetricDoc(
+        "1", "last", "Learning rate of the critic's last optimizer step, applied or not."
+    ),
     "critic/optimizer_steps": MetricDoc(
         "steps", "sum", "Optimizer steps of the critic applied in this training step."
     ),
@@ -424,6 +428,12 @@ CATALOGUE: dict[str, MetricDoc] = {
     ),
     "time/<stage>_s_mean10": MetricDoc(
         "s", "mean", "Mean of `time/<stage>_s` over the last 10 steps in which the stage ran."
+    ),
+    "memory/peak_gib": MetricDoc(
+        "GiB",
+        "max",
+        "Most memory in use since the start, on the device of the main process that used the most; on a CPU, "
+        "the largest resident set of the main process, without workers' processes.",
     ),
     "throughput/tokens_per_s": MetricDoc(
         "tokens/s",

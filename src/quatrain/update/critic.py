@@ -66,6 +66,7 @@ class Critic:
     ):
         assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert config.epochs is not None, "epochs are derived before they come here"
+        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.model, self.config, self.seed = model, config, seed
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps
@@ -111,29 +112,29 @@ class Critic:
         assert table.group_ids is not None
         objective = ValueObjective(self.config.clip_value)
         state = replace(state, params=to_memory("device", state.params))
-        for rows in mini_batches_of_step(
+        for place, rows in mini_batches_of_step(
             table.group_ids, self.mini_batch_size, epochs=self.epochs, seed=self.seed, train_step=train_step
         ):
             mini = table.take(rows)
             if not mini.completion_mask.any():
                 continue
-            state = self.trainer.step(state, self.weighted(mini), objective, totals)
+            state = self.trainer.step(state, self.weighted(mini), objective, totals, place)
             if totals.bad and state.bad_steps >= max_bad_steps:
                 break
-        return self._put_away(state), self._metrics(state, table, totals)
+        return self._put_away(state), self._metrics(table, totals, self.trainer.rate(place))
 
     def _put_away(self, state: ModelState) -> ModelState:
         """`state` with its parameters in the memory in which they wait."""
         return replace(state, params=to_memory(self._memory, state.params))
 
-    def _metrics(self, state: ModelState, table: TokenTable, totals: StepTotals) -> dict[str, Metric]:
+    def _metrics(self, table: TokenTable, totals: StepTotals, rate: float) -> dict[str, Metric]:
         mask = table.completion_mask
         explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
         renamed = {"loss": "critic/loss", "update/grad_norm": "critic/grad_norm"}
         metrics = {renamed.get(name, name): metric for name, metric in totals.metrics.items()}
         metrics = {name: metric for name, metric in metrics.items() if name.startswith("critic/")}
         metrics |= {
-            "critic/learning_rate": Metric(self.trainer.rate(state)),
+            "critic/learning_rate": Metric(rate),
             "critic/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "critic/bad_steps": Metric(totals.bad, reduction="sum"),
         }

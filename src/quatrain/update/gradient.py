@@ -198,6 +198,7 @@ def _apply(
     total: Any,
     loss: jax.Array,
     draw: np.ndarray | None = None,
+    schedule_step: np.int32 | None = None,
     *,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
@@ -208,7 +209,7 @@ def _apply(
     def apply(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         update = optax.with_extra_args_support(optimizer).update
-        updates, opt_state = update(grads, opt_state, master, global_norm=norm)
+        updates, opt_state = update(grads, opt_state, master, global_norm=norm, schedule_step=schedule_step)
         return round_tree(jax.tree.map(jnp.add, master, updates), params, draw), opt_state
 
     def leave(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
@@ -274,19 +275,27 @@ def optimizer_step(
     optimizer: optax.GradientTransformation,
     residuals: ResidualMemory | None = None,
     draw: np.ndarray | None = None,
+    schedule_step: int | None = None,
 ) -> tuple[Any, Any, bool, dict[str, Metric]]:
     """One optimizer step: (params, optimizer state, applied, metrics). Donates what is trained, and state.
 
     A step whose loss or gradient is not finite is not applied: both come back as they were. State that lies
     in the host's memory is brought to the devices for the step, and back. New bfloat16 parameters are rounded
-    stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number.
+    stochastically if there is a `draw` (`ops.rounding.round_tree`), else to the nearest number. The learning
+    rate is that of `schedule_step`; None: of the step after the last that was applied.
     """
     grads, stats = sum_gradients(params, batches, model=model, objective=objective, residuals=residuals)
     trained = model.trained(params)
     places = jax.tree.map(lambda x: x.sharding, (trained, opt_state))
     with trim_after_compiling():
         trained, opt_state, norm, finite = _apply(
-            trained, to_memory("device", opt_state), grads, stats["sum"]["loss"], draw, optimizer=optimizer
+            trained,
+            to_memory("device", opt_state),
+            grads,
+            stats["sum"]["loss"],
+            draw,
+            None if schedule_step is None else np.int32(schedule_step),
+            optimizer=optimizer,
         )
     trained, opt_state = reshard((trained, opt_state), places)
     params = model.with_trained(params, trained)

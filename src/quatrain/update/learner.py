@@ -104,6 +104,7 @@ class Learner:
         logs_logprobs: bool = False,
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
+        assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
         self.objective = PolicyObjective.of(update, on_policy=True)
         read = self.objective.check()
         sampler_ratio = update.old_logprobs == "rollout" and "old_logprobs" in read
@@ -111,7 +112,7 @@ class Learner:
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy = policy
         self.config = update
-        self.mini_batch_size = update.mini_batch_size
+        self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
         cut = partial(policy.cutting, share_prompts=update.shares_prompts)
         self.logprob_cutting = cut(logprob)
         self.trainer = Trainer(
@@ -195,7 +196,7 @@ class Learner:
         after_critic = time.perf_counter()
         resting = self.critic is not None and state.train_step < self.critic.warmup_steps
         if not resting:
-            state, policy_metrics = self._policy_step(state, batch, totals)
+            state, policy_metrics = self._policy_step(state, batch, totals, fresh=not stale)
             metrics |= policy_metrics
         finished = time.perf_counter()
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
@@ -232,34 +233,34 @@ class Learner:
         return int(stale.sum())
 
     def _policy_step(
-        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals, *, fresh: bool
     ) -> tuple[TrainState, dict[str, Metric]]:
         began = time.perf_counter()
         waiting = state.params
         state = replace(state, params=to_memory("device", waiting))
-        group_ids = batch.rollouts.group_ids
-        num_parts = -(-len(np.unique(group_ids)) // self.mini_batch_size)
-        on_policy = self.config.old_logprobs == "auto" and num_parts * self.config.epochs == 1
-        table = self._policy_table(state.params, batch, on_policy)
-        table = self._without_zero_signal(table, totals)
-        prepared = time.perf_counter()
-        objective = replace(self.objective, on_policy=on_policy)
-        for rows in mini_batches_of_step(
-            group_ids,
+        mini_batches = mini_batches_of_step(
+            batch.rollouts.group_ids,
             self.mini_batch_size,
             epochs=self.config.epochs,
             seed=self.seed,
             train_step=state.train_step,
-        ):
+            resting_steps=self.critic.warmup_steps if self.critic else 0,
+        )
+        on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
+        table = self._policy_table(state.params, batch, on_policy)
+        table = self._without_zero_signal(table, totals)
+        prepared = time.perf_counter()
+        objective = replace(self.objective, on_policy=on_policy)
+        for place, rows in mini_batches:
             mini = table.take(rows)
             advantages = mini.columns["advantages"][mini.completion_mask]
             signal = advantages.any() or self.config.kl_coef or self.config.entropy_coef
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
-            mini = self._with_own_columns(state, mini, totals)
-            mini = mini.weighted(self.config.loss_aggregation, self.max_new_tokens)
-            state = self.trainer.step(state, mini, objective, totals)
+            mini = self._with_own_columns(state, mini, totals, fresh=fresh)
+            mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
+            state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
                 break
         # A base under adapters goes on waiting where it is: it is not copied again.
@@ -267,7 +268,7 @@ class Learner:
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
         return state, totals.metrics | {
-            "update/learning_rate": Metric(self.trainer.rate(state)),
+            "update/learning_rate": Metric(self.trainer.rate(place)),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
@@ -275,17 +276,26 @@ class Learner:
             "time/shard_s": Metric(totals.shard_s),
         }
 
-    def _with_own_columns(self, state: TrainState, mini: TokenTable, totals: StepTotals) -> TokenTable:
-        """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut."""
+    def _with_own_columns(
+        self, state: TrainState, mini: TokenTable, totals: StepTotals, *, fresh: bool
+    ) -> TokenTable:
+        """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut.
+
+        `fresh`: whether the weights at the start of the training step have sampled all tokens.
+        """
         columns_of = self.objective.mini_batch_columns
         if columns_of is None:
             return mini
         number = totals.applied + totals.bad + totals.skipped
-        known = mini.columns.get("old_logprobs") if self.config.old_logprobs != "rollout" else None
-        if known is None or totals.applied:
+        old = mini.columns.get("old_logprobs")
+        known = old if self.config.old_logprobs != "rollout" and not totals.applied else None
+        if known is None:
             known = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+        if old is None or (fresh and not totals.applied):
+            old = known  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
-        return mini.with_columns(**columns_of(known, mini.columns["advantages"], mini.completion_mask, rng))
+        inputs = known, mini.columns["advantages"], mini.completion_mask, rng
+        return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -39,6 +38,7 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     correction: Correction | None = None
     correction_cap: float = 2.0
+    correction_floor: float | None = None
 
     @classmethod
     def of(cls, config: UpdateConfig, *, on_policy: bool) -> PolicyObjective:
@@ -67,22 +67,29 @@ class PolicyObjective:
             config.entropy_coef,
             None if config.correction is None or config.correction == "none" else config.correction,
             config.correction_cap,
+            config.correction_floor,
         )
 
     @property
     def mini_batch_columns(self) -> MiniBatchColumns | None:
         """What computes the loss's columns from a whole mini-batch; None for a loss without such columns.
 
-        A function `(logprobs, advantages, mask, rng) -> columns`, described in `ops/tokens.py`: the one that
-        `with_mini_batch_columns` gave the loss, with those of the loss's arguments that it names.
+        A function `(logprobs, advantages, mask, rng, old_logprobs) -> columns`: the one that
+        `with_mini_batch_columns` gave the loss (`ops/tokens.py`), with what it names of the loss's arguments.
         """
         function = getattr(self.loss, "mini_batch_columns", None)
         if function is None:
             return None
         parameters = inspect.signature(self.loss).parameters.values()
         arguments = {p.name: p.default for p in parameters} | dict(self.arguments)
-        named = [name for name in inspect.signature(function).parameters if name in arguments]
-        return partial(function, **{name: arguments[name] for name in named})
+        names = inspect.signature(function).parameters
+        named = {name: arguments[name] for name in names if name in arguments}
+
+        def columns(*inputs: Any, old_logprobs: np.ndarray) -> dict[str, np.ndarray]:
+            old = {"old_logprobs": old_logprobs} if "old_logprobs" in names else {}
+            return function(*inputs, **named, **old)
+
+        return columns
 
     def __call__(self, tokens: ScoredTokens) -> TokenLoss:
         """Token loss [R, K] and its metrics under the names they are logged with."""
@@ -91,7 +98,7 @@ class PolicyObjective:
             tokens = _with_old_logprobs(tokens, jax.lax.stop_gradient(logprobs))
         policy = self._policy_loss(tokens)
         if self.correction is not None:
-            policy = _corrected(policy, tokens, self.correction, self.correction_cap)
+            policy = self._corrected(policy, tokens, self.correction)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
@@ -128,6 +135,18 @@ class PolicyObjective:
                 )
         return result
 
+    def _corrected(self, policy: TokenLoss, tokens: ScoredTokens, correction: Correction) -> TokenLoss:
+        """`policy` with each token's loss weighted for the difference between policy and sampler."""
+        old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
+        cap, floor = self.correction_cap, self.correction_floor
+        weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap, floor=floor)
+        means = {
+            "behaviour_weight_mean": weights,
+            "corrected_fraction": changed,
+            "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
+        }
+        return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
+
     def check(self) -> frozenset[str]:
         """Trace the objective on abstract tokens, as a run would; returns the columns that the loss reads.
 
@@ -161,7 +180,8 @@ class PolicyObjective:
         if self.mini_batch_columns is None:
             return []
         zeros = np.zeros((2, 8), np.float32)
-        columns = self.mini_batch_columns(zeros, zeros, zeros == 0, np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        columns = self.mini_batch_columns(zeros, zeros, zeros == 0, rng, old_logprobs=zeros)
         for name, values in columns.items():
             if np.shape(values) != zeros.shape or np.asarray(values).dtype != np.float32:
                 raise ValueError(
@@ -181,18 +201,6 @@ class _Recorded(dict[str, jax.Array]):
     def __getitem__(self, name: str) -> jax.Array:
         self._read.add(name)
         return super().__getitem__(name)
-
-
-def _corrected(policy: TokenLoss, tokens: ScoredTokens, correction: Correction, cap: float) -> TokenLoss:
-    """`policy` with each token's loss weighted for the difference between policy and sampler."""
-    old, behaviour = tokens.old_logprobs, tokens.rollout_logprobs
-    weights, changed = behaviour_weights(old, behaviour, correction=correction, cap=cap)
-    means = {
-        "behaviour_weight_mean": weights,
-        "corrected_fraction": changed,
-        "behaviour_kl": jax.lax.stop_gradient(k3(behaviour, old)),
-    }
-    return replace(policy, loss=weights * policy.loss, means={**policy.means, **means})
 
 
 def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:

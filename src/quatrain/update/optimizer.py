@@ -17,10 +17,11 @@ from quatrain.config.schema import OptimizerConfig
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Linear warm-up from 0 to the peak, then constant, linear or cosine down to `final_fraction` of it.
 
-    `total_steps` counts optimizer steps, warm-up included. Step s (from 0) of a warm-up of W steps has
-    learning rate peak · (s + 1) / W, so the first step is never spent at 0.
+    `total_steps` counts optimizer steps, applied or not, warm-up included. Step s (from 0) of a warm-up of W
+    steps has learning rate peak · (s + 1) / W, so the first step is never spent at 0.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
+    assert peak is not None, "learning rates are derived before they come here"
     decay_steps = max(total_steps - warmup, 1)
     after = {
         "constant": lambda: optax.constant_schedule(peak),
@@ -33,21 +34,57 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, after], [warmup])
 
 
-def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+def build_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformationExtraArgs:
     """Global-norm clipping, then AdamW, Lion or SGD with momentum, at the scheduled learning rate.
 
-    The first moment is stored in `config.state_dtype`.
+    The first moment is stored in `config.state_dtype`; weight decay leaves norms and biases out. `update`
+    takes the optimizer step's place in the schedule as `schedule_step` (not given: the step after the last).
     """
-    rate, moment, decay = learning_rate(config, total_steps), config.state_dtype, config.weight_decay
-    b1, b2 = config.beta1, config.beta2
-    build = {
-        "adamw": lambda: optax.adamw(rate, b1=b1, b2=b2, eps=config.eps, weight_decay=decay, mu_dtype=moment),
-        "lion": lambda: optax.lion(rate, b1=b1, b2=b2, weight_decay=decay, mu_dtype=moment),
-        "sgd": lambda: optax.sgd(rate, momentum=b1 or None, accumulator_dtype=moment),
-    }[config.name]
+    moment, b1, b2 = config.state_dtype, config.beta1, config.beta2
+    decay = optax.add_decayed_weights(config.weight_decay, mask=is_decayed)
+    steps = {
+        "adamw": lambda: (optax.scale_by_adam(b1, b2, config.eps, mu_dtype=moment), decay),
+        "lion": lambda: (optax.scale_by_lion(b1, b2, mu_dtype=moment), decay),
+        "sgd": lambda: (optax.trace(b1, accumulator_dtype=moment) if b1 else optax.identity(),),
+    }[config.name]()
+    optimizer = optax.chain(*steps, scale_by_schedule(learning_rate(config, total_steps)))
     if config.max_grad_norm is None:
-        return build()
-    return optax.chain(clip_by_global_norm(config.max_grad_norm), build())
+        return optimizer
+    return optax.chain(clip_by_global_norm(config.max_grad_norm), optimizer)
+
+
+def is_decayed(params: optax.Params) -> Any:
+    """Whether weight decay applies to each parameter: to all but norms and biases, which its name tells.
+
+    The number of dimensions does not tell: biases of matrices that are stored as one have several.
+    """
+
+    def by_name(path: tuple[Any, ...], param: Any) -> bool:
+        return not path or not str(getattr(path[-1], "key", "")).endswith(("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(by_name, params)
+
+
+def scale_by_schedule(rate: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_learning_rate`, at the place of the schedule that `update` gets as `schedule_step`.
+
+    Without it, the place is the count of the state, which a step that is not applied leaves as it is.
+    """
+    scale = optax.scale_by_learning_rate(rate)
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        schedule_step: Any = None,
+        **others: Any,
+    ) -> tuple[optax.Updates, Any]:
+        if schedule_step is not None:
+            state = state._replace(count=schedule_step)
+        return scale.update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(scale.init, update)
 
 
 def clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:

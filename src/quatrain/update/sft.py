@@ -74,7 +74,7 @@ class SupervisedLearner:
         """
         table = _table(demonstrations).weighted("token_mean", max_new_tokens=1)
         totals = StepTotals()
-        state = self.trainer.step(state, table, negative_log_likelihood, totals)
+        state = self.trainer.step(state, table, negative_log_likelihood, totals, schedule_step=state.step)
         if totals.bad:
             raise ValueError(
                 "the supervised warm start met a non-finite loss or gradient; lower sft.learning_rate"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -98,10 +97,13 @@ class Trainer:
         opt_state = init_optimizer(self.optimizer, self.model.trained(params))
         return ModelState(params, to_memory(self.optimizer_memory, opt_state))
 
-    def step(self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals) -> State:
+    def step(
+        self, state: State, mini: TokenTable, objective: Objective, totals: StepTotals, schedule_step: int
+    ) -> State:
         """One optimizer step on the mini-batch `mini`, which has token weights. Donates the state's arrays.
 
-        A step with a non-finite loss or gradient is not applied; it is counted in the state and in `totals`.
+        `schedule_step` is its place in the learning-rate schedule, which counts steps that are not applied
+        too. A step with a non-finite loss or gradient is not applied; it is counted in state and `totals`.
         """
         began = time.perf_counter()
         cuts = self.cutting.cut(mini)
@@ -117,6 +119,7 @@ class Trainer:
             optimizer=self.optimizer,
             residuals=self.residuals,
             draw=None if self._draws is None else np.array([*self._draws, state.step], np.uint32),
+            schedule_step=schedule_step,
         )
         totals.add(metrics, applied)
         state = replace(state, params=params, opt_state=opt_state)
@@ -128,17 +131,24 @@ class Trainer:
         )
         return state
 
-    def rate(self, state: ModelState) -> float:
-        """The learning rate of the last optimizer step."""
-        return float(self.learning_rate(max(state.step - 1, 0)))
+    def rate(self, schedule_step: int) -> float:
+        """The learning rate at a place of the schedule."""
+        return float(self.learning_rate(schedule_step))
 
 
 def mini_batches_of_step(
-    group_ids: np.ndarray, size: int, *, epochs: int, seed: int, train_step: int
-) -> Iterator[np.ndarray]:
-    """Rows of each optimizer step of a training step: every epoch draws its own mini-batches of whole groups.
+    group_ids: np.ndarray, size: int, *, epochs: int, seed: int, train_step: int, resting_steps: int = 0
+) -> list[tuple[int, np.ndarray]]:
+    """(place in the learning-rate schedule, rows) of each optimizer step of a training step.
 
-    `group_ids` [B]; `size` groups per mini-batch at most.
+    Every epoch draws its own mini-batches of whole groups. The places follow from the number of the training
+    step, so that they depend neither on which optimizer steps were applied nor on a resume; all training
+    steps have as many groups. `group_ids` [B]; `size` groups per mini-batch at most; in the first
+    `resting_steps` training steps there is no optimizer step.
     """
-    for epoch in range(epochs):
-        yield from mini_batches(group_ids, size, np.random.default_rng([seed, train_step, epoch]))
+    parts = [
+        rows
+        for epoch in range(epochs)
+        for rows in mini_batches(group_ids, size, np.random.default_rng([seed, train_step, epoch]))
+    ]
+    return list(enumerate(parts, (train_step - resting_steps) * len(parts)))
