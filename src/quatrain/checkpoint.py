@@ -25,7 +25,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
-from quatrain.config.errors import listed
+from quatrain.config.errors import disk_is_full, listed
 from quatrain.config.secrets import redact
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
@@ -191,15 +191,15 @@ class Checkpointer:
             except (jax.errors.JaxRuntimeError, MemoryError, TypeError):
                 raise  # not of the files
             except Exception as error:
-                reason = _reason(error)
+                reason, full = _reason(error), disk_is_full(error)
             failed, self._writer = self._writer, None
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
                     failed.close()
             gc.collect()
         raise SaveFailed(
-            f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; free "
-            "space or mend the disk"
+            f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; "
+            f"{'free space' if full else 'see that the folder can be written'}"
         )
 
     def _started(self) -> ocp.AsyncCheckpointer:

@@ -6,6 +6,7 @@ those of messages about other files (`config/files.py`).
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -73,6 +74,11 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
         return max(whole, 0.9 * last)
 
     return max(valid, key=similarity)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether what could not be written lacked space; libraries hide the error's number in their texts."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def listed(names: Iterable[object]) -> str:

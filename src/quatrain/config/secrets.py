@@ -123,8 +123,7 @@ def _sha256(plain: Any) -> str:
 @lru_cache(maxsize=8)
 def _pattern(variables: frozenset[tuple[str, str]], of_dotenv: frozenset[str]) -> re.Pattern[str] | None:
     secrets = {s for name, value in variables for s in _secrets_of_variable(name, value)} | of_dotenv
-    written = {form for secret in secrets if not _is_ordinary(secret) for form in _written_forms(secret)}
-    forms = {form for form in written if not _is_ordinary(form)}
+    forms = {form for secret in secrets if not _is_ordinary(secret) for form in _written_forms(secret)}
     # The longest first, because one secret may be a prefix of another.
     longest_first = sorted(forms, key=lambda form: (-len(form), form))
     return re.compile("|".join(map(re.escape, longest_first))) if forms else None
@@ -147,12 +146,13 @@ def _secrets_of_variable(name: str, value: str) -> Iterator[str]:
 def _written_forms(secret: str) -> Iterable[str]:
     """How a secret may stand in a text: in pieces of a line, escaped, or as a part of a URL."""
     # A secret of several lines may be printed line by line; in JSON and Python its quotes are escaped.
-    pieces = {secret, *(line.strip() for line in secret.splitlines())}
+    lines = (line.strip() for line in secret.splitlines())
+    pieces = {secret, *(line for line in lines if not _is_ordinary(line))}
     pieces |= {unquote(piece) for piece in pieces}
     pieces |= {quote(piece, safe=safe, errors="surrogateescape") for piece in pieces for safe in ("", "/")}
     pieces |= {json.dumps(piece, ensure_ascii=ascii)[1:-1] for piece in pieces for ascii in (True, False)}
     pieces |= {repr(piece)[1:-1] for piece in pieces}
-    return pieces
+    return (piece for piece in pieces if len(piece) >= SHORTEST_SECRET)
 
 
 def _is_ordinary(value: str) -> bool:
