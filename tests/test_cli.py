@@ -599,3 +599,23 @@ def test_a_run_is_evaluated_with_its_configuration_and_model(quatrain, monkeypat
 def _refused_eval(quatrain, run):
     run.mkdir()
     return quatrain("eval", str(run))
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--json"), ("config",), ("--version",), ("--help",)])
+def test_a_result_that_cannot_be_written_is_an_error(arguments):
+    command = [sys.executable, "-m", "quatrain.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        silent = subprocess.run(command, stdout=full, stderr=full)
+    assert (done.returncode, silent.returncode) == (2, 2)
+    assert done.stderr == (
+        "error: part of standard output is lost, because it could not be written: [Errno 28] No space left on "
+        "device\n"
+    )
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_without_standard_output_succeeds(closed):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain.cli", "config"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

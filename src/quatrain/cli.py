@@ -665,10 +665,22 @@ def _complain(kind: str, message: str) -> None:
 
 
 def main() -> None:
-    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it."""
+    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it.
+
+    If it succeeds, but standard output could not be written, as on a full disk, its status is USER_ERROR.
+    """
     end_with_launcher(os.environ)
-    with guarded_output(_redact):
-        _main()
+    status: Any = None
+    with guarded_output(_redact) as lost:
+        try:
+            _main()
+        except SystemExit as stop:
+            status = stop.code
+        sys.stdout.flush()
+        if lost and not status:
+            status = USER_ERROR
+            _complain("error", f"part of standard output is lost, because it could not be written: {lost[0]}")
+    sys.exit(status)
 
 
 def _redact(text: str) -> str:
