@@ -608,10 +608,8 @@ def test_a_result_that_cannot_be_written_is_an_error(arguments):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         silent = subprocess.run(command, stdout=full, stderr=full)
     assert (done.returncode, silent.returncode) == (2, 2)
-    assert done.stderr == (
-        "error: part of standard output is lost, because it could not be written: [Errno 28] No space left on "
-        "device\n"
-    )
+    message = "error: part of standard output is lost, because it could not be written: [Errno 28] "
+    assert done.stderr == f"{message}No space left on device\n"
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
