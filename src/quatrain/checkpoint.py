@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,11 @@ UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
 """In the names of subfolders that are not complete, and of those that are being deleted."""
 
 logger = logging.getLogger(__name__)
+_one_save = threading.Lock()
+"""Orbax counts the saves of a process: two that begin at once would take each other's signals for their own."""
+_silencing = threading.Lock()
+_num_silent = 0
+_before_silence: tuple[Any, bool] = (sys.unraisablehook, False)
 
 
 class DamagedCheckpoint(ValueError):
@@ -106,9 +112,10 @@ class Checkpointer:
             host=ocp.args.JsonSave(content | {"sha256": _sha256(content)}),
         )
         self._saving = step
-        self._written(lambda: self._started().save(self.directory / str(step), args=items))
-        if not self._in_background:
-            self.wait()
+        with _one_save:
+            self._written(lambda: self._started().save(self.directory / str(step), args=items))
+            if not self._in_background:
+                self.wait()
 
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False
@@ -353,13 +360,20 @@ def _reader() -> ocp.Checkpointer:
 @contextmanager
 def _one_message() -> Iterator[None]:
     """Silences what asyncio prints of reads that orbax gives up because another read failed."""
-    hook, asyncio = sys.unraisablehook, logging.getLogger("asyncio")
-    disabled = asyncio.disabled
-    sys.unraisablehook, asyncio.disabled = lambda unraisable: None, True
+    global _num_silent, _before_silence
+    asyncio = logging.getLogger("asyncio")
+    with _silencing:  # several runs of this process may read at once
+        if not _num_silent:
+            _before_silence = sys.unraisablehook, asyncio.disabled
+        _num_silent += 1
+        sys.unraisablehook, asyncio.disabled = lambda unraisable: None, True
     try:
         yield
     finally:
-        sys.unraisablehook, asyncio.disabled = hook, disabled
+        with _silencing:
+            _num_silent -= 1
+            if not _num_silent:
+                sys.unraisablehook, asyncio.disabled = _before_silence
 
 
 def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -27,7 +27,7 @@ from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import has_format
 from quatrain.reward.scorer import RewardScorer, short_names
 from quatrain.rollout.interface import Rollouts, Sampling, rollout_batch
-from quatrain.types import FAULTS, Prompt, RewardedBatch, RolloutBatch
+from quatrain.types import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
 
 ANSWER_COLUMN = "answer"
 """Data column with the gold answer; without it, and without `eval.accuracy`, there is no accuracy."""
@@ -68,6 +68,8 @@ class Evaluation:
 
     metrics: Metrics = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+
+    __repr__ = brief
 
     def and_(self, other: Evaluation) -> Evaluation:
         """This evaluation and `other`, of other prompts of the same set, as one."""

@@ -19,7 +19,7 @@ from quatrain.data.tokenizer import save_tokenizer
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.parallel.mesh import to_memory
+from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.policy import load_policy
 from quatrain.report.best import best_step
 from quatrain.weights.adapter import check_base, save_adapter
@@ -54,6 +54,7 @@ def export_policy(
     policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
     in `directory`, as those of the model `base`.
     """
+    check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
     save_hf(directory, replace(arch, lora=None), merged(params, arch), sampling=sampling)
     if arch.lora:

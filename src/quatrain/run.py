@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +48,7 @@ from quatrain.report.hints import Hints, hints_in
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.run_dir import RunDir, checkpoint_steps
-from quatrain.report.sinks import Report
+from quatrain.report.sinks import Report, own_messages
 from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP
 from quatrain.rollout.fleet import Fleet
@@ -65,6 +66,8 @@ from quatrain.weights.adapter import check_base
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
 """Python functions for entries of `reward.functions`, by their names there."""
+_loading = threading.Lock()
+"""One run of a process loads at a time: transformers' lazy imports fail in two threads at once."""
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
 PROBES = 4
 """Prompts for each inference server on which it is compared with the trainer before training begins."""
@@ -111,11 +114,11 @@ def _opened(
             place["dir"] = str(home.parent)
         run_section = config.run.model_copy(update=place)
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
-    with closing(folder):
+    with closing(folder), own_messages():
         try:
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
-            with stop.interruptible(), waiting("loading model and data"):
+            with stop.interruptible(), waiting("loading model and data"), _loading:
                 run = Run(resolved, folder, stop, reward_functions)
         except BaseException as error:
             if isinstance(error, Stopped):

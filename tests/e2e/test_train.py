@@ -757,3 +757,33 @@ def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
     assert row["update/masked_sequences"] == 16
     assert row["update/optimizer_steps"] == 0
     assert row["update/skipped_steps"] == 1
+
+
+def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
+    (tmp_path / "rewards.py").write_text(
+        "def says(prompts, completions, *, who):\n"
+        "    print('from', who)\n    return [float(i) for i, _ in enumerate(completions)]\n"
+    )
+    names, began = ("first", "second"), threading.Barrier(2)
+
+    def begin(name):
+        rewards = f"reward.functions={{'{tmp_path}/rewards.py:says': {{args: {{who: {name}}}}}}}"
+        options = ("run.steps=2", "sft.steps=0", "data.eval=null", "rollout.max_staleness=1", rewards)
+        resolved = small_run(tmp_path, name, *options)
+        began.wait(60)
+        train(resolved)
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for own, other in (names, names[::-1]):
+        log = (tmp_path / own / "run.log").read_text()
+        assert log.count(f"run {own}: 2 steps") == 1
+        assert f"from {own}" in log
+        assert log.count(f"the trained model, for transformers: {tmp_path / own / 'final'}") == 1
+        assert f"from {other}" not in log
+        assert str(tmp_path / other) not in log
+    shown = capfd.readouterr().err
+    assert all(shown.count(f"run {name}: 2 steps") == 1 for name in names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -24,6 +25,8 @@ Records = Sequence[Mapping[str, Any]]
 LEFT_OUT = "tokens"
 """The key of a sample that tables do not show."""
 _log = logging.getLogger(__name__)
+_redirecting = threading.Lock()
+"""Standard output is the whole process's, which may have several runs."""
 
 
 class _Sink(Protocol):
@@ -100,7 +103,7 @@ class _WithTables:
         self._name, self._file = name, run_dir.path / f"{name.lower()}_logged.json"
         if not run_dir.resumed:
             self._file.unlink(missing_ok=True)
-        told = read_json(self._file) if self._file.exists() else {"step": -1, "names": []}
+        told: dict[str, Any] = read_json(self._file) if self._file.exists() else {"step": -1, "names": []}
         self._step, self._names = int(told["step"]), set(told["names"])
         self._told_before = self._step
 
@@ -149,6 +152,9 @@ class _WandB(_WithTables):
         if not kept_id.exists():
             kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         self._table = wandb.Table
+        settings = {"console": "off", "x_disable_meta": True}
+        if getattr(wandb, "run", None) is not None:  # of another run of this process, which W&B would return
+            settings["reinit"] = "create_new"
         self._run = wandb.init(
             project=config.wandb_project,
             name=run_dir.name,
@@ -158,7 +164,7 @@ class _WandB(_WithTables):
             dir=str(run_dir.path),
             config=dict(run_config),
             # W&B would upload what is printed, and the command line with all its --set, before redaction.
-            settings={"console": "off", "x_disable_meta": True},
+            settings=settings,
         )
 
     def close(self) -> None:
@@ -173,7 +179,7 @@ class _Trackio(_WithTables):
 
         super().__init__("Trackio", run_dir)
         self._table = trackio.Table
-        with redirect_stdout(sys.stderr):
+        with _redirecting, redirect_stdout(sys.stderr):
             self._run = trackio.init(
                 project=config.trackio,
                 name=run_dir.name,
@@ -182,7 +188,7 @@ class _Trackio(_WithTables):
             )
 
     def close(self) -> None:
-        with redirect_stdout(sys.stderr):
+        with _redirecting, redirect_stdout(sys.stderr):
             self._run.finish()
 
 
