@@ -41,7 +41,7 @@ UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
 
 logger = logging.getLogger(__name__)
 _one_save = threading.Lock()
-"""Orbax counts the saves of a process: two that begin at once would take each other's signals for their own."""
+"""Orbax numbers the saves of a process: two that begin at once would wait for each other's signals."""
 _silencing = threading.Lock()
 _num_silent = 0
 _before_silence: tuple[Any, bool] = (sys.unraisablehook, False)

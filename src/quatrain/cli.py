@@ -120,8 +120,8 @@ def train(
         typer.Option(
             metavar="RUN|auto",
             show_default=False,
-            help="Resume a run (its folder or name) from its last checkpoint; auto: the run with the newest "
-            "checkpoint.",
+            help="Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
+            "begun if there is none, or without a run.name the run with the newest checkpoint.",
         ),
     ] = None,
     coordinator: CoordinatorOption = None,
