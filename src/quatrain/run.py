@@ -722,8 +722,11 @@ class Run:
 
     def _changed_evaluations(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the evaluations of the checkpoint `saved`."""
-        before, now = saved.get("evaluated_as", {}), self.evaluated_as
-        changed = [what for what in now if what in before and not same(before[what], now[what])]
+        now = self.evaluated_as
+        before = {"rows": now["rows"]} | saved.get("evaluated_as", now)  # earlier versions saved no digests
+        changed = [
+            what for what in {**before, **now} if what not in before or not same(before[what], now.get(what))
+        ]
         if changed != ["rows"]:
             return [what for what in changed if what != "rows"]
         return [
