@@ -86,16 +86,18 @@ replaced by `[redacted]`. What is trained on does not change. Secrets are
   together with the whole value;
 - **by place**, every other value of 8 characters or more in the `.env` file.
 
-No secrets are switches (`true`), numbers of up to 5 digits, paths that exist, and variables `QUATRAIN__…`,
-which are configuration; in a `.env` file also lists of numbers and what a configuration key has by default or
-offers for a choice (`bfloat16`). A secret is also found line by line, escaped as in JSON or Python, and with
-the escapes of a URL; it is not found in pieces, in other encodings, in what other programs print, or in what
-a program of yours prints beside the run that it started with `quatrain.train.train`. W&B gets neither the
+No secrets are switches (`true`), numbers of up to 5 digits, ordinary words of under 8 characters
+(`S3_KEY=data`), paths that exist, and variables `QUATRAIN__…`, which are configuration; in a `.env` file
+also lists of numbers and what a configuration key has by default or offers for a choice (`bfloat16`). A
+secret is also found line by line, escaped as in JSON or Python, and with the escapes of a URL; it is not
+found in pieces, in other encodings, in what other programs print, or in what a program of yours prints
+beside the run that it started with `quatrain.train.train`. W&B gets neither the
 console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
 the `config.yaml` of a run, can be used again once `--set` or the environment gives the key its value.
 
 Weights and the model folder `final/` hold no text of a run but tokenizer and chat template of the model;
-checkpoints hold the settings that a resume compares (`data.train` and names of columns, redacted).
+checkpoints hold the settings that a resume compares (`data.train` and names of columns). A setting with a
+secret in it is redacted there and compared by its SHA-256.
 
 With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 """

@@ -209,7 +209,8 @@ def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
         (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
         (
             ("train", "--resume", "gone"),
-            "error: no run 'gone' to resume: there is neither gone/config.yaml nor runs/gone/config.yaml",
+            "error: RUN must be the name of a run in runs, or the folder of a run, with metrics.jsonl, "
+            "config.yaml or samples/: got 'gone'; runs in runs: none",
         ),
     ],
 )
@@ -365,7 +366,25 @@ def test_auto_takes_the_run_of_the_name_that_is_set(quatrain, monkeypatch):
     Path("runs", "mine", "checkpoints", "2").mkdir(parents=True)
     assert quatrain(*auto, "run.name=mine")[0] == 0
     assert quatrain(*auto, "run.name=third")[0] == 0
-    assert calls == [(1, "mine", "auto"), (1, "mine", "runs/mine"), (1, "third", "runs/mine")]
+    assert calls == [(1, "mine", "auto"), (1, "mine", "runs/mine"), (0, "third", "auto")]
+
+
+def test_the_configuration_of_a_resumed_run_is_that_of_its_folder(quatrain, monkeypatch):
+    """A folder `./mine` beside `runs/mine`: what is resumed is where its configuration is."""
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, Path(resume))),
+    )
+    here = Path.cwd()
+    for seed, folder in enumerate(("mine", "runs/mine")):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: mine}}\n")
+    for run in ("mine", "./mine", "runs/mine"):
+        assert quatrain("train", "--resume", run)[0] == 0
+    assert calls == [(1, here / "runs" / "mine"), (0, here / "mine"), (1, here / "runs" / "mine")]
 
 
 @pytest.mark.parametrize("run", ["elsewhere/mine", "mine"])
@@ -391,7 +410,8 @@ def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
     assert (status, err) == (0, "")
     ((config, resume),) = calls
     assert config.rollout.weights_dir == "w"
-    assert (config.seed, config.run.name, config.run.steps, resume) == (9, "mine", 5, run)
+    found = str(Path("elsewhere", "mine").absolute())
+    assert (config.seed, config.run.name, config.run.steps, resume) == (9, "mine", 5, found)
 
 
 def test_the_other_commands_hand_over(quatrain, monkeypatch):
@@ -579,3 +599,21 @@ def test_a_run_is_evaluated_with_its_configuration_and_model(quatrain, monkeypat
 def _refused_eval(quatrain, run):
     run.mkdir()
     return quatrain("eval", str(run))
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--json"), ("config",), ("--version",), ("--help",)])
+def test_a_result_that_cannot_be_written_is_an_error(arguments):
+    command = [sys.executable, "-m", "quatrain.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        silent = subprocess.run(command, stdout=full, stderr=full)
+    assert (done.returncode, silent.returncode) == (2, 2)
+    message = "error: part of standard output is lost, because it could not be written: [Errno 28] "
+    assert done.stderr == f"{message}No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_without_standard_output_succeeds(closed):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain.cli", "config"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

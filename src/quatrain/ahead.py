@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -257,7 +258,9 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="quatrain-rollout", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._work,), name="quatrain-rollout", daemon=True
+        )
         self._thread.start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process, joined
-from quatrain.config.errors import listed
+from quatrain.config.errors import disk_is_full, listed
 from quatrain.config.secrets import redact
 from quatrain.ops.fingerprint import describe_fingerprint, fingerprint
 from quatrain.parallel.mesh import to_memory
@@ -39,6 +40,11 @@ UNFINISHED = ocp.utils.TMP_DIR_SUFFIX
 """In the names of subfolders that are not complete, and of those that are being deleted."""
 
 logger = logging.getLogger(__name__)
+_one_save = threading.Lock()
+"""Orbax numbers the saves of a process: two that begin at once would wait for each other's signals."""
+_silencing = threading.Lock()
+_num_silent = 0
+_before_silence: tuple[Any, bool] = (sys.unraisablehook, False)
 
 
 class DamagedCheckpoint(ValueError):
@@ -106,9 +112,10 @@ class Checkpointer:
             host=ocp.args.JsonSave(content | {"sha256": _sha256(content)}),
         )
         self._saving = step
-        self._written(lambda: self._started().save(self.directory / str(step), args=items))
-        if not self._in_background:
-            self.wait()
+        with _one_save:
+            self._written(lambda: self._started().save(self.directory / str(step), args=items))
+            if not self._in_background:
+                self.wait()
 
     def restore(
         self, arrays: Any, step: int | None = None, *, partial: bool = False
@@ -191,15 +198,15 @@ class Checkpointer:
             except (jax.errors.JaxRuntimeError, MemoryError, TypeError):
                 raise  # not of the files
             except Exception as error:
-                reason = _reason(error)
+                reason, full = _reason(error), disk_is_full(error)
             failed, self._writer = self._writer, None
             if failed is not None and not joined():  # with several processes it would wait for the others
                 with suppress(Exception):
                     failed.close()
             gc.collect()
         raise SaveFailed(
-            f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; free "
-            "space or mend the disk"
+            f"the checkpoint of step {self._saving} cannot be written to {self.directory}: {reason}; "
+            f"{'free space' if full else 'see that the folder can be written'}"
         )
 
     def _started(self) -> ocp.AsyncCheckpointer:
@@ -353,13 +360,20 @@ def _reader() -> ocp.Checkpointer:
 @contextmanager
 def _one_message() -> Iterator[None]:
     """Silences what asyncio prints of reads that orbax gives up because another read failed."""
-    hook, asyncio = sys.unraisablehook, logging.getLogger("asyncio")
-    disabled = asyncio.disabled
-    sys.unraisablehook, asyncio.disabled = lambda unraisable: None, True
+    global _num_silent, _before_silence
+    asyncio = logging.getLogger("asyncio")
+    with _silencing:  # several runs of this process may read at once
+        if not _num_silent:
+            _before_silence = sys.unraisablehook, asyncio.disabled
+        _num_silent += 1
+        sys.unraisablehook, asyncio.disabled = lambda unraisable: None, True
     try:
         yield
     finally:
-        sys.unraisablehook, asyncio.disabled = hook, disabled
+        with _silencing:
+            _num_silent -= 1
+            if not _num_silent:
+                sys.unraisablehook, asyncio.disabled = _before_silence
 
 
 def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -120,8 +120,8 @@ def train(
         typer.Option(
             metavar="RUN|auto",
             show_default=False,
-            help="Resume a run (its folder or name) from its last checkpoint; auto: the run with the newest "
-            "checkpoint.",
+            help="Resume a run (its name or folder) from its last checkpoint; auto: the run called run.name, "
+            "begun if there is none, or without a run.name the run with the newest checkpoint.",
         ),
     ] = None,
     coordinator: CoordinatorOption = None,
@@ -543,8 +543,8 @@ def _by_key(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
     """(configuration file in the folder of `run`, value of `resume`); `run` is a path, a name, or `auto`.
 
-    The file is None if `auto` finds no run. For a run without a checkpoint the value stays `auto`, which
-    starts the run again.
+    The file is None if `auto` finds no run. The value is the path of that folder; for a run without a
+    checkpoint it stays `auto`, which starts the run again.
     """
     from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
@@ -552,22 +552,19 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     load_dotenv(os.environ)
     # Other overrides may need the run's own configuration to be valid.
     where = [each for each in overrides or () if each.partition("=")[0].strip().split(".")[0] == "run"]
-    settings = load_config(None, where, os.environ).config.run
-    runs = Path(settings.dir)
-    if run == "auto":
-        from quatrain.report.run_dir import auto_run, checkpoint_steps
+    settings = load_config(None, where, os.environ)
+    runs = Path(settings.config.run.dir)
+    from quatrain.report.run_dir import auto_run, checkpoint_steps, find_run
 
-        folder = auto_run(runs, settings.name or "")
+    if run == "auto":
+        folder = auto_run(runs, settings.config.run.name or "", settings.chose("run.name"))
         if folder is None or not (folder / "config.yaml").is_file():
             return None, run
         return folder / "config.yaml", str(folder) if checkpoint_steps(folder) else run
-    candidates = [folder / "config.yaml" for folder in (Path(run), runs / run)]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"no run {run!r} to resume: there is neither {candidates[0]} nor {candidates[1]}"
-        )
-    return found, run
+    folder = find_run(run, runs)
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} has no config.yaml to resume the run with; give a CONFIG.yaml too")
+    return folder / "config.yaml", str(folder.absolute())
 
 
 def _run_to_evaluate(run: Path, overrides: list[str] | None) -> tuple[Path, list[str]]:
@@ -649,7 +646,7 @@ def _run_folders(runs: list[str]) -> list[Path]:
     """The folders of `runs`, each a path or a name under `run.dir`."""
     from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
-    from quatrain.report.page_data import find_run
+    from quatrain.report.run_dir import find_run
 
     load_dotenv(os.environ)
     root = Path(load_config(None, (), os.environ).config.run.dir)
@@ -668,10 +665,22 @@ def _complain(kind: str, message: str) -> None:
 
 
 def main() -> None:
-    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it."""
+    """The command `quatrain`; a reader of its output that leaves, such as `head`, does not end it.
+
+    If it succeeds, but standard output could not be written, as on a full disk, its status is USER_ERROR.
+    """
     end_with_launcher(os.environ)
-    with guarded_output(_redact):
-        _main()
+    status: Any = None
+    with guarded_output(_redact) as lost:
+        try:
+            _main()
+        except SystemExit as stop:
+            status = stop.code
+        sys.stdout.flush()
+        if lost and not status:
+            status = USER_ERROR
+            _complain("error", f"part of standard output is lost, because it could not be written: {lost[0]}")
+    sys.exit(status)
 
 
 def _redact(text: str) -> str:

@@ -21,14 +21,15 @@ from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.metrics import Metric, Metrics, combine
 from quatrain.policy import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.report.catalogue import CATALOGUE
 from quatrain.report.metrics import reduce_metrics
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.samples import evaluation_sample
 from quatrain.reward.calls import ERROR_REWARD
 from quatrain.reward.functions import format as format_reward
 from quatrain.reward.scorer import RewardScorer, short_names
-from quatrain.rollout.interface import Rollouts, Sampling
-from quatrain.types import FAULTS, Prompt, RewardedBatch
+from quatrain.rollout.interface import Rollouts, Sampling, rollout_batch
+from quatrain.types import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Evaluation:
     metrics: Metrics = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
 
+    __repr__ = brief
+
     def and_(self, other: Evaluation) -> Evaluation:
         """This evaluation and `other`, of other prompts of the same set, as one."""
         return Evaluation(combine(self.metrics, other.metrics), [*self.samples, *other.samples])
@@ -91,6 +94,7 @@ class Evaluator:
         self._config, self._scorer = config.eval, scorer
         rewards, spec = config.reward, config.eval.accuracy or DEFAULT_ACCURACY
         self._asks_for_format = any(name in rewards.functions for name in FORMAT_REWARDS)
+        self._episodes = config.rollout.has_episodes
         self._own: RewardScorer | None = None
         if spec not in rewards.functions:
             rewards = rewards.model_copy(update={"functions": {spec: 1.0}})
@@ -148,6 +152,27 @@ class Evaluator:
         """Ends the worker processes of the function that decides accuracy."""
         if self._own is not None:
             self._own.close()
+
+    def metric_names(self) -> list[str]:
+        """The names of the metrics of every evaluation, in which those of a set's further prompts are not."""
+        functions = self._scorer.function_names
+        counts = {f"reward/{name}/{what}" for name in functions for what in ("errors", "abstained")}
+        episodes = {name for name in CATALOGUE if name.startswith("episode/")} if self._episodes else set()
+        names: list[str] = []
+        for each in self.sets:
+            columns = dict.fromkeys(each.prompts(1)[0].columns, ())
+            rollouts = replace(rollout_batch([], None, {}), columns=columns)
+            none = np.zeros(0, np.float32)
+            nothing = RewardedBatch(rollouts, none, np.zeros((len(functions), 0), np.float32), functions)
+            right = none if self._has_accuracy(rollouts) else None
+            of_set = counts | episodes
+            of_set |= _greedy_metrics(nothing, right, none if self._asks_for_format else None).keys()
+            if self._config.n:
+                of_set |= _sampled_metrics(nothing, right).keys()
+            if right is not None:
+                of_set.add("accuracy_errors")
+            names += sorted([*(each.prefix + name for name in of_set), *each.skipped_metrics()])
+        return names
 
     def num_completions(self, engine: Rollouts, count: int | None) -> int:
         """How many completions `evaluate` generates for the first `count` prompts of each set."""
@@ -225,12 +250,16 @@ class Evaluator:
         ]
         return Evaluation(metrics, samples)
 
+    def _has_accuracy(self, rollouts: RolloutBatch) -> bool:
+        """Whether something decides accuracy."""
+        return self._config.accuracy is not None or ANSWER_COLUMN in rollouts.columns
+
     def _right(self, rewarded: RewardedBatch) -> tuple[np.ndarray | None, Metric]:
         """([B] 0 (wrong) to 1 (right), NaN where the function abstained or failed; number of failures).
 
         None if nothing decides accuracy.
         """
-        if self._config.accuracy is None and ANSWER_COLUMN not in rewarded.rollouts.columns:
+        if not self._has_accuracy(rewarded.rollouts):
             return None, Metric(0.0, reduction="sum")
         judged = rewarded if self._own is None else self._own.score(rewarded.rollouts)
         values = judged.rewards_per_function[judged.function_names.index(self._accuracy)]

@@ -20,7 +20,7 @@ from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.parallel.mesh import to_memory
+from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.policy import load_policy
 from quatrain.report.best import best_step
 from quatrain.weights.adapter import check_base, save_adapter
@@ -59,6 +59,7 @@ def export_policy(
     in `directory`, as those of the model `base`. If this is neither a folder nor a hub id (a GGUF file, a
     built-in model), peft cannot load it, and it is written into the folder `base` in `directory`.
     """
+    check_held(params, "the parameters to export", "give those of the newest state")
     params = to_memory("device", params)
     plain = replace(arch, lora=None, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
     save_hf(directory, plain, merged(params, arch), sampling=sampling)

@@ -40,6 +40,7 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.interface import OnProgress, Rollouts, Sampling
 from quatrain.rollout.load_environment import Environments, load_environment, load_tools
 from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.types import brief
 from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model
 
@@ -79,6 +80,8 @@ class LoadedPolicy:
     """What makes the environments of episodes; None if completions have one turn."""
     turns: TurnTemplate | None = None
     """What renders the turns of episodes."""
+
+    __repr__ = brief
 
     @property
     def required_by(self) -> Mapping[str, str]:

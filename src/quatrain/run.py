@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,9 +25,10 @@ from quatrain.cluster.processes import agreement, decided_by_main, is_main_proce
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.dump import dump_yaml, plain
+from quatrain.config.errors import listed, nearest_keys
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact, redact_values
+from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
 from quatrain.draw import Draws
@@ -47,7 +49,7 @@ from quatrain.report.hints import Hints, hints_in
 from quatrain.report.metrics import StageTimer
 from quatrain.report.progress import Progress, waiting
 from quatrain.report.run_dir import RunDir, checkpoint_steps
-from quatrain.report.sinks import Report
+from quatrain.report.sinks import Report, own_messages
 from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP
 from quatrain.rollout.fleet import Fleet
@@ -65,6 +67,8 @@ from quatrain.weights.adapter import check_base
 logger = logging.getLogger(__name__)
 RewardFunctions = Mapping[str, Callable[..., Any]]
 """Python functions for entries of `reward.functions`, by their names there."""
+_loading = threading.Lock()
+"""One run of a process loads at a time: transformers' lazy imports fail in two threads at once."""
 NO_FUNCTIONS: RewardFunctions = MappingProxyType({})
 PROBES = 4
 """Prompts for each inference server on which it is compared with the trainer before training begins."""
@@ -102,15 +106,20 @@ def _opened(
 ) -> Iterator[Run]:
     config = resolved.config
     assert config.run.name is not None, "run.name is derived before it comes here"
-    folder = RunDir.create(config.run.dir, config.run.name, resume=resume)
-    if folder.resumed:  # a resumed run keeps its name, even if the given configuration sets another
-        run_section = config.run.model_copy(update={"name": folder.name})
+    named = resolved.chose("run.name")
+    folder = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+    if folder.resumed:  # a resumed run keeps its name and its place, whatever the given configuration sets
+        home = folder.path.resolve()
+        place: dict[str, Any] = {"name": home.name}
+        if Path(config.run.dir).resolve() != home.parent:
+            place["dir"] = str(home.parent)
+        run_section = config.run.model_copy(update=place)
         resolved = replace(resolved, config=config.model_copy(update={"run": run_section}))
-    with closing(folder):
+    with closing(folder), own_messages():
         try:
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
-            with stop.interruptible(), waiting("loading model and data"):
+            with stop.interruptible(), waiting("loading model and data"), _loading:
                 run = Run(resolved, folder, stop, reward_functions)
         except BaseException as error:
             if isinstance(error, Stopped):
@@ -180,9 +189,11 @@ class Run:
             self._check_base(saved)
         self.scorer = build_scorer(scored, self.loaded, reward_functions)
         self.prompts = self._load_prompts()
+        self.data = self.prompts.digests()
         if folder.resumed:
-            self._check_prompts(saved["num_prompts"])
+            self._check_prompts(saved)
         self.evaluator = Evaluator(config, self.loaded, self.scorer)
+        self.evaluated_as = self._evaluated_as()
         self.warnings = [*self._check_data(), *self.evaluator.warnings, *self._try_rewards()]
         """Of data that are probably not what is meant, and of rewards that fail on a made-up completion."""
         self.advantage = build_advantage(config)
@@ -193,6 +204,8 @@ class Run:
             self.warnings += [f"demonstrations of {name}: {each}" for each in self.demonstrations.warnings]
         per_epoch = math.ceil(len(self.prompts) / config.data.batch_size)
         self.steps = config.run.steps or max(1, math.ceil(config.run.epochs * per_epoch))
+        if folder.resumed:
+            self._check_steps(saved["train_step"])
         self.learner = build_learner(config, self.loaded, steps=self.steps)
         self.best = self._best()
         self._check_profile_steps()
@@ -206,6 +219,8 @@ class Run:
         self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
+        self._save_failed: SaveFailed | None = None
+        """Why the last checkpoint could not be written."""
         self._evaluated: int | None = None
         """The training step that was evaluated last."""
 
@@ -234,6 +249,13 @@ class Run:
             raise ValueError(
                 f"checkpoint.best_metric needs evaluations; got {checkpoint.best_metric} and data.eval null; "
                 "set data.eval, or checkpoint.best_metric to null"
+            )
+        names = self.evaluator.metric_names()
+        if checkpoint.best_metric not in names:
+            raise ValueError(
+                "checkpoint.best_metric must be a metric that every evaluation has, of which the nearest is "
+                f"{nearest_keys(checkpoint.best_metric, names)[0]}; got {checkpoint.best_metric}; they are "
+                f"{listed(names)}"
             )
         return Best(self.folder.path, checkpoint.best_metric, checkpoint.best_mode)
 
@@ -664,6 +686,7 @@ class Run:
         except SaveFailed as error:
             if num_processes() > 1:  # the others wait for this one's files
                 raise
+            self._save_failed = error
             logger.warning(
                 "%s; the run goes on; its newest checkpoint is of step %s",
                 error,
@@ -688,10 +711,15 @@ class Run:
             "place": asdict(state.place),
             "reward_kl_coef": state.reward_kl_coef,
             "critic": None if state.critic is None else _counts(state.critic),
-            "config": _kept_on_resume(self.config),
+            "config": {
+                key: comparable(value, os.environ) for key, value in _kept_on_resume(self.config).items()
+            },
             "num_prompts": len(self.prompts),
+            "data": comparable(self.data, os.environ),
             "before": self.before,
-            "evaluated_as": self._evaluated_as(),
+            "evaluated_as": {
+                what: comparable(value, os.environ) for what, value in self.evaluated_as.items()
+            },
             "accuracy": self.accuracy,
             "evaluation_due": self._evaluation_is_due(state.train_step),
             "best": None if self.best is None else self.best.found,
@@ -699,28 +727,43 @@ class Run:
         }
 
     def _evaluated_as(self) -> dict[str, Any]:
-        """What decides whether two evaluations of a run can be compared; redacted, for checkpoints."""
+        """What decides whether two evaluations of a run can be compared, as JSON values."""
         config = self.config
-        redacted: dict[str, Any] = redact_values(
-            {
-                "data.eval": {name: shown_data_sets(spec) for name, spec in config.data.eval_sets.items()},
-                "num_prompts": config.eval.usual_num_prompts,
-                "accuracy": config.eval.accuracy,
-                "max_new_tokens": config.eval.max_new_tokens or config.rollout.max_new_tokens,
-                **_episodes_as(config),
-            },
-            os.environ,
-        )
-        return redacted
+        count = config.eval.usual_num_prompts
+        return {
+            "data.eval": {name: shown_data_sets(spec) for name, spec in config.data.eval_sets.items()},
+            "num_prompts": count,
+            "accuracy": config.eval.accuracy,
+            "max_new_tokens": config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            **_episodes_as(config),
+            "rows": {each.name: each.source.digests(count) for each in self.evaluator.sets},
+        }
+
+    def _changed_evaluations(self, saved: Mapping[str, Any]) -> list[str]:
+        """What differs from the evaluations of the checkpoint `saved`."""
+        now = self.evaluated_as
+        before = {"rows": now["rows"]} | saved.get("evaluated_as", now)  # earlier versions saved no digests
+        changed = [
+            what for what in {**before, **now} if what not in before or not same(before[what], now.get(what))
+        ]
+        if changed != ["rows"]:
+            return [what for what in changed if what != "rows"]
+        return [
+            f"{part} of {shown_data_sets(self.config.data.eval_sets[name])}"
+            for name, digests in now["rows"].items()
+            for part in _differing(before["rows"].get(name, {}), digests)
+        ]
 
     def _check_resumable(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if the configuration changes the prompt stream or needs a missing reference."""
         for key, value in _kept_on_resume(self.config).items():
-            before = saved.get(key, value_at(Config(), key))  # keys that are newer than the checkpoint
-            if value != (list(before) if isinstance(before, tuple) else before):
+            # The default for keys that are newer than the checkpoint.
+            before = saved.get(key, comparable(value_at(Config(), key), os.environ))
+            if not same(before, value):
+                known = before[REDACTED] if isinstance(before, dict) else before
                 raise ValueError(
-                    f"{key} of a resumed run must not change: {self.folder.path} has {before}, got {value}; "
-                    f"set {key} back, or start another run"
+                    f"{key} of a resumed run must not change: {self.folder.path} has {known}, got "
+                    f"{redact(str(value), os.environ)}; set {key} back, or start another run"
                 )
         if self.config.copies_reference and not self.reference.steps():
             key, value = (
@@ -734,14 +777,31 @@ class Run:
                 "0, or start another run"
             )
 
-    def _check_prompts(self, saved: int) -> None:
-        """Raises ValueError if `data.train` does not have the `saved` number of prompts."""
-        now = len(self.prompts)
-        if now != saved:
+    def _check_prompts(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError if `data.train` does not have the rows of the run's checkpoint `saved`."""
+        now, before = len(self.prompts), saved["num_prompts"]
+        spec = shown_data_sets(self.config.data.train)
+        if now != before:
             raise ValueError(
-                "data.train of a resumed run must not change: "
-                f"{shown_data_sets(self.config.data.train)} had {saved} prompts that were not skipped, and "
-                f"has {now}; restore the data and data.max_prompt_length, or start another run"
+                f"data.train of a resumed run must not change: {spec} had {before} prompts that were not "
+                f"skipped, and has {now}; restore the data and data.max_prompt_length, or start another run"
+            )
+        digests = saved.get("data", self.data)  # a checkpoint of an earlier version has none
+        changed = [] if same(digests, self.data) else _differing(digests, self.data)
+        if changed:
+            raise ValueError(
+                f"data.train of a resumed run must not change: {spec} has as many rows as before, and "
+                f"{listed(changed)} differ; restore the data, and the keys of data, the tokenizer and the "
+                "chat template that prompts are made with, or start another run"
+            )
+
+    def _check_steps(self, done: int) -> None:
+        """Raises ValueError if the run has fewer steps than its newest checkpoint, that of step `done`."""
+        if self.steps < done:
+            raise ValueError(
+                f"run.steps of a resumed run must not be below the step of its newest checkpoint: "
+                f"{self.folder.path} has one of step {done}, got {self.steps} steps; raise run.steps (or "
+                "run.epochs), or export an earlier checkpoint with `quatrain export RUN OUTPUT --step N`"
             )
 
     def _restore(self, state: TrainState) -> TrainState:
@@ -751,15 +811,20 @@ class Run:
         step, arrays, host = self.checkpoints.restore(wanted)
         check_saved_state(host, self.folder.checkpoints)
         self._check_resumable(host["config"])  # an earlier checkpoint's, if the latest is damaged
-        self._check_prompts(host["num_prompts"])
+        self._check_prompts(host)
         self._check_base(host)
         arrays["params"] = with_trained(state.params, arrays["params"], self.loaded.arch)
         self.checkpoints.set_aside()
         self.folder.rewind(step)
         self.folder.write_config(dump_yaml(self.resolved))
         self.before, self.accuracy = host["before"], host["accuracy"]
-        if self.before and host.get("evaluated_as", self._evaluated_as()) != self._evaluated_as():
-            self.report.event("evaluations have changed: they are not compared with that before training")
+        changed = self._changed_evaluations(host)
+        if changed:
+            logger.warning(
+                "the evaluations have changed in %s: they are compared neither with that before training nor "
+                "with the best so far",
+                ", ".join(changed),
+            )
             self.before = {}
         self._evaluated = None if host["evaluation_due"] else step
         self._announce_moved_fence(step)
@@ -767,7 +832,8 @@ class Run:
             reference = arrays.pop("reference")
             self.learner.reference = with_trained(self.learner.reference, reference, self.loaded.arch)
         if self.best is not None:
-            self.best.restore(host.get("best"), step, self.checkpoints.steps())
+            found = [] if changed else self.checkpoints.steps()
+            self.best.restore(host.get("best"), step, found)
             self.checkpoints.pinned = [] if self.best.found is None else [self.best.found["step"]]
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         return replace(
@@ -811,8 +877,8 @@ class Run:
         newest = decided_by_main(self.checkpoints.latest_step)
         if self.resumable and newest != self.steps:
             raise SaveFailed(
-                f"the model is exported to {self.folder.final}, but the checkpoint of step {self.steps} "
-                f"could not be written; the newest is of step {newest}; free space, and resume the run"
+                f"the model is exported to {self.folder.final}, but the newest checkpoint is of step "
+                f"{newest}, not {self.steps}: {self._save_failed}; then resume the run"
             )
 
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
@@ -895,10 +961,8 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
     """The keys that determine what is sampled for each training step, and what a checkpoint holds.
 
     They must not change on resume.
-
-    They are part of the checkpoint, hence redacted.
     """
-    kept = {
+    return {
         "seed": config.seed,
         "data.train": config.data.train if isinstance(config.data.train, str) else list(config.data.train),
         "data.shuffle": config.data.shuffle,
@@ -927,5 +991,8 @@ def _kept_on_resume(config: Config) -> dict[str, Any]:
         # With staleness, checkpoints decide which weights sample a batch.
         **({"checkpoint.every_steps": config.checkpoint.every_steps} if config.rollout.max_staleness else {}),
     }
-    redacted: dict[str, Any] = redact_values(kept, os.environ)
-    return redacted
+
+
+def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of the digests that are not the same in both."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]

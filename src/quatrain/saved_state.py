@@ -39,6 +39,7 @@ class _SavedState(Description):
     critic: _Counts | None
     config: dict[str, Any]
     num_prompts: Number
+    data: dict[str, Any] | None = None
     before: dict[str, float]
     accuracy: float | None
     evaluation_due: bool

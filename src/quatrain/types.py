@@ -8,8 +8,9 @@ functions. Creating a batch makes its arrays read-only in place. Batches compare
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,33 @@ Message = Mapping[str, str]
 PromptText = str | tuple[Message, ...]
 
 
+class _Brief(reprlib.Repr):
+    """Texts and collections by their beginnings, arrays by dtype and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, 60, 60
+        self.maxdict = self.maxlist = self.maxtuple = 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if hasattr(x, "dtype") and getattr(x, "shape", None):
+            return f"{x.dtype}{list(x.shape)}"
+        if isinstance(x, Mapping):
+            return self.repr_dict(dict(x), level)
+        if isinstance(x, tuple):
+            return self.repr_tuple(x, level)
+        return repr(x) if type(x).__repr__ is brief else super().repr_instance(x, level)
+
+
+_BRIEF = _Brief()
+
+
+def brief(self: Any) -> str:
+    """A `__repr__` for dataclasses with arrays and texts, in a few lines."""
+    shown = (f"{each.name}={_BRIEF.repr(getattr(self, each.name))}" for each in fields(self) if each.repr)
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """One prompt, the input of the rollout: tokens, text, and the data columns passed to reward functions.
@@ -45,6 +73,8 @@ class Prompt:
     text: PromptText
     """The prompt before tokenisation: a string or chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         check = _Checker("data")
@@ -97,6 +127,8 @@ class RolloutBatch:
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
     baseline: RolloutBatch | None = None
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         check = _Checker("rollout")
@@ -213,6 +245,8 @@ class RewardedBatch:
     baseline_rewards: np.ndarray | None = None  # [B] float32
     environment_weight: float = 0.0
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         check = _Checker("reward")
         rows = len(self.rollouts)
@@ -247,6 +281,8 @@ class AdvantagedBatch:
     advantages: np.ndarray  # [B, T] float32
     metrics: Metrics = field(default_factory=dict)
     returns: np.ndarray | None = None  # [B, T] float32
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         check = _Checker("advantage")

@@ -2,7 +2,14 @@ import pytest
 
 from quatrain.config import secrets
 from quatrain.config.errors import shown
-from quatrain.config.secrets import is_secret_name, redact, redact_values, remember_dotenv
+from quatrain.config.secrets import (
+    comparable,
+    is_secret_name,
+    redact,
+    redact_values,
+    remember_dotenv,
+    same,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +144,38 @@ def test_names_and_values_are_redacted():
 def test_a_secret_is_redacted_before_a_message_cuts_it(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "x" * 50 + "secret" * 10)
     assert shown("at " + "x" * 50 + "secret" * 10) == "'at [redacted]'"
+
+
+@pytest.mark.parametrize("word", ["data", "runs", "Train", "GSM", "my-run", "a/b.c"])
+def test_short_words_are_no_secrets_whatever_their_names(word):
+    """`S3_KEY=data` must not turn `data/train.jsonl` into `[redacted]/train.jsonl`."""
+    environ = {"S3_KEY": word, "DB": f"postgres://me:{word}@db.example/x"}
+    assert redact(f"{word}/train.jsonl", environ) == f"{word}/train.jsonl"
+
+
+@pytest.mark.parametrize("secret", ["hunter2", "xyzzy7", "aBcDeF", "pa$$word", "training-data", "sunshine"])
+def test_short_secrets_that_are_no_words_and_longer_ones_stay_redacted(secret):
+    assert redact(f"at {secret}", {"A_KEY": secret}) == "at [redacted]"
+
+
+def test_a_short_word_among_the_lines_of_a_secret_is_no_secret():
+    assert redact("data 12ab34", {"MY_PRIVATE_KEY": "12ab34\ndata\n"}) == "data [redacted]"
+
+
+def test_a_relative_path_that_exists_is_no_secret(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("")
+    assert redact("at data/train.jsonl", {"S3_KEY": "data/train.jsonl"}) == "at data/train.jsonl"
+
+
+def test_values_are_compared_by_themselves_whatever_is_redacted():
+    key = {"A_KEY": "hunter2"}
+    value = {"data.train": ("hunter2/a.jsonl", "b.jsonl")}
+    with_secret, without = comparable(value, key), comparable(value, {})
+    assert without == {"data.train": ["hunter2/a.jsonl", "b.jsonl"]}
+    assert "hunter2" not in repr(with_secret)
+    for saved in (with_secret, without):
+        assert same(saved, value)
+        assert not same(saved, {"data.train": ("other99/a.jsonl", "b.jsonl")})
+        assert not same(saved, {"data.train": ("[redacted]/a.jsonl", "b.jsonl")})

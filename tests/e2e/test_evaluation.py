@@ -1,12 +1,14 @@
 """Evaluations of small runs: sets, accuracy functions, the same prompts before and after, what is kept."""
 
 import json
+from contextlib import closing
 
 import pytest
 from runs import interrupted_after, small_run
 
-from quatrain.evaluate import evaluate_run
+from quatrain.evaluate import Evaluator, evaluate_run
 from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.policy import build_scorer, load_policy
 from quatrain.report.metrics import read_metrics
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.train import train
@@ -57,6 +59,17 @@ def test_each_set_has_metrics_of_the_same_prompts_before_and_after(run):
     assert last["eval/sums/final/num_prompts"] == last["eval/words/final/num_prompts"] == 4
     assert last["eval/sums/final/accuracy_lenient"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert last["eval/sums/final/reward/fails/errors"] == 4
+
+
+def test_the_metrics_of_an_evaluation_are_known_before_it(run):
+    summary, options = run
+    config = small_run(summary.run.parent, "unused", *options).config
+    loaded = load_policy(config, weights=False)
+    with closing(build_scorer(config, loaded)) as scorer, closing(Evaluator(config, loaded, scorer)) as made:
+        names = made.metric_names()
+    row = read_metrics(summary.run / "metrics.jsonl")[0]
+    logged = {name for name in row if name.startswith("eval/")} - {"eval/sums/reward/fails/errors/error"}
+    assert set(names) == logged - {"eval/words/reward/fails/errors/error"}
 
 
 def test_its_completions_are_kept(run):

@@ -114,9 +114,13 @@ def test_what_a_resumed_run_must_keep(whole, override, message):
     [
         (("run.profile_steps=[5]",), r"run\.profile_steps must be steps of the run, which has 4; got 5"),
         (
-            ("checkpoint.best_metric=eval/acuracy",),
-            r"best_metric must be a metric of the evaluation, which "
-            r"has",
+            ("checkpoint.best_metric=eval/acuracy_lenient",),
+            r"best_metric must be a metric that every evaluation has, of which the nearest is "
+            r"eval/accuracy_lenient; got eval/acuracy_lenient; they are eval/accuracy_errors, ",
+        ),
+        (
+            ("checkpoint.best_metric=eval/mean_at_n",),
+            r"nearest is eval/reward/length; got eval/mean_at_n",
         ),
         (
             ("reward.functions={length: {data_source: gsm8k}}",),

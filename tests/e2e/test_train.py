@@ -491,15 +491,112 @@ def test_export_of_the_last_checkpoint_is_the_final_model(finished, tmp_path):
         export(run, tmp_path / "third", step=3)
 
 
-def test_a_resume_with_other_data_is_refused(tmp_path):
-    data = tmp_path / "data.jsonl"
+@pytest.fixture
+def own_data(tmp_path):
+    """A run of one step on two files of its own, its folder's parent, and its options."""
+
+    def write(name, *changed):
+        rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "of": name} for i in range(6)]
+        rows[5] |= dict(changed)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("data.jsonl")
+    write("heldout.jsonl")
+    options = (
+        f"data.train={tmp_path}/data.jsonl", f"data.eval={tmp_path}/heldout.jsonl", "sft.steps=0",
+        "run.steps=1", "checkpoint.best_metric=eval/reward",
+    )  # fmt: skip
+    train(small_run(tmp_path / "runs", "own", *options))
+    return tmp_path / "runs", options, write
+
+
+def test_a_resume_with_other_training_data_is_refused(own_data):
+    runs, options, write = own_data
+    data = runs.parent / "data.jsonl"
+    files = [path for path in (runs / "own").iterdir() if path.is_file() and path.name not in LOCK_FILES]
+    kept = {path: path.read_bytes() for path in files}
+
+    def refused(message, *more):
+        with pytest.raises(ValueError, match=message):
+            train(small_run(runs, "own", *options, "run.steps=2", *more), resume="own")
+
+    differ = r"data\.train of a resumed run must not change: .*/data\.jsonl has as many rows as before, and "
+    write("data.jsonl", ("answer", "7"))
+    refused(differ + "the column `answer` differ; restore the data")
+    write("data.jsonl", ("prompt", "5 + 2 ="))
+    refused(differ + "the prompts, the tokens of the prompts differ")
+    write("data.jsonl")
+    refused(differ + "the prompts, the tokens of the prompts differ", "data.system_prompt=Add.")
+    data.write_text(data.read_text() + data.read_text().splitlines()[0])
+    refused("had 6 prompts that were not skipped, and has 7; restore the data")
+    assert {path: path.read_bytes() for path in kept} == kept
+    write("data.jsonl")
+    assert train(small_run(runs, "own", *options, "run.steps=2"), resume="own").steps == 2
+
+
+def test_a_resume_with_other_evaluation_data_compares_nothing_with_what_was_before(own_data, capfd):
+    runs, options, write = own_data
+    assert json.loads((runs / "own" / "best.json").read_text())["step"] == 1
+    write("heldout.jsonl", ("answer", "7"))
+    resumed = train(small_run(runs, "own", *options, "run.steps=2"), resume="own")
+    said = f"the evaluations have changed in the column `answer` of {runs.parent}/heldout.jsonl: they are"
+    assert said in (runs / "own" / "run.log").read_text()
+    assert resumed.before == {}
+    assert json.loads((runs / "own" / "best.json").read_text())["step"] == 2
+
+
+def test_a_resume_with_fewer_steps_than_its_checkpoint_is_refused(finished):
+    summary, options = finished
+    final = summary.run / "final" / "model.safetensors"
+    before = final.stat().st_mtime_ns
+    message = r"run\.steps of a resumed run must not be below .* has one of step 4, got 3 steps; raise run"
+    with pytest.raises(ValueError, match=message):
+        train(small_run(summary.run.parent, "x", *options, "run.steps=3"), resume="whole")
+    assert final.stat().st_mtime_ns == before
+
+
+def test_secrets_decide_no_resume_and_stand_in_no_checkpoint(tmp_path, monkeypatch):
+    """The file's name is a secret in one environment and none in the other."""
+    data = tmp_path / "hunter2.jsonl"
     rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(6)]
     data.write_text("".join(rows))
-    options = (f"data.train={data}", "sft.steps=0", "run.steps=1")
-    train(small_run(tmp_path, "grown", *options))
-    data.write_text("".join([*rows, rows[0]]))
-    with pytest.raises(ValueError, match="had 6 prompts that were not skipped, and has 7; restore the data"):
-        train(small_run(tmp_path, "grown", *options), resume="grown")
+    other = tmp_path / "xyzzy22.jsonl"
+    other.write_text("".join(rows))
+    monkeypatch.setenv("A_KEY", "hunter2")
+    options = ("sft.steps=0", "run.steps=1", "data.eval=null")
+    train(small_run(tmp_path, "own", *options, f"data.train={data}"))
+    files = [path for path in (tmp_path / "own").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
+    monkeypatch.setenv("A_KEY", "xyzzy22")
+    with pytest.raises(
+        ValueError, match=r"data\.train .* has .*/\[redacted\]\.jsonl, got .*/\[redacted\]\.js"
+    ):
+        train(small_run(tmp_path, "own", *options, f"data.train={other}"), resume="own")
+    monkeypatch.delenv("A_KEY")
+    assert train(small_run(tmp_path, "own", *options, f"data.train={data}"), resume="own").steps == 1
+
+
+def test_a_moved_run_is_resumed_where_it_is(tmp_path):
+    """Its configuration knows its old place, in which another run has begun meanwhile."""
+    options = ("run.steps=1", "sft.steps=0", "data.eval=null")
+    run = train(small_run(tmp_path / "first", "mine", *options)).run
+    moved = run.rename(tmp_path / "moved")
+    train(small_run(tmp_path / "first", "mine", *options))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    seen = []
+    plain = run_module.build_engine
+
+    def build_engine(config, *arguments, **keywords):
+        seen.append((config.run.dir, config.run.name))
+        return plain(config, *arguments, **keywords)
+
+    resolved = load_config(moved / "config.yaml", ["run.steps=2"], environ={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "build_engine", build_engine)
+        assert train(resolved, resume=str(moved)).run == moved
+    assert seen == [(str(tmp_path), "moved")]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert load_config(moved / "config.yaml", environ={}).config.run.name == "moved"
 
 
 def test_a_run_of_other_devices_is_exported_on_these(finished, tmp_path):
@@ -660,3 +757,33 @@ def test_greedy_baseline_overlong_and_truncated_completions(tmp_path):
     assert row["update/masked_sequences"] == 16
     assert row["update/optimizer_steps"] == 0
     assert row["update/skipped_steps"] == 1
+
+
+def test_two_runs_in_threads_of_one_process_have_a_log_each(tmp_path, capfd):
+    (tmp_path / "rewards.py").write_text(
+        "def says(prompts, completions, *, who):\n"
+        "    print('from', who)\n    return [float(i) for i, _ in enumerate(completions)]\n"
+    )
+    names, began = ("first", "second"), threading.Barrier(2)
+
+    def begin(name):
+        rewards = f"reward.functions={{'{tmp_path}/rewards.py:says': {{args: {{who: {name}}}}}}}"
+        options = ("run.steps=2", "sft.steps=0", "data.eval=null", "rollout.max_staleness=1", rewards)
+        resolved = small_run(tmp_path, name, *options)
+        began.wait(60)
+        train(resolved)
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for own, other in (names, names[::-1]):
+        log = (tmp_path / own / "run.log").read_text()
+        assert log.count(f"run {own}: 2 steps") == 1
+        assert f"from {own}" in log
+        assert log.count(f"the trained model, for transformers: {tmp_path / own / 'final'}") == 1
+        assert f"from {other}" not in log
+        assert str(tmp_path / other) not in log
+    shown = capfd.readouterr().err
+    assert all(shown.count(f"run {name}: 2 steps") == 1 for name in names)

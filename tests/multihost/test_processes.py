@@ -169,7 +169,7 @@ def test_processes_that_read_different_data_end_before_anything_is_trained(tmp_p
     both = ended(run_together(command, command, folders=folders))
     assert {process.status for process in both} <= {2, 3}
     for process in both:
-        assert 'all processes need the same data set: sums.jsonl is "2 rows, sha256 ' in process.err
+        assert "all processes need the same data set: sums.jsonl, the column `answer` is " in process.err
         assert "Traceback" not in process.err
     assert list((tmp_path / "runs").iterdir()) == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from quatrain.report import run_dir as module
 from quatrain.report.metrics import MetricsFile, read_metrics
-from quatrain.report.run_dir import RunDir, checkpoint_steps
+from quatrain.report.run_dir import RunDir, checkpoint_steps, find_run
 from quatrain.report.run_lock import FILES as LOCK_FILES
 
 
@@ -60,17 +60,38 @@ def test_a_run_is_resumed_by_name_and_by_path(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
-def test_auto_takes_the_newest_checkpoint(tmp_path):
+def test_auto_takes_the_newest_checkpoint_where_nobody_chose_a_name(tmp_path):
     with_checkpoint(RunDir.create(tmp_path, "older"), 900, age_s=100)
     with_checkpoint(RunDir.create(tmp_path, "newer"), 5)
     RunDir.create(tmp_path, "without")
-    assert RunDir.create(tmp_path, "third", resume="auto").name == "newer"
+    assert RunDir.create(tmp_path, "third", resume="auto", named=False).name == "newer"
+
+
+def test_auto_with_a_name_is_that_name_alone(tmp_path):
+    with_checkpoint(RunDir.create(tmp_path, "other"), 5)
+    run = RunDir.create(tmp_path, "third", resume="auto")
+    assert (run.name, run.resumed) == ("third", False)
+    assert run.note == f"there is no run third in {tmp_path}: starting a new run third"
 
 
 def test_auto_without_a_checkpoint_starts_afresh_and_says_so(tmp_path):
-    run = RunDir.create(tmp_path / "runs", "third", resume="auto")
+    run = RunDir.create(tmp_path / "runs", "third", resume="auto", named=False)
     assert (run.name, run.resumed) == ("third", False)
     assert "has a checkpoint: starting a new run third" in run.note
+
+
+def test_a_run_is_found_by_its_name_before_a_folder_here_and_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/foo", "foo", "other"):
+        (tmp_path / folder / "samples").mkdir(parents=True)
+    (tmp_path / "runs" / "other").mkdir()  # no run
+    root = Path("runs")
+    assert find_run("foo", root) == Path("runs/foo")
+    assert find_run("./foo", root) == Path("foo")
+    assert find_run("other", root) == Path("other")
+    assert find_run(str(tmp_path / "foo"), root) == tmp_path / "foo"
+    with pytest.raises(ValueError, match=r"the name of a run in runs, .*: got 'gone'; runs in runs: foo$"):
+        find_run("gone", root)
 
 
 def begun(root, name="mine"):
@@ -133,7 +154,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed_by_name(tmp_path):
 
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
     RunDir.create(tmp_path, "empty")
-    with pytest.raises(ValueError, match=r"'gone' is neither a run .* runs in .*: empty"):
+    with pytest.raises(ValueError, match=r"got 'gone'; runs in .*: empty"):
         RunDir.create(tmp_path, "x", resume="gone")
     with pytest.raises(ValueError, match=r"runs in .*: none"):
         RunDir.create(tmp_path / "nowhere", "x", resume="gone")

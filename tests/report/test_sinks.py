@@ -551,13 +551,49 @@ def test_secrets_of_turns_are_redacted_and_their_tokens_left_out(run):
 def test_trackio_gets_the_run_and_continues_it(run, monkeypatch, capsys):
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    for folder, resume in ((run, "never"), (replace(run, resumed=True), "allow")):
+    for step, (folder, resume) in enumerate(((run, "never"), (replace(run, resumed=True), "allow"))):
         report = Report(folder, LoggingConfig(trackio="mine"), redact=plain, run_config={"seed": 1})
-        report.log(1, {"loss": 1.0, "update/kl": math.inf})
+        report.log(step, {"loss": 1.0, "update/kl": math.inf})
         report.close()
         told = fake.started[-1]
         assert told == {"project": "mine", "name": "first", "config": {"seed": 1}, "resume": resume}
-    assert fake.told == [(1, {"loss": 1.0}), "finished"] * 2
+    assert fake.told == [(0, {"loss": 1.0}), "finished", (1, {"loss": 1.0}), "finished"]
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"), [("wandb", {"wandb": "offline"}), ("trackio", {"trackio": "p"})]
+)
+def test_steps_that_a_resumed_run_repeats_are_logged_once(run, monkeypatch, package, setting):
+    """The first attempt ends between metrics and evaluation of step 3; its checkpoint is of step 1."""
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, package, fake)
+
+    def attempt(folder, first, last, *, evaluates_last):
+        report = Report(folder, LoggingConfig(**setting), redact=plain)
+        for step in range(first, last + 1):
+            report.log(step, {"loss": float(10 * first + step)})
+            report.samples(step, batch())
+            if step < last or evaluates_last:
+                report.log(step, {"eval/reward": 1.0})
+                report.evaluation(step, [{"set": "", "correct": 1.0}])
+        report.close()
+
+    attempt(run, 0, 3, evaluates_last=False)
+    run.rewind(1)
+    attempt(replace(run, resumed=True), 2, 4, evaluates_last=True)
+    told = [each for each in fake.told if each != "finished"]
+    names = ("loss", "samples", "eval/reward", "evaluation")
+    assert sorted((step, name) for step, values in told for name in values) == sorted(
+        (step, name) for step in range(5) for name in names
+    )
+    losses = {step: values["loss"] for step, values in told if "loss" in values}
+    assert losses == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0, 4: 24.0}
+    said = "keeps the values that it has up to step 3, which were logged before the run was resumed"
+    assert run.log.read_text().count(said) == 1
+
+    run.rewind(-1)
+    attempt(run, 0, 0, evaluates_last=True)  # a run that begins again is another one in the service
+    assert fake.told[-2][0] == 0
 
 
 def test_tokens_that_spell_a_secret_together_are_not_written(run, capsys):

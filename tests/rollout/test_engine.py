@@ -463,7 +463,7 @@ def test_after_a_batch_nothing_of_the_sampler_is_in_memory_but_its_weights(make_
     engine.release()
     copied = sum(x.nbytes // 2 for x in jax.tree.leaves(small_params) if x.ndim > 1)
     assert before - _live_bytes() == pytest.approx(copied, abs=1024)
-    with pytest.raises(AssertionError, match="call sync_weights"):
+    with pytest.raises(ValueError, match="has no weights to sample from; call sync_weights"):
         engine.generate(_prompts())
     engine.sync_weights(small_params, 5)
     np.testing.assert_array_equal(engine.generate(_prompts()).input_ids, first.input_ids)

@@ -6,6 +6,7 @@ those of messages about other files (`config/files.py`).
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -76,6 +77,11 @@ def nearest_keys(key: str, valid: Iterable[str]) -> list[str]:
     similarities = {candidate: similarity(candidate) for candidate in valid}
     most = max(similarities.values())
     return [candidate for candidate, value in similarities.items() if value == most]
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether what could not be written lacked space; libraries hide the error's number in their texts."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def listed(names: Iterable[object]) -> str:

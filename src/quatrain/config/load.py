@@ -52,6 +52,10 @@ class Resolved:
     provenance: dict[str, str]
     warnings: list[str] = field(default_factory=list)
 
+    def chose(self, key: str) -> bool:
+        """Whether a layer set `key`, rather than its default or what was derived for it."""
+        return self.provenance.get(key, DEFAULT) not in (DEFAULT, DERIVED)
+
 
 def load_config(
     path: str | Path | None = None,

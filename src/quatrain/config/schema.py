@@ -1067,7 +1067,7 @@ class CheckpointConfig(Section):
     keep: Count = Field(3, description="Number of checkpoints kept; older ones are deleted.")
     best_metric: Text | None = Field(
         None,
-        description="Metric of the evaluation, such as `eval/accuracy_lenient` or `eval/reward`. An "
+        description="Metric of every evaluation, such as `eval/accuracy_lenient` or `eval/reward`. An "
         "evaluation with a new best value saves a checkpoint, which is kept beside the newest "
         "`checkpoint.keep`; `quatrain export RUN OUTPUT --step best` exports it. null: no evaluation does.",
     )

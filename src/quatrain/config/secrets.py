@@ -7,12 +7,17 @@ written. A value is a secret
 - by its form: tokens of known services, passwords in URLs and connection strings, private keys;
 - by its place, a `.env` file: any other value of SHORTEST_VALUE characters or more there.
 
-No secret are numbers, switches, paths that exist, `QUATRAIN__` variables, which are configuration, and in a
-`.env` file the values that a configuration key has by default or offers.
+No secret are numbers, switches, ordinary words of under SHORTEST_VALUE characters, paths that exist,
+`QUATRAIN__` variables, which are configuration, and in a `.env` file the values that a configuration key has
+by default or offers.
+
+What is written to be compared later goes through `comparable`: a redacted form depends on the environment,
+and different values may share one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -27,7 +32,7 @@ REDACTED = "[redacted]"
 SHORTEST_SECRET = 4
 """Redacting shorter values, or switches such as `true`, would hide ordinary text."""
 SHORTEST_VALUE = 8
-"""Of a value of `.env` whose name and form tell of no secret."""
+"""Of a value of `.env` whose name and form tell of no secret, and of a secret that is an ordinary word."""
 CONFIG_PREFIX = "QUATRAIN__"
 
 _NAME = re.compile(
@@ -53,6 +58,7 @@ _ORDINARY = re.compile(
     r"true|false|yes|no|on|off|none|null|[-+]?[0-9]{1,5}|[-+0-9]*\.[-+0-9e]*", re.IGNORECASE
 )
 _NUMBERS = re.compile(r"[-+0-9.,:;x ]*")
+_SEPARATORS = re.compile(r"[-_./, ]+")
 
 _of_dotenv: set[str] = set()
 """Secret values of the `.env` file that was read, also of variables that were set already."""
@@ -92,6 +98,28 @@ def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
     return value
 
 
+def comparable(value: Any, environ: Mapping[str, str]) -> Any:
+    """The JSON value `value` in a form that may be written, and that `same` compares with a value later.
+
+    It is `value` itself; with a secret in it, its redacted form and its digest.
+    """
+    plain = json.loads(json.dumps(value))
+    redacted = redact_values(plain, environ)
+    return plain if redacted == plain else {REDACTED: redacted, "sha256": _sha256(plain)}
+
+
+def same(saved: Any, value: Any) -> bool:
+    """Whether `comparable` made `saved` of the JSON value `value`, in this or another environment."""
+    plain = json.loads(json.dumps(value))
+    if isinstance(saved, dict) and REDACTED in saved:
+        return saved["sha256"] == _sha256(plain)
+    return saved == plain
+
+
+def _sha256(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 @lru_cache(maxsize=8)
 def _pattern(variables: frozenset[tuple[str, str]], of_dotenv: frozenset[str]) -> re.Pattern[str] | None:
     secrets = {s for name, value in variables for s in _secrets_of_variable(name, value)} | of_dotenv
@@ -118,7 +146,8 @@ def _secrets_of_variable(name: str, value: str) -> Iterator[str]:
 def _written_forms(secret: str) -> Iterable[str]:
     """How a secret may stand in a text: in pieces of a line, escaped, or as a part of a URL."""
     # A secret of several lines may be printed line by line; in JSON and Python its quotes are escaped.
-    pieces = {secret, *(line.strip() for line in secret.splitlines())}
+    lines = (line.strip() for line in secret.splitlines())
+    pieces = {secret, *(line for line in lines if not _is_ordinary(line))}
     pieces |= {unquote(piece) for piece in pieces}
     pieces |= {quote(piece, safe=safe, errors="surrogateescape") for piece in pieces for safe in ("", "/")}
     pieces |= {json.dumps(piece, ensure_ascii=ascii)[1:-1] for piece in pieces for ascii in (True, False)}
@@ -131,8 +160,14 @@ def _is_ordinary(value: str) -> bool:
     return (
         len(value) < SHORTEST_SECRET
         or _ORDINARY.fullmatch(value) is not None
-        or (value.startswith(("/", "~/")) and os.path.exists(os.path.expanduser(value)))
+        or (len(value) < SHORTEST_VALUE and all(map(_is_word, _SEPARATORS.split(value))))
+        or ("/" in value and os.path.exists(os.path.expanduser(value)))
     )
+
+
+def _is_word(text: str) -> bool:
+    """Whether `text` consists of letters, of one case after the first."""
+    return not text or (text.isalpha() and text in (text.lower(), text.upper(), text.capitalize()))
 
 
 @cache

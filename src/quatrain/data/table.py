@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +17,8 @@ import numpy as np
 
 from quatrain.cluster.processes import gather_objects
 from quatrain.types import Prompt, PromptText
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -77,3 +83,27 @@ class Table:
                 before, at = found.get(name, (0, first))
                 found[name] = before + count, at
         return found
+
+    def digests(self, first: int | None = None) -> dict[str, str]:
+        """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
+
+        Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
+        on which process has a row.
+        """
+        own: Counter[str] = Counter()
+        for number, row in self.own.items():
+            if first is None or number < first:
+                parts = {"the prompts": row.text, "the tokens of the prompts": row.input_ids.tolist()}
+                columns = {f"the column `{name}`": value for name, value in row.columns.items()}
+                for name, value in (parts | columns).items():
+                    own[name] += _hash([number, value])
+        sums: Counter[str] = Counter()
+        for part in gather_objects(own) if self.spread else [own]:
+            sums.update(part)
+        return {name: f"{total % 2**64:016x}" for name, total in sums.items()}
+
+
+def _hash(value: Any) -> int:
+    # What is not JSON is hashed as its `repr`, in which an address would differ from process to process.
+    text = json.dumps(value, default=lambda other: _ADDRESS.sub("", repr(other)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

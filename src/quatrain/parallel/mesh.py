@@ -137,6 +137,15 @@ def to_memory(where: Literal["device", "host"], arrays: Any) -> Any:
     return reshard(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
+def check_held(arrays: Any, what: str, remedy: str) -> None:
+    """Raises ValueError, with the remedy, if arrays of a tree were given away to an update (donated)."""
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arrays)):
+        raise ValueError(
+            f"{what} were taken over by update.init or update.step, which use their memory for the new ones; "
+            f"{remedy}"
+        )
+
+
 def to_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole `array` on the host. All processes that hold a shard of it must call this together."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable:

@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import Field
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.config.errors import listed
 from quatrain.config.files import Description, checked, read_json
 
 FILE = "best.json"
@@ -37,23 +36,15 @@ class Best:
         self.found: dict[str, Any] | None = None
         """Metric, mode, step and value; None before the first evaluation with a checkpoint."""
         self._before: dict[str, Any] | None = None
-        self._named = False
-        """Whether an evaluation had the metric."""
 
     def note(self, step: int, numbers: Mapping[str, float]) -> bool:
         """Whether the evaluation of a step is better than all before it; if so, it is written to the file.
 
-        Raises ValueError if the first evaluation lacks the metric; a later one is passed over.
+        An evaluation without a finite value of the metric is passed over with a warning.
         """
         if self._metric not in numbers:
-            if not self._named:
-                raise ValueError(
-                    "checkpoint.best_metric must be a metric of the evaluation, which has "
-                    f"{listed(sorted(numbers))}; got {self._metric}; name one of these"
-                )
             logger.warning("the evaluation of step %d has no finite %s", step, self._metric)
             return False
-        self._named = True
         value = numbers[self._metric]
         sign = 1 if self._mode == "max" else -1
         if step == 0 or (self.found is not None and sign * value <= sign * self.found["value"]):

@@ -31,22 +31,6 @@ UNSET = "not set"
 _DERIVED = ("default", "derived")
 
 
-def find_run(run: str, runs: Path) -> Path:
-    """The folder of `run`, which is a path, or a name under `runs`.
-
-    Raises ValueError if there is none, or if it does not look like the folder of a run.
-    """
-    folders = [Path(run), runs / run]
-    folder = next((path for path in folders if _is_run(path)), None)
-    if folder is None:
-        names = sorted(path.name for path in runs.iterdir() if _is_run(path)) if runs.is_dir() else []
-        raise ValueError(
-            "RUN must be the folder of a run, with metrics.jsonl, config.yaml or samples/, or its name in "
-            f"{runs}: got {run!r}; runs in {runs}: {', '.join(names) or 'none'}"
-        )
-    return folder
-
-
 def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     """All that the page shows of the run at `folder`, except samples, as JSON values.
 
@@ -282,7 +266,3 @@ def _updated(folder: Path) -> str | None:
     except OSError:
         return None
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written))
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", "samples"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
-from quatrain.config.errors import ConfigError
+from quatrain.config.errors import ConfigError, disk_is_full
 from quatrain.config.layers import parse_yaml
 from quatrain.report.metrics import MetricsFile
 from quatrain.report.run_lock import FILES as LOCK_FILES
@@ -40,19 +40,20 @@ class RunDir:
     """Held by the main process, from before anything in the folder is touched until `close`."""
 
     @classmethod
-    def create(cls, root: str | Path, name: str, *, resume: str | None = None) -> RunDir:
+    def create(cls, root: str | Path, name: str, *, resume: str | None = None, named: bool = True) -> RunDir:
         """The folder of run `name` under `root`, or of the run to resume.
 
-        `resume`: a run's name, a path to its folder, or `auto`. `auto` selects run `name` if its folder
-        exists, else the run under `root` with the newest checkpoint, else a new run `name`. Only `auto`
-        accepts a run that ended before its first checkpoint, and starts it again from its beginning. The main
-        process selects and creates the folder, and locks it. Raises ValueError if the name of a new run is
-        already used, there is nothing to resume, another process uses the folder, or it is not writable.
+        `resume`: a run's name or the path of its folder (`find_run`), or `auto`. `auto` selects run `name` if
+        its folder exists, else a new run `name`; if nobody chose the name (not `named`), it prefers the run
+        under `root` with the newest checkpoint to a new one. Only `auto` accepts a run that ended before its
+        first checkpoint, and starts it again from its beginning. The main process selects and creates the
+        folder, and locks it. Raises ValueError if the name of a new run is already used, there is nothing to
+        resume, another process uses the folder, or it is not writable.
         """
         locks: list[RunLock] = []
 
         def chosen() -> tuple[str, bool, str, bool]:
-            run = cls._chosen(Path(root).absolute(), name, resume)
+            run = cls._chosen(Path(root).absolute(), name, resume, named)
             locks.append(run._make())
             return str(run.path), run.resumed, run.note, run.restarted
 
@@ -68,14 +69,17 @@ class RunDir:
         return run
 
     @classmethod
-    def _chosen(cls, root: Path, name: str, resume: str | None) -> RunDir:
-        path = auto_run(root, name) if resume == AUTO else _named_run(root, resume) if resume else None
+    def _chosen(cls, root: Path, name: str, resume: str | None, named: bool) -> RunDir:
+        path = None
+        if resume:
+            path = auto_run(root, name, named) if resume == AUTO else _with_checkpoint(find_run(resume, root))
         if path is not None and resume == AUTO and _can_start_over(path):
             note = f"{path} has no complete checkpoint: starting {name} again from its beginning"
             return cls(path, note=note, restarted=True)
         if path is not None and checkpoint_steps(path):
             return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
-        note = f"no run in {root} has a checkpoint: starting a new run {name}" if resume else ""
+        missing = f"there is no run {name} in {root}" if named else f"no run in {root} has a checkpoint"
+        note = f"{missing}: starting a new run {name}" if resume else ""
         return cls(_fresh(root, name), note=note)
 
     @property
@@ -218,7 +222,8 @@ class RunDir:
         except OSError as error:
             raise ValueError(
                 f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
-                "free space, fix its permissions, or choose another folder with `--set run.dir=…`"
+                f"{'free space' if disk_is_full(error) else 'fix its permissions'}, or choose another folder "
+                "with `--set run.dir=…`"
             ) from error
 
 
@@ -235,9 +240,35 @@ def newest_run(root: Path) -> Path | None:
     return max(runs, key=_newest_checkpoint_time, default=None)
 
 
-def auto_run(root: Path, name: str) -> Path | None:
-    """The run for `--resume auto`: `name` if its folder exists, else that with the newest checkpoint."""
-    return root / name if _is_name(name) and (root / name).is_dir() else newest_run(root)
+def auto_run(root: Path, name: str, named: bool) -> Path | None:
+    """The run for `--resume auto`: `name` if its folder exists, else None, which begins it.
+
+    If nobody chose the name (not `named`), the run with the newest checkpoint instead of a new one.
+    """
+    if _is_name(name) and (root / name).is_dir():
+        return root / name
+    return None if named else newest_run(root)
+
+
+def find_run(run: str, root: Path) -> Path:
+    """The folder of `run`, the name of a run under `root` or else the path of a folder.
+
+    A text with a `/` is a path and nothing else. Raises ValueError if there is none, or if it does not look
+    like the folder of a run.
+    """
+    folders = [Path(run)] if "/" in run else [root / run, Path(run)]
+    folder = next((path for path in folders if _is_run(path)), None)
+    if folder is None:
+        names = sorted(path.name for path in root.iterdir() if _is_run(path)) if root.is_dir() else []
+        raise ValueError(
+            f"RUN must be the name of a run in {root}, or the folder of a run, with metrics.jsonl, "
+            f"config.yaml or samples/: got {run!r}; runs in {root}: {', '.join(names) or 'none'}"
+        )
+    return folder
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", "samples"))
 
 
 def _can_start_over(path: Path) -> bool:
@@ -273,23 +304,13 @@ def _fresh(root: Path, name: str) -> Path:
     return path
 
 
-def _named_run(root: Path, resume: str) -> Path:
-    """The folder of the run to resume, by its name or its path."""
-    path = root / resume
-    if not path.is_dir() and Path(resume).is_dir():
-        path = Path(resume)
-    if not path.is_dir():
-        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-        raise ValueError(
-            f"only an existing run can be resumed: {resume!r} is neither a run in {root} nor a folder; "
-            f"runs in {root}: {', '.join(names) or 'none'}; start a new run without `--resume`"
-        )
+def _with_checkpoint(path: Path) -> Path:
     if not checkpoint_steps(path):
         raise ValueError(
             f"only a run with a checkpoint can be resumed: {path} has none; "
             "start a new run with another `run.name`, or use `--resume auto`"
         )
-    return path
+    return path.absolute()
 
 
 def _newest_checkpoint_time(path: Path) -> float:

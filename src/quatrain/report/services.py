@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any, Protocol
 
+from quatrain.config.files import read_json
 from quatrain.config.schema import LoggingConfig
 from quatrain.report.run_dir import RunDir
 from quatrain.report.samples import transcript
@@ -23,6 +25,8 @@ Records = Sequence[Mapping[str, Any]]
 LEFT_OUT = "tokens"
 """The key of a sample that tables do not show."""
 _log = logging.getLogger(__name__)
+_redirecting = threading.Lock()
+"""Standard output is the whole process's, which may have several runs."""
 
 
 class _Sink(Protocol):
@@ -85,17 +89,54 @@ def start_services(run_dir: RunDir, config: LoggingConfig, run_config: Mapping[s
 
 
 class _WithTables:
-    """A run of a package with W&B's interface: `_run` has `log`, and `_table` is its class of tables."""
+    """A run of a package with W&B's interface: `_run` has `log`, and `_table` is its class of tables.
+
+    Such a service cannot take back the steps after the checkpoint that a run was resumed from: Trackio and an
+    offline W&B would show each twice, and an online W&B drops the second. So nothing is logged twice: a file
+    in the run's folder has the last step that the service was told, and the names of its values.
+    """
 
     _run: Any
     _table: Any
 
+    def __init__(self, name: str, run_dir: RunDir):
+        self._name, self._file = name, run_dir.path / f"{name.lower()}_logged.json"
+        if not run_dir.resumed:
+            self._file.unlink(missing_ok=True)
+        told: dict[str, Any] = read_json(self._file) if self._file.exists() else {"step": -1, "names": []}
+        self._step, self._names = int(told["step"]), set(told["names"])
+        self._told_before = self._step
+
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+        self._log_once(step, dict(numbers))
 
     def samples(self, step: int, name: str, records: Records) -> None:
         columns, data = table(records)
-        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
+        self._log_once(step, {name: self._table(columns=columns, data=data)})
+
+    def _log_once(self, step: int, values: dict[str, Any]) -> None:
+        if step <= self._step:
+            known = values.keys() if step < self._step else self._names
+            values = {name: value for name, value in values.items() if name not in known}
+        if not values:
+            self._say_what_stays()
+            return
+        self._run.log(values, step=step)
+        self._names = {*values, *(self._names if step == self._step else ())}
+        self._step = step
+        with suppress(OSError):  # of a full disk: at worst, a resumed run logs this step twice
+            draft = self._file.with_suffix(".draft")
+            draft.write_text(json.dumps({"step": step, "names": sorted(self._names)}), encoding="utf-8")
+            draft.replace(self._file)
+
+    def _say_what_stays(self) -> None:
+        if self._told_before >= 0:
+            _log.info(
+                "%s keeps the values that it has up to step %d, which were logged before the run was resumed",
+                self._name,
+                self._told_before,
+            )
+        self._told_before = -1
 
 
 class _WandB(_WithTables):
@@ -104,12 +145,16 @@ class _WandB(_WithTables):
     def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
         import wandb
 
+        super().__init__("wandb", run_dir)
         kept_id = run_dir.path / "wandb_id"
         if run_dir.restarted:  # W&B rejects steps that were logged before, so a restarted run gets a new id
             kept_id.unlink(missing_ok=True)
         if not kept_id.exists():
             kept_id.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         self._table = wandb.Table
+        settings = {"console": "off", "x_disable_meta": True}
+        if getattr(wandb, "run", None) is not None:  # of another run of this process, which W&B would return
+            settings["reinit"] = "create_new"
         self._run = wandb.init(
             project=config.wandb_project,
             name=run_dir.name,
@@ -119,7 +164,7 @@ class _WandB(_WithTables):
             dir=str(run_dir.path),
             config=dict(run_config),
             # W&B would upload what is printed, and the command line with all its --set, before redaction.
-            settings={"console": "off", "x_disable_meta": True},
+            settings=settings,
         )
 
     def close(self) -> None:
@@ -132,8 +177,9 @@ class _Trackio(_WithTables):
     def __init__(self, run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]):
         import trackio
 
+        super().__init__("Trackio", run_dir)
         self._table = trackio.Table
-        with redirect_stdout(sys.stderr):
+        with _redirecting, redirect_stdout(sys.stderr):
             self._run = trackio.init(
                 project=config.trackio,
                 name=run_dir.name,
@@ -142,7 +188,7 @@ class _Trackio(_WithTables):
             )
 
     def close(self) -> None:
-        with redirect_stdout(sys.stderr):
+        with _redirecting, redirect_stdout(sys.stderr):
             self._run.finish()
 
 

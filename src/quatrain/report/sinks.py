@@ -10,7 +10,10 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,23 @@ from quatrain.types import AdvantagedBatch
 Redact = Callable[[str], str]
 _root_log = logging.getLogger("quatrain")
 _log = logging.getLogger(__name__)
+_run_of_thread: ContextVar[object | None] = ContextVar("_run_of_thread", default=None)
+_opening = threading.Lock()
+_open_reports: list[Report] = []
+
+
+@contextmanager
+def own_messages() -> Iterator[None]:
+    """What is logged in the block, and by threads that take over its context, belongs to one run.
+
+    The reports of other runs of this process do not write it. Messages of threads that belong to no run are
+    written by all.
+    """
+    token = _run_of_thread.set(object())
+    try:
+        yield
+    finally:
+        _run_of_thread.reset(token)
 
 
 class Report:
@@ -59,9 +79,6 @@ class Report:
         self._token_text = token_text
         self._hints = hints
         self._main = is_main_process()
-        self._level_before = _root_log.level
-        if not self._main:
-            _root_log.setLevel(logging.ERROR)  # the main process gives the same warnings
         self._metrics = MetricsFile(run_dir.metrics)
         self._unwritten: list[tuple[int, Mapping[str, float]]] = []
         """Rows of metrics that are not on disk: the disk was full."""
@@ -69,17 +86,33 @@ class Report:
         self._handlers: list[logging.Handler] = []
         self._services: list[Service] = []
         self._page = Page([run_dir.path])
+        self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)] if self._main else []
+        own = _run_of_thread.get()
+        for handler in self._handlers:
+            handler.addFilter(lambda record: own is None or _run_of_thread.get() in (None, own))
+            _root_log.addHandler(handler)
+        self._open_root_log()
         if not self._main:
             return
-        self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)]
-        for handler in self._handlers:
-            _root_log.addHandler(handler)
-        _root_log.setLevel(logging.INFO)
-        # Some libraries install a handler on the root logger, which would print every message twice.
-        _root_log.propagate = False
         if run_dir.note:
             self.event(run_dir.note)
         self._services = start_services(run_dir, config, run_config or {})
+
+    def _open_root_log(self) -> None:
+        with _opening:
+            self._level_before: int = _open_reports[0]._level_before if _open_reports else _root_log.level
+            _open_reports.append(self)
+            # In other processes, because the main process gives the same warnings.
+            _root_log.setLevel(logging.INFO if self._main else logging.ERROR)
+            # Some libraries install a handler on the root logger, which would print every message twice.
+            _root_log.propagate = not self._main
+
+    def _close_root_log(self) -> None:
+        with _opening:
+            _open_reports.remove(self)
+            if not _open_reports:
+                _root_log.setLevel(self._level_before)
+                _root_log.propagate = True
 
     def log(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
         """Write the metrics of `step`, each reduced to one number.
@@ -180,7 +213,7 @@ class Report:
         """Draw `plot.png` if matplotlib is installed, write `report.html`, close services and `run.log`."""
         if self._main:
             self._close()
-        _root_log.setLevel(self._level_before)
+        self._close_root_log()
 
     def _close(self) -> None:
         self._guard("metrics", self._write_metrics)
@@ -193,7 +226,6 @@ class Report:
         for handler in self._handlers:
             _root_log.removeHandler(handler)
             handler.close()
-        _root_log.propagate = True
         self._services, self._handlers = [], []
 
     def page(self) -> None:

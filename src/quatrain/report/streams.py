@@ -1,6 +1,7 @@
 """Standard output and error without secrets, which outlive their reader: `quatrain train | head -2` goes on.
 
-Text for a file on a full disk is dropped.
+Text that cannot be written, as to a file on a full disk, is dropped and remembered: the command goes on, and
+says so at its end.
 
 Used by the command line around every command, for all that Python prints, such as a reward function.
 """
@@ -16,22 +17,36 @@ from typing import Any, TextIO, TypeVar, cast
 
 READER_GONE = (errno.EPIPE, errno.EIO)
 """Errors of a closed pipe and of a terminal that was hung up."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a file, to which the output goes, that cannot grow now."""
+STANDARD_FILES = 3
 T = TypeVar("T")
 
 
 @contextmanager
-def guarded_output(redact: Callable[[str], str]) -> Iterator[None]:
-    """Within the block, printed text goes through `redact`, and is dropped once its reader has gone."""
+def guarded_output(redact: Callable[[str], str]) -> Iterator[list[OSError]]:
+    """Within the block, printed text goes through `redact`, and is dropped once its reader has gone.
+
+    Yields a list which, after the block, has the errors for which text of standard output was lost.
+    """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Guarded(stream, redact)) for stream in before)
+    _fill_closed_files()
+    output, errors = (_Guarded(stream or open(os.devnull, "w"), redact) for stream in before)  # noqa: SIM115
+    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
     try:
-        yield
+        yield output.lost
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (output, errors):
             stream.flush()
+            if stream.lost:
+                stream.discard()  # else the interpreter writes it again when it ends, and complains
         sys.stdout, sys.stderr = before
+
+
+def _fill_closed_files() -> None:
+    """Opens the null device where a standard file is closed: another file would take its number, and be
+    written into by whatever prints there."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < STANDARD_FILES:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 class _Guarded:
@@ -39,6 +54,7 @@ class _Guarded:
 
     def __init__(self, stream: TextIO, redact: Callable[[str], str]):
         self._stream, self._redact = stream, redact
+        self.lost: list[OSError] = []
 
     def write(self, text: str) -> int:
         redacted = self._redact(text)
@@ -51,18 +67,21 @@ class _Guarded:
     def flush(self) -> None:
         self._try(self._stream.flush, None)
 
+    def discard(self) -> None:
+        """Put the null device in place of the file, also for what the stream holds and for other writers."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:
             return action()
         except OSError as error:
-            if error.errno in DISK_FULL:
-                return otherwise
-            if error.errno not in READER_GONE:
-                raise
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())  # also for what the stream still holds, and for other writers
-        os.close(null)
-        return otherwise
+            if error.errno in READER_GONE:
+                self.discard()
+            else:
+                self.lost.append(error)
+            return otherwise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

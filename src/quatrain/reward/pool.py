@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -96,7 +97,7 @@ class Pool:
 
         {"refused": message} if there is no such function.
         """
-        return self._threads.submit(self._on_worker, lambda worker: worker.load(spec)).result()
+        return self._submit(lambda worker: worker.load(spec)).result()
 
     def submit(self, spec: str, arguments: bytes, timeout_s: float) -> Future[Any | Failure]:
         """Calls the function `spec`, which a worker imports first if it has not yet.
@@ -104,7 +105,10 @@ class Pool:
         `arguments` is the pickle of its keyword arguments. `timeout_s` is the time limit of the call, without
         the import.
         """
-        return self._threads.submit(self._on_worker, lambda worker: worker.call(spec, arguments, timeout_s))
+        return self._submit(lambda worker: worker.call(spec, arguments, timeout_s))
+
+    def _submit(self, job: Callable[[_Worker], Any | Failure]) -> Future[Any | Failure]:
+        return self._threads.submit(copy_context().run, self._on_worker, job)  # the context has the run's log
 
     def close(self) -> None:
         """Ends the processes; calls that have not ended are `crash` failures. May be called again."""

@@ -160,6 +160,11 @@ class RewardScorer:
             self._pool.close()
 
     @property
+    def function_names(self) -> tuple[str, ...]:
+        """The names that reward functions and reward models have in metrics."""
+        return tuple(self._weights)
+
+    @property
     def routes(self) -> bool:
         """Whether a reward is for samples of some data sources only."""
         return bool(self._sources)
@@ -310,7 +315,7 @@ class RewardScorer:
             rollouts,
             rewards,
             raw,
-            tuple(self._weights),
+            self.function_names,
             metrics,
             baseline_rewards=baseline_rewards,
             environment_weight=self._environment_weight,

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -433,6 +434,11 @@ def _close_quietly(worker: Worker) -> None:
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, daemon=True, name=f"fleet {function.__name__}")
+    thread = threading.Thread(
+        target=copy_context().run,
+        args=(function, *arguments),
+        daemon=True,
+        name=f"fleet {function.__name__}",
+    )
     thread.start()
     return thread

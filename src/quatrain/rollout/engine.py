@@ -27,7 +27,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.lora import adapters_of, apart_from, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.mesh import mesh_shape, one_device, reshard, shardings, to_memory
+from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
 from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
 from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
@@ -125,6 +125,7 @@ class RolloutEngine:
 
         They are brought to this engine's mesh as by `place`, without a copy of what is there already.
         """
+        check_held(params, "the parameters for sync_weights", "give it those of the newest state")
         began = time.perf_counter()
         with self._interruption():
             if self._session is None or not self._session.num_groups:
@@ -174,8 +175,8 @@ class RolloutEngine:
         `step` is the training step that the randomness is derived from. Without `sampling`, and with
         `rollout.greedy_baseline`, the batch has a greedy completion of each prompt as its `baseline`. An
         empty list of prompts returns an empty batch. Groups that were submitted but not waited for are not
-        affected. Raises AssertionError if `sync_weights` was not called before, and ValueError if the KV
-        cache does not fit.
+        affected. Raises ValueError if there are no weights, because `sync_weights` was not called since the
+        last update of the parameters, and if the KV cache does not fit.
         """
         batch = self._generated(prompts, step, sampling or self.sampling)
         if sampling is None and self._greedy_baseline:
@@ -296,7 +297,7 @@ class RolloutEngine:
     def _new_session(self, sampling: Sampling) -> AnySession:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
-            version = self._params if self._copies_base else adapters_of(self._params)
+            version = self._weights() if self._copies_base else adapters_of(self._weights())
             self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(version))
         sampler = Sampler(
             self.arch,
@@ -315,6 +316,13 @@ class RolloutEngine:
         sampler = replace(sampler, more_context=between_turns)
         return EpisodeSession(self._episodes, partial(Session, sampler, sampling, self._max_concurrency))
 
+    def _weights(self) -> Any:
+        call = "call sync_weights(state.params, state.step) before generate, wait and an evaluation"
+        if self._params is None:
+            raise ValueError(f"the rollout has no weights to sample from; {call}")
+        check_held(self._params, "the weights that the rollout samples from", f"{call}, after each update")
+        return self._params
+
     def _check_untaken(self, ticket: Ticket) -> None:
         if not ticket.session.holds(ticket.groups):
             raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
@@ -325,8 +333,7 @@ class RolloutEngine:
         with self._between_calls:
             if self._closed:
                 raise RuntimeError("the rollout engine was closed while groups were in flight")
-            assert self._params is not None, "call sync_weights before generate and wait"
-            session.advance(self._params, self._version)
+            session.advance(self._weights(), self._version)
 
     def _collect(self, ticket: Ticket) -> RolloutBatch:
         session, groups = ticket

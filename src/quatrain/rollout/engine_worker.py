@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import jax
@@ -56,7 +57,9 @@ class EngineWorker:
         self._round_began: float | None = None
         self._compiled = 0
         self._tally, self._since = engine.tally, time.perf_counter()
-        threading.Thread(target=self._work, name=f"engine of {name}", daemon=True).start()
+        threading.Thread(
+            target=copy_context().run, args=(self._work,), name=f"engine of {name}", daemon=True
+        ).start()
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """Reads what was published; takes effect between two rounds.

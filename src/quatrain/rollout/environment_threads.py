@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -64,7 +65,9 @@ class InThreads:
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._asleep = False  # whether the watching thread waits for the first call
-        threading.Thread(target=self._watch, name="quatrain-environment-limits", daemon=True).start()
+        threading.Thread(
+            target=copy_context().run, args=(self._watch,), name="quatrain-environment-limits", daemon=True
+        ).start()
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
         new = self._episodes[episode] = _Episode()
@@ -281,7 +284,10 @@ class _Threads:
         if idle:
             self._work.put(work)
         else:
-            threading.Thread(target=self._run, args=(work,), name="quatrain-environment", daemon=True).start()
+            arguments = (self._run, work)
+            threading.Thread(
+                target=copy_context().run, args=arguments, name="quatrain-environment", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Ends the threads, each when it has no work."""

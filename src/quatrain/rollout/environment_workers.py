@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -119,7 +120,9 @@ class _Host:
         self._end: tuple[FaultKind, str] | None = None  # why it was killed, or how it ended
         self._answer_by: float | None = None  # when it is killed if it has not answered
         self._leave_by: float | None = None  # when it is killed if it has not ended by itself
-        self._thread = threading.Thread(target=self._run, name="quatrain-environment-worker", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="quatrain-environment-worker", daemon=True
+        )
         self._thread.start()
 
     def is_open(self) -> bool:

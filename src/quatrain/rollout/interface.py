@@ -14,7 +14,7 @@ import numpy as np
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.metrics import Metric, Metrics, describe
-from quatrain.types import Prompt, RolloutBatch
+from quatrain.types import Prompt, RolloutBatch, brief
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class Completion:
     """The index of the first token of each turn of the policy."""
     num_given: int = 0
     """How many of the tokens the policy did not sample."""
+
+    __repr__ = brief
 
     @property
     def num_sampled(self) -> int:

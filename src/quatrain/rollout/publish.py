@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.config.errors import disk_is_full
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import adapters_of, has_adapters
 from quatrain.parallel.mesh import to_host
@@ -101,10 +102,11 @@ class Folder:
             partial.rename(final)
         except Exception as error:  # safetensors raises its own kind for a full disk
             shutil.rmtree(partial, ignore_errors=True)
+            remedy = "free space there, or" if disk_is_full(error) else "see that it can be written, or"
             raise OSError(
                 f"weights of version {version} must fit into the folder from which rollout workers load "
-                f"them (rollout.weights_dir, {self._directory}); writing them failed: {error}; free space "
-                "there, or set rollout.weights_dir to another folder that all workers share"
+                f"them (rollout.weights_dir, {self._directory}); writing them failed: {error}; {remedy} "
+                "set rollout.weights_dir to another folder that all workers share"
             ) from error
         self._stored.append(final)
         return str(final)

@@ -21,8 +21,8 @@ from quatrain.metrics import Metric
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
-from quatrain.parallel.mesh import to_memory
-from quatrain.types import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch
+from quatrain.parallel.mesh import check_held, to_memory
+from quatrain.types import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
 from quatrain.update.critic import Critic
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective
@@ -46,6 +46,8 @@ class TrainState(ModelState):
     place: PromptPlace = field(default_factory=PromptPlace)
     """Where the next training step begins in the stream of prompts; the training loop moves it."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Learner:
 
         `critic_params` are needed with a critic.
         """
+        check_held(params, "the parameters for update.init", "load them again")
         policy = self.trainer.init(params)
         coef = self.kl_reward.coef if self.kl_reward else 0.0
         critic = None
@@ -153,6 +156,7 @@ class Learner:
 
     def score_tokens(self, state: TrainState, rewarded: RewardedBatch) -> RewardedBatch:
         """`rewarded` with the critic's values and with the rewards of single tokens, where configured."""
+        _check_held(state)
         rollouts = rewarded.rollouts
         if self.critic is not None:
             assert state.critic is not None
@@ -188,6 +192,7 @@ class Learner:
         sampled, if these are not corrected (`corrects_staleness`). Raises TooManyBadSteps, carrying state and
         batch, after `max_bad_steps` of the former in a row.
         """
+        _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
         compilations = num_compilations()
         began = time.perf_counter()
@@ -383,6 +388,7 @@ class Learner:
         """Log-probabilities of the reference. With adapters, its base is that of the policy `params`."""
         assert self.reference is not None, "KL to the reference needs the reference parameters"
         reference = self.reference
+        check_held(reference, "the parameters of the reference", "give build_stages a copy of them")
         mesh = jax.tree.leaves(reference)[0].sharding.mesh
         lora = self.policy.arch.lora if has_adapters(reference) else None
         if self.policy.arch.lora:
@@ -399,3 +405,8 @@ def _table(rollouts: RolloutBatch) -> TokenTable:
     return TokenTable(
         rollouts.input_ids, rollouts.attention_mask, rollouts.completion_mask, {}, rollouts.group_ids
     )
+
+
+def _check_held(state: TrainState) -> None:
+    arrays = [(model.params, model.opt_state) for model in (state, state.critic) if model is not None]
+    check_held(arrays, "the arrays of this state", "go on with the state that update.step returned")

@@ -15,6 +15,7 @@ import numpy as np
 from quatrain.config.schema import OptimizerConfig
 from quatrain.metrics import Metric, combine
 from quatrain.parallel.mesh import to_memory
+from quatrain.types import brief
 from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
 from quatrain.update.micro_batch import fill
@@ -37,6 +38,8 @@ class ModelState:
     step: int = 0
     bad_steps: int = 0
     """Optimizer steps in a row, up to now, that were not applied for a non-finite loss or gradient."""
+
+    __repr__ = brief
 
 
 State = TypeVar("State", bound=ModelState)
