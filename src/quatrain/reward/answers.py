@@ -1,23 +1,30 @@
 """Decides whether a completion's answer equals the gold answer; text is parsed, never evaluated as code.
 
 Used by the reward `correct` (`reward/functions.py`) and by the accuracy in evaluation. `reward/extract.py`
-finds the answer. Numbers are compared exactly, as fractions; words and letters of a choice by
-`reward/texts.py`, all other answers by `reward/expressions.py`.
+finds the answer. Numbers are compared exactly, as fractions (`reward/exact.py`); words and letters of a
+choice by `reward/texts.py`, all other answers by `reward/expressions.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quatrain.reward import texts
-from quatrain.reward.expressions import is_judgeable, same_expression
+from quatrain.reward.exact import exact_value, is_decimal, same_value
+from quatrain.reward.expressions import exact_expression, is_judgeable, same_expression
 from quatrain.reward.extract import answer_of, unboxed
 from quatrain.reward.notation import uniform
 from quatrain.reward.words import (
+    SCALES,
     between_words,
+    is_attached_unit,
+    is_changed,
     is_function,
+    is_letter_unit,
     is_word,
     may_follow_a_number,
     without_units,
@@ -34,6 +41,7 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z0-9])(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)(?<![A-Za-z]_)(?<![A-Za-z]_\{)"
     rf"(?P<value>{_DECIMAL})(?P<exponent>[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?"
     rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{_DECIMAL}))?"
+    rf"(?:[$]?\s{{0,3}}(?P<scale>{'|'.join(SCALES)})s?\b)?"
     r"(?P<percent>[$]?[ ]?(?:%|(?:percent|percentage|per cent|pct)\b))?"
 )
 # A minus directly before a number is a sign unless an operand precedes it (10-3). A minus followed by a space
@@ -43,13 +51,16 @@ _MINUS = re.compile(
 )
 # Notation in which a number is only a part of the value: roots, fractions, powers, scientific notation.
 _MORE_THAN_A_NUMBER = re.compile(
-    r"\\(?:sqrt|pi|frac|binom|pm|ln|log|infty)\b|[√π!±]|[0-9)]\s?\^|[0-9)]\*\*[0-9(]|[0-9)][⁰¹²³⁴-⁹]"
-    r"|\\times\s*10\s*\^"
+    r"\\(?:sqrt|pi|frac|binom|pm|ln|log|infty|unknown)\b|√|(?<![A-Za-z]{2})!|[0-9)}]\s?\^|[0-9)]\*\*[0-9(]"
+    r"|\\(?:times|cdot)\s*10\s*\^"
 )
+# After a number in a sentence, which has words, an exclamation mark may also end it.
+_EXCLAMATION = re.compile(r"(?<=[0-9])!+(?=\s|\Z)")
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]+\s")
 _FRACTION = re.compile(
     r"\\frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
 )
-_VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
+_VULGAR = re.compile("([0-9]?)([½⅓⅔¼¾⅕-⅞⅐-⅒])")
 # Sums and products of plain numbers: the question, not its answer.
 _NOT_COMPUTED = re.compile(
     r"(?:[0-9.,$(){}+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
@@ -62,9 +73,11 @@ _LIST_BEFORE = re.compile(
 # A variable as the next item of a list: 3 and x.
 _LIST_AFTER = re.compile(r"[\s$)}]{0,3}(?:[,;]|\b(?:and|or)\b)[\s$(]{0,3}-?[b-zB-HJ-Z](?![A-Za-z'])")
 # Where an expression ends: at a line, an equals sign, the end of a sentence.
-_BREAK = re.compile(r"\n|=|\\approx|[.:;!?](?=\s)|####|</?[a-z]{1,10}>")
+_BREAK = re.compile(
+    r"\n|=|\\(?:approx|to|(?:long)?[rR]ightarrow|implies|therefore)(?![A-Za-z])|[.:;!?](?=\s)|####|</?[a-z]{1,10}>"
+)
 _PLAIN_BEFORE = re.compile(
-    r"(?:[\s$£€#*.,:;'\"({\[+-]|[^\x00-\x7f]|[\x00-\x1f]|\\[(\[{]|\\f?boxed\s?\{|\([a-z]{1,3}\)\s"
+    r"(?:[\s$£€#*_.,:;'\"({\[+-]|[^\x00-\x7f]|[\x00-\x1f]|\\[(\[{]|\\f?boxed\s?\{|\([a-z]{1,3}\)\s"
     r"|(?<![^\W\d_])(?:[aAI]|[^\W\d_]{2,})[,:.]?\s+)*"
 )
 _PLAIN_AFTER = re.compile(
@@ -110,17 +123,15 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     return _verdict(uniform(said[-_TAIL_CHARS:]), uniform(gold if box is None else box), boxed)
 
 
+@functools.lru_cache(maxsize=4096)
 def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     label, rest = texts.split_label(gold)
-    if label and texts.same_label(said, label):
-        return True
-    if label and texts.split_label(said)[0]:
-        return False
     if label:
-        return bool(rest and _verdict(said, rest, boxed))
-    number = whole_number(gold)
+        chosen = texts.choice_of(said)
+        return chosen == label if chosen else bool(rest and _verdict(said, rest, boxed))
+    number = whole_number(gold) or _computed_number(gold)
     if number is not None:
-        return _same_number(said, number)
+        return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
     line = said if boxed else _last_line(said)
     words = texts.words_of(gold)
     if words:
@@ -132,29 +143,45 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     return _as_text(said) == _as_text(gold) or same_expression(line, gold)
 
 
+def _computed_number(gold: str) -> Number | None:
+    """The exact value of powers, factorials and scientific notation; sums and products may be the question."""
+    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(gold)
+    return None if value is None else Number(value, "%" in gold)
+
+
 def _same_number(said: str, gold: Number) -> bool:
     r"""Whether the answer `said` is the number `gold`; of 1/3 \approx 0.33, either side may be."""
     label, rest = texts.split_label(said)
     said = _one_notation(rest if label else said, gold)
     exact, approx, rest = said.partition("\\approx")
-    return _ends_with(said, gold) or bool(approx and "\n" not in rest and _ends_with(exact, gold))
+    if _ends_with(said, gold) or bool(approx and "\n" not in rest and _ends_with(exact, gold)):
+        return True
+    line = _last_line(said)
+    return bool(_SENTENCE.search(line) and _EXCLAMATION.search(line)) and _ends_with(
+        _EXCLAMATION.sub(".", line), gold
+    )
 
 
 def _ends_with(said: str, gold: Number) -> bool:
     """Whether the last number of `said` is `gold`, and not a part of an expression, a list or a relation."""
     said = without_units(_tidy(said))
     match = _last_match(said)
-    if match is None:
+    if match is None or is_changed(said, *match.span()):
         return False
     before = said[max(0, match.start() - 80) : match.start()]
     if _LIST_BEFORE.search(before) or _LIST_AFTER.match(said, match.end()):
         return False
     piece = _piece(said, match)
-    if _is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match)):
+    attached = is_attached_unit(said[match.end() :])
+    if _is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match)) or attached:
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
-    computed = not _NOT_COMPUTED.fullmatch(piece)
-    return computed and same_expression(piece, _decimal(gold.value))
+    if _NOT_COMPUTED.fullmatch(piece):
+        return False
+    value = exact_expression(piece)
+    if value is not None:
+        return _equal(Number(value, "%" in piece), gold)
+    return same_expression(piece, _decimal(gold.value))
 
 
 def _one_notation(said: str, gold: Number) -> str:
@@ -177,22 +204,27 @@ def whole_number(text: str) -> Number | None:
     match = _last_match(tidy)
     if match is None or _MORE_THAN_A_NUMBER.search(tidy) or _letters_after(tidy, match):
         return None
-    rest = tidy[: match.start()] + " " + tidy[match.end() :]
+    if is_changed(tidy, *match.span()):
+        return None
+    after = tidy[match.end() :]
+    rest = tidy[: match.start()] + " " + ("" if is_letter_unit(after) and "\\" not in tidy else after)
     rest = re.sub(r"\\(?:boxed|text|mathrm|mathbf|textbf|circ)\b|\\[()\[\]]|[{}$£€]", " ", rest)
     if not re.fullmatch(r"(?:[^\W\d_]{2,}+|a\b|[\s.,:;'\"°+-])*", rest):
         return None
-    if not all(is_word(letters) for letters in re.findall(r"[A-Za-z]{2,}", rest)):
-        return None
-    return _to_number(tidy, match)
+    return _to_number(tidy, match) if all(map(is_word, re.findall(r"[^\W\d_]{2,}", rest))) else None
 
 
 def _tidy(text: str) -> str:
     """`text` with fractions of numbers as a/b."""
-    text = re.sub(
-        r"([0-9]?)([½⅓⅔¼¾⅕⅛])", lambda m: f"{m[1]} {_VULGAR[m[2]]}" if m[1] else _VULGAR[m[2]], text
-    )
-    text = _FRACTION.sub(_fraction_text, text)
-    return re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", text)
+    text = _VULGAR.sub(_vulgar_text, text)
+    if "\\" not in text:
+        return text
+    return re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", _FRACTION.sub(_fraction_text, text))
+
+
+def _vulgar_text(match: re.Match[str]) -> str:
+    fraction = unicodedata.normalize("NFKC", match[2]).replace("\N{FRACTION SLASH}", "/")
+    return f"{match[1]} {fraction}" if match[1] else fraction
 
 
 def _fraction_text(match: re.Match[str]) -> str:
@@ -216,7 +248,8 @@ def _letters_after(text: str, match: re.Match[str]) -> str:
 def _to_number(text: str, match: re.Match[str]) -> Number | None:
     if len(match[0]) > _NUMBER_CHARS:
         return None
-    value = _fraction(match["value"]) * Fraction(10) ** int((match["exponent"] or "e0")[1:])
+    power = int((match["exponent"] or "e0")[1:])
+    value = _fraction(match["value"]) * Fraction(10) ** power
     try:
         if match["bottom"]:
             value += Fraction(int(match["top"]), int(match["bottom"]))
@@ -224,6 +257,7 @@ def _to_number(text: str, match: re.Match[str]) -> Number | None:
             value /= _fraction(match["divisor"])
     except ZeroDivisionError:
         return None
+    value *= 10 ** SCALES.get(match["scale"], 0)
     negative = _MINUS.search(text[max(0, match.start() - 20) : match.start()])
     return Number(-value if negative else value, bool(match["percent"]))
 
@@ -233,30 +267,18 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _equal(said: Number, gold: Number) -> bool:
-    if _close(said.value, gold.value):
+    if same_value(said.value, gold.value):
         return True
     if said.percent == gold.percent:
         return False
     one, other = (said, gold) if said.percent else (gold, said)
-    return _close(one.value / 100, other.value)
-
-
-def _close(x: Fraction, y: Fraction) -> bool:
-    """Whether x equals y; if one has no finite decimal (1/3), to six places and five significant digits."""
-    if x == y or (_is_decimal(x) and _is_decimal(y)):
-        return x == y
-    return abs(x - y) <= min(Fraction(5, 10**7), abs(y) / 10**5)
-
-
-def _is_decimal(x: Fraction) -> bool:
-    # A fraction has a finite decimal exactly if its denominator divides a sufficiently high power of ten.
-    return pow(10, x.denominator.bit_length(), x.denominator) == 0
+    return same_value(one.value / 100, other.value)
 
 
 def _decimal(x: Fraction) -> str:
-    """A number as math-verify reads it: 0.25 as a decimal, which it compares to six places, or 1/3."""
+    """A number as math-verify reads it: 0.25 as a decimal, which may be rounded, or 1/3."""
     digits = x.denominator.bit_length()
-    if x.denominator == 1 or not _is_decimal(x) or digits > 60:
+    if x.denominator == 1 or not is_decimal(x) or digits > 60:
         return str(x)
     scaled = f"{abs(x.numerator) * 10**digits // x.denominator:0{digits + 1}d}"
     return f"{'-' if x < 0 else ''}{scaled[:-digits]}.{scaled[-digits:].rstrip('0')}"

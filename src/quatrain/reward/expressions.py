@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from fractions import Fraction
 from pathlib import Path
 
 from quatrain.child import Child, ChildError
+from quatrain.reward.exact import exact_value, same_value
 from quatrain.reward.notation import uniform
 from quatrain.reward.words import split_at_words, without_units
 
@@ -66,6 +68,9 @@ def same_expression(said: str, gold: str) -> bool:
     if _BASE.fullmatch(expected) or _BASE.fullmatch(got):
         return _same_in_base(got, expected)
     expected, got = _alike(expected, got)
+    values = exact_value(expected), exact_value(got)
+    if values[0] is not None and values[1] is not None:
+        return same_value(values[0], values[1])
     if not (_is_bounded(got) and _is_allowed(expected) and _same_brackets(expected, got)):
         return False
     new_letters = _letters(got) - _letters(expected)
@@ -73,9 +78,16 @@ def same_expression(said: str, gold: str) -> bool:
     return (not new_letters or bool(one_variable)) and _ask(expected, got)
 
 
+def exact_expression(text: str) -> Fraction | None:
+    """The exact value of the mathematics of a line (`exact_value`); None if it has none."""
+    return exact_value(_math_of(text))
+
+
 def is_judgeable(gold: str) -> bool:
     """Whether a gold answer is an expression that math-verify parses."""
     expected = _math_of(gold)
+    if exact_value(expected) is not None:
+        return True
     return bool(expected) and _is_allowed(expected) and _ask(_alike(expected, "")[0])
 
 

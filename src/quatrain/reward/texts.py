@@ -29,6 +29,13 @@ def split_label(text: str) -> tuple[str, str]:
     return ((match["a"] or match["b"]), text[match.end() :]) if match else ("", text)
 
 
+def choice_of(said: str) -> str:
+    """The letter of a choice that the answer `said` chooses; empty if it chooses none."""
+    letter, _ = split_label(said)
+    last = _LAST_LABEL.search(without_text(said)[-100:])
+    return letter or ((last[1] or last[2]) if last else "")
+
+
 def same_label(said: str, label: str) -> bool:
     """Whether the answer `said` chooses the letter `label`, at its start or at the end of a sentence."""
     letter, _ = split_label(said)
