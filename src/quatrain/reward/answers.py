@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from quatrain.reward import texts
 from quatrain.reward.exact import exact_value, is_decimal, same_value
 from quatrain.reward.expressions import exact_expression, is_judgeable, same_expression
 from quatrain.reward.extract import answer_of, unboxed
+from quatrain.reward.grader import NUM_PROCESSES, Budget, Unjudged, spending
 from quatrain.reward.notation import uniform
+from quatrain.reward.pool import Failure
 from quatrain.reward.words import (
     SCALES,
     between_words,
@@ -88,6 +92,10 @@ _THOUSANDS_SPACE = re.compile(r"\s*-?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?\
 _DECIMAL_COMMA = re.compile(r"(?<![0-9,.])([0-9]+),([0-9]+)(?![0-9,])")
 
 
+Verdict = bool | Failure | None
+"""Whether an answer is right; None if its gold answer cannot be judged; why it was not judged."""
+
+
 class Number(NamedTuple):
     """A number in a text: its value without the percent sign, and whether a percent sign follows."""
 
@@ -98,6 +106,28 @@ class Number(NamedTuple):
 def gold_text(answer: Any) -> str:
     """The text after the last `####` of a gold answer, or all its text; empty for None and blank answers."""
     return "" if answer is None else str(answer).rpartition("####")[2].strip()
+
+
+def judge(completions: Sequence[str], answers: Sequence[Any], timeout_s: float) -> list[Verdict]:
+    """`is_correct` of each completion and gold answer, None for a gold answer without text.
+
+    Each pair is judged once, and slow comparisons may take `timeout_s` seconds in all, in several processes.
+    What is not judged then, or because a process fails, is a failure.
+    """
+    budget = Budget(timeout_s)
+
+    def verdict(pair: tuple[str, str]) -> Verdict:
+        with spending(budget):
+            try:
+                return is_correct(*pair) if pair[1] else None
+            except Unjudged as error:
+                return error.failure
+
+    pairs = [(completion, gold_text(gold)) for completion, gold in zip(completions, answers, strict=True)]
+    distinct = dict.fromkeys(pairs)
+    with ThreadPoolExecutor(NUM_PROCESSES) as threads:
+        found = dict(zip(distinct, threads.map(verdict, distinct), strict=True))
+    return [found[pair] for pair in pairs]
 
 
 def is_correct(completion: str, answer: Any) -> bool | None:
@@ -113,7 +143,8 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     Units are ignored. Up to three words are compared as text, letters of a choice as letters, and all other
     answers by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
 
-    Raises ValueError for a gold answer without text. `####` follows GSM8K; the other rules are quatrain's.
+    Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or its
+    process fails. `####` follows GSM8K; the other rules are quatrain's.
     """
     gold = gold_text(answer)
     if not gold:

@@ -1,34 +1,32 @@
 """Compares answers that are not plain numbers (roots, powers, symbols, tuples, relations) with math-verify.
 
-Used by `reward/answers.py`. math-verify runs in a child process with limits on time and memory, because it
-may take unlimited time on short inputs, and its own time limit works only in the main thread of a process.
+Used by `reward/answers.py`. `reward/grader.py` asks math-verify, about short expressions of bounded size.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 from fractions import Fraction
-from pathlib import Path
 
-from quatrain.child import Child, ChildError
+from quatrain.reward import grader
 from quatrain.reward.exact import exact_value, same_value
 from quatrain.reward.notation import uniform
 from quatrain.reward.words import split_at_words, without_units
-
-logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 160
 _MAX_GOLD_CHARS = 400
 _MAX_MATRICES = 2
 # Text passed to math-verify may contain numbers, single letters, and the notation of school mathematics.
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|psi"
+    "|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
+)
 _ALLOWED = re.compile(
     r"(?:\\(?:frac|binom|sqrt|pi|cdot|times|div|infty|cup|cap|setminus|in|le|ge|ne|pm|emptyset|circ"
-    r"|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|sigma|rho|mathbb\{[RNZQC]\}|overline"
+    rf"|{_GREEK}|mathbb\{{[RNZQC]\}}|overline"
     r"|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|lfloor|rfloor|lceil|rceil)(?![A-Za-z])"
     r"|\\(?:begin|end)\{[pb]matrix\}|\\[{}|\\]"
-    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
+    r"|[0-9]{1,100}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
 )
 _FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
 _IN_BRACES = rf"-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION})"
@@ -37,7 +35,9 @@ _SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za
 _SMALL_BINOMIAL = re.compile(
     r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
 )
-_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log)(?=\s?[\s(_^\\{0-9])"
+)
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # The left side of a definition: y, f(x), x_1, AB, |AB|, (x, y), V_1:V_2. A sum or a product is an equation.
 _SYMBOL = r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)"
@@ -57,8 +57,8 @@ def same_expression(said: str, gold: str) -> bool:
     """Whether the line `said` contains an expression equal to `gold`, both in LaTeX or plain notation.
 
     False without asking math-verify for text over 160 characters, unknown commands, towers of powers, large
-    factorials, and symbols that the gold answer lacks. False, with a warning, if math-verify takes too long
-    or fails.
+    factorials, and symbols that the gold answer lacks. Raises `grader.Unjudged` if math-verify takes too long or
+    fails.
     """
     expected, got = _math_of(gold), _math_of(said)
     if not (expected and got):
@@ -75,7 +75,7 @@ def same_expression(said: str, gold: str) -> bool:
         return False
     new_letters = _letters(got) - _letters(expected)
     one_variable = len(new_letters) == 1 and _RELATION.search(got) and not _letters(expected)
-    return (not new_letters or bool(one_variable)) and _ask(expected, got)
+    return (not new_letters or bool(one_variable)) and grader.ask(expected, got)
 
 
 def exact_expression(text: str) -> Fraction | None:
@@ -84,11 +84,11 @@ def exact_expression(text: str) -> Fraction | None:
 
 
 def is_judgeable(gold: str) -> bool:
-    """Whether a gold answer is an expression that math-verify parses."""
+    """Whether a gold answer is an expression that math-verify parses; raises `grader.Unjudged` if it fails."""
     expected = _math_of(gold)
     if exact_value(expected) is not None:
         return True
-    return bool(expected) and _is_allowed(expected) and _ask(_alike(expected, "")[0])
+    return bool(expected) and _is_allowed(expected) and grader.ask(_alike(expected, "")[0])
 
 
 def _math_of(text: str) -> str:
@@ -104,7 +104,7 @@ def _math_of(text: str) -> str:
     pieces = split_at_words(text)
     text = pieces[0] if len(pieces) == 1 else ""
     text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
+    text = _FUNCTION.sub(r"\\\1", text.replace("**", "^"))
     text = _both_signs(re.sub(r"\\approx(?![A-Za-z]).*", "", text))
     if chain := _FALLING.fullmatch(text):
         text = f"{chain[5]}{_RISING[chain[4]]}{chain[3]}{_RISING[chain[2]]}{chain[1]}"
@@ -194,22 +194,3 @@ def _is_bounded(text: str) -> bool:
 
 def _letters(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]", re.sub(r"\\(?:begin|end|mathbb)\{[A-Za-z]+\}|\\[A-Za-z]+", " ", text)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _ask(gold: str, said: str | None = None) -> bool:
-    return _same(_math_verify, gold, said)
-
-
-def _same(child: Child, gold: str, said: str | None) -> bool:
-    request = [gold] if said is None else [gold, said]
-    effect = "which cannot be judged" if said is None else "which counts as wrong"
-    try:
-        return bool(child.ask(request))
-    except ChildError as error:
-        reason = "took too long" if error.late else f"failed ({error})"
-        logger.warning("math-verify %s over %r, %s", reason, request[-1], effect)
-        return False
-
-
-_math_verify = Child(Path(__file__).with_name("math_worker.py"))

@@ -7,11 +7,13 @@ are strings, and each data column is a list with one item per completion.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quatrain.reward.answers import gold_text, is_correct
+from quatrain.reward.answers import judge
+from quatrain.reward.pool import Failure
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -24,17 +26,25 @@ def has_format(completion: str) -> bool:
     return _FORMAT.fullmatch(completion) is not None and all(completion.count(tag) == 1 for tag in TAGS)
 
 
-def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
+def correct(
+    prompts: list, completions: list[str], answer: list[Any], timeout_s: float = 10.0, **_: Any
+) -> list[float | None]:
     """1 if the completion's answer equals the gold answer (see `is_correct`), else 0.
 
     The completion need not have the format, which the reward `format` checks. Abstains if the gold answer is
-    None or blank, and if it is a text or notation that cannot be compared.
+    None or blank, and if it is a text or notation that cannot be compared. NaN for a completion that is not
+    judged, because comparisons take longer than `timeout_s` (`answers.judge`) or their process fails.
     """
-    verdicts = (
-        is_correct(completion, gold) if gold_text(gold) else None
-        for completion, gold in zip(completions, answer, strict=True)
-    )
-    return [None if verdict is None else float(verdict) for verdict in verdicts]
+    verdicts = graded(completions, answer, timeout_s)
+    return [math.nan if isinstance(verdict, Failure) else verdict for verdict in verdicts]
+
+
+def graded(
+    completions: list[str], answer: list[Any], timeout_s: float, **_: Any
+) -> list[float | Failure | None]:
+    """`correct` with the reason why a completion is not judged, for `reward/calls.py`."""
+    verdicts = judge(completions, answer, timeout_s)
+    return [float(verdict) if isinstance(verdict, bool) else verdict for verdict in verdicts]
 
 
 def format(prompts: list, completions: list[str], **_: Any) -> list[float]:

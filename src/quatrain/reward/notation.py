@@ -47,12 +47,13 @@ _MAX_GREEK_SYMBOLS = 3
 _MICRO = re.compile(r"(?<=[0-9\s{/])[µμ](?=[mgsLlFHVWAJN](?![A-Za-z]))")
 _OHM = re.compile(r"(?<=[0-9\s{kM])[ΩΩ](?![A-Za-z])")
 # Full width, and the alphabets of mathematics: bold, italic, script.
-_STYLED_CHARACTERS = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ffℊ-ℎℓℯℴ]+")
+_STYLED_CHARACTERS = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ffℊ-ℎℓℯℴ\u03d0-\u03d6\u03f0-\u03f5]+")
 _SCRIPTS = {"<super>": "^", "<sub>": "_"}
 _UNKNOWN = r"\unknown "
 _SPELLINGS = {"leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne"}
 _SPELLINGS |= {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
 _SPELLINGS |= {"varnothing": "emptyset", "simeq": "approx", "lbrace": "{", "rbrace": "}", "ast": "cdot"}
+_SPELLINGS |= {"varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta", "longrightarrow": "to"}
 _SPELLED = re.compile(rf"\\({'|'.join(_SPELLINGS)})(?![A-Za-z])")
 # GSM8K's solutions contain calculations such as <<48/2=24>>.
 _CALCULATION = re.compile(r"<<[^<>\n]{0,100}>>")

@@ -1,0 +1,117 @@
+"""Asks math-verify, in child processes with limits on time and memory, whether expressions are equal.
+
+Used by `reward/expressions.py`. math-verify may take unlimited time on short inputs, and its own time limit
+works only in the main thread of a process. Verdicts are remembered, failures of a process are not: the next
+call asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from queue import LifoQueue
+
+from quatrain.child import Child, ChildError
+from quatrain.reward.pool import Failure, default_workers
+
+CPU_LIMIT_S = 2.0
+"""CPU seconds of one comparison."""
+SHORT_LIMIT_S = 0.3
+"""The same after comparisons of the same call have taken half of its time; quick ones take less."""
+NUM_PROCESSES = default_workers()
+_ENDED_BY_TIMER = (signal.SIGPROF, signal.SIGALRM)
+
+
+class Unjudged(Exception):
+    """math-verify gave no verdict, for the reason `failure`."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class Budget:
+    """The time that slow comparisons may take in one call of a reward function, and what failed in it.
+
+    `timeout_s` is the limit of the call: each of NUM_PROCESSES processes may spend it on comparisons over
+    SHORT_LIMIT_S. What has failed is not asked again in the same call.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._limit_s = min(CPU_LIMIT_S, timeout_s)
+        self._whole_s = self._left_s = timeout_s * NUM_PROCESSES
+        self._lock = threading.Lock()
+        self._failed: dict[tuple[str, ...], Failure] = {}
+
+    def limit_s(self, question: tuple[str, ...]) -> float:
+        """The limit of the next comparison; raises Unjudged if it is not to be made."""
+        with self._lock:
+            if question in self._failed:
+                raise Unjudged(self._failed[question])
+            if self._left_s <= 0:
+                detail = "it was not compared, because comparisons of this call took too long or failed"
+                raise Unjudged(Failure("timeout", detail))
+            return self._limit_s if 2 * self._left_s > self._whole_s else min(self._limit_s, SHORT_LIMIT_S)
+
+    def spend(self, seconds: float) -> None:
+        """Counts the seconds of a comparison if they are many."""
+        with self._lock:
+            self._left_s -= seconds if seconds > SHORT_LIMIT_S / 2 else 0.0
+
+    def fail(self, question: tuple[str, ...], failure: Failure, seconds: float) -> None:
+        """Counts a comparison that failed."""
+        with self._lock:
+            self._failed[question] = failure
+            self._left_s -= seconds
+
+
+# Not an argument of what compares answers, so that verdicts can be remembered by their texts alone.
+_BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
+_CHILDREN: LifoQueue[Child] = LifoQueue()
+for _ in range(NUM_PROCESSES):
+    _CHILDREN.put(Child(Path(__file__).with_name("math_worker.py")))
+
+
+@contextlib.contextmanager
+def spending(budget: Budget) -> Iterator[None]:
+    """Comparisons of this thread and context use `budget`."""
+    token = _BUDGET.set(budget)
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+@functools.lru_cache(maxsize=4096)
+def ask(*question: str) -> bool:
+    """Whether math-verify finds the expressions `gold, said` equal; of `gold` alone, whether it parses it.
+
+    Raises Unjudged if the comparison takes too long, or if its process fails or cannot be started.
+    """
+    budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
+    limit_s = budget.limit_s(question)
+    child = _CHILDREN.get()
+    try:
+        verdict, number = child.ask([limit_s, *question])
+    except ChildError as error:
+        failure = Failure("crash", f"the process of math-verify failed: {error}")
+    else:
+        if verdict is not None:
+            budget.spend(number)
+            return bool(verdict)
+        failure = _failure(number, limit_s, question[-1])
+    finally:
+        _CHILDREN.put(child)
+    budget.fail(question, failure, limit_s)
+    raise Unjudged(failure)
+
+
+def _failure(number: int, limit_s: float, text: str) -> Failure:
+    if number in _ENDED_BY_TIMER:
+        return Failure("timeout", f"math-verify took longer than {limit_s:g} s over {text!r}")
+    return Failure("crash", f"{signal.Signals(number).name} ended math-verify over {text!r}")
