@@ -16,9 +16,9 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quatrain.reward import texts
-from quatrain.reward.exact import exact_value, is_decimal, same_value
+from quatrain.reward.exact import is_decimal, same_value
 from quatrain.reward.expressions import exact_expression, is_judgeable, same_expression
-from quatrain.reward.extract import answer_of, unboxed
+from quatrain.reward.extract import answer_of, unboxed, without_markdown
 from quatrain.reward.grader import NUM_PROCESSES, Budget, Unjudged, spending
 from quatrain.reward.notation import uniform
 from quatrain.reward.pool import Failure
@@ -125,8 +125,11 @@ def judge(completions: Sequence[str], answers: Sequence[Any], timeout_s: float) 
 
     pairs = [(completion, gold_text(gold)) for completion, gold in zip(completions, answers, strict=True)]
     distinct = dict.fromkeys(pairs)
-    with ThreadPoolExecutor(NUM_PROCESSES) as threads:
+    threads = ThreadPoolExecutor(NUM_PROCESSES)
+    try:
         found = dict(zip(distinct, threads.map(verdict, distinct), strict=True))
+    finally:  # also if the run is interrupted
+        threads.shutdown(cancel_futures=True)
     return [found[pair] for pair in pairs]
 
 
@@ -143,15 +146,18 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     Units are ignored. Up to three words are compared as text, letters of a choice as letters, and all other
     answers by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
 
-    Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or its
-    process fails. `####` follows GSM8K; the other rules are quatrain's.
+    Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or
+    its process fails. `####` follows GSM8K; the other rules are quatrain's.
     """
     gold = gold_text(answer)
     if not gold:
         raise ValueError(f"the gold answer must have text (after its last ####, if any); got {answer!r}")
     box = unboxed(gold)
     said, boxed = answer_of(completion)
-    return _verdict(uniform(said[-_TAIL_CHARS:]), uniform(gold if box is None else box), boxed)
+    said = said[-_TAIL_CHARS:]
+    return _verdict(
+        uniform(said if boxed else without_markdown(said)), uniform(gold if box is None else box), boxed
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,7 +181,7 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
 
 
 def _computed_number(gold: str) -> Number | None:
-    """The exact value of powers, factorials and scientific notation; sums and products may be the question."""
+    """The exact value of powers, factorials and scientific notation; a sum may be the question."""
     value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(gold)
     return None if value is None else Number(value, "%" in gold)
 
@@ -204,7 +210,7 @@ def _ends_with(said: str, gold: Number) -> bool:
         return False
     piece = _piece(said, match)
     attached = is_attached_unit(said[match.end() :])
-    if _is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match)) or attached:
+    if attached or (_is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match))):
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
     if _NOT_COMPUTED.fullmatch(piece):

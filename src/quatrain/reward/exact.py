@@ -1,7 +1,7 @@
 r"""The exact value of arithmetic on numbers as written: `25!`, `6.02 \times 10^{23}`, `\frac{1}{2^{97}}`.
 
-Used by `reward/answers.py` and `reward/expressions.py`, so that such values need no sympy and no rounding. The
-text is untrusted: its length, its nesting and the size of every intermediate value are bounded.
+Used by `reward/answers.py` and `reward/expressions.py`, so that such values need no sympy and no rounding.
+The text is untrusted: its length, its nesting and the size of every intermediate value are bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPENING = {"(": ")", "{": "}"}
 
 @functools.lru_cache(maxsize=4096)
 def exact_value(text: str) -> Fraction | None:
-    """The value of arithmetic on integers, fractions and decimals; None for other text and for huge values."""
+    """The value of arithmetic on integers, fractions and decimals; None for other text and huge values."""
     tokens, at, text = [], 0, text.strip()
     while at < len(text) <= _MAX_CHARS and (token := _TOKEN.match(text, at)):
         tokens.append(token["number"] or token["sign"])
@@ -187,7 +187,7 @@ class _Reader:
 
 
 def _number(token: str) -> Fraction:
-    if not token[:1].isdigit() and not token.startswith(".") or len(token) > _MAX_CHARS:
+    if not re.match(r"\.?[0-9]", token):
         raise ValueError
     return Fraction(token.replace(",", ""))
 

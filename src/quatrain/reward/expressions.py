@@ -57,8 +57,8 @@ def same_expression(said: str, gold: str) -> bool:
     """Whether the line `said` contains an expression equal to `gold`, both in LaTeX or plain notation.
 
     False without asking math-verify for text over 160 characters, unknown commands, towers of powers, large
-    factorials, and symbols that the gold answer lacks. Raises `grader.Unjudged` if math-verify takes too long or
-    fails.
+    factorials, and symbols that the gold answer lacks. Raises `grader.Unjudged` if math-verify takes too
+    long or fails.
     """
     expected, got = _math_of(gold), _math_of(said)
     if not (expected and got):
@@ -84,7 +84,7 @@ def exact_expression(text: str) -> Fraction | None:
 
 
 def is_judgeable(gold: str) -> bool:
-    """Whether a gold answer is an expression that math-verify parses; raises `grader.Unjudged` if it fails."""
+    """Whether a gold answer is an expression that math-verify parses; may raise `grader.Unjudged`."""
     expected = _math_of(gold)
     if exact_value(expected) is not None:
         return True

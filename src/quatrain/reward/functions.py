@@ -39,9 +39,7 @@ def correct(
     return [math.nan if isinstance(verdict, Failure) else verdict for verdict in verdicts]
 
 
-def graded(
-    completions: list[str], answer: list[Any], timeout_s: float, **_: Any
-) -> list[float | Failure | None]:
+def graded(completions: list[str], answer: list[Any], timeout_s: float) -> list[float | Failure | None]:
     """`correct` with the reason why a completion is not judged, for `reward/calls.py`."""
     verdicts = judge(completions, answer, timeout_s)
     return [float(verdict) if isinstance(verdict, bool) else verdict for verdict in verdicts]

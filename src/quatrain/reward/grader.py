@@ -11,6 +11,7 @@ import contextlib
 import functools
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -95,7 +96,7 @@ def ask(*question: str) -> bool:
     """
     budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
     limit_s = budget.limit_s(question)
-    child = _CHILDREN.get()
+    child, began = _CHILDREN.get(), time.monotonic()
     try:
         verdict, number = child.ask([limit_s, *question])
     except ChildError as error:
@@ -107,7 +108,7 @@ def ask(*question: str) -> bool:
         failure = _failure(number, limit_s, question[-1])
     finally:
         _CHILDREN.put(child)
-    budget.fail(question, failure, limit_s)
+    budget.fail(question, failure, max(limit_s, time.monotonic() - began))
     raise Unjudged(failure)
 
 

@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+from typing import Any
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
@@ -37,15 +38,15 @@ _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 # latex2sympy reads \gamma as Euler's constant, \Pi as pi, and capital Greek letters and indexed capitals as
 # small ones.
-_MISREAD = re.compile(r"(\\(?:gamma|[A-Z][a-z]+)|[A-Z](?=_))(?![A-Za-z])(?:\s?_\s?(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z])))?")
+_MISREAD = re.compile(
+    r"(\\(?:gamma|[A-Z][a-z]+)|[A-Z](?=_))(?![A-Za-z])(?:\s?_\s?(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z])))?"
+)
 
 
 def same(gold: str, said: str) -> bool:
     """Whether math-verify finds the two LaTeX expressions equal; False if it raises an error."""
     try:
-        return verify(
-            _parsed_gold(gold), _parsed(said), timeout_seconds=None, allow_set_relation_comp=True
-        )
+        return verify(_parsed_gold(gold), _parsed(said), timeout_seconds=None, allow_set_relation_comp=True)
     except Exception:  # any error of the parser, sympy or the memory limit counts as not equal
         return False
 
@@ -74,7 +75,7 @@ def _symbol(match: re.Match[str]) -> str:
     return f"g_{{{''.join(str(ord(letter)) for letter in name)}}}"
 
 
-def _same_numbers(a: object, b: object, *_: object) -> bool:
+def _same_numbers(a: Any, b: Any, *_: Any) -> bool:
     """In place of math-verify's comparison of numbers, which rounds to six places or to 1e-15: relative.
 
     Fractions are compared exactly, other values to DIGITS digits, and a decimal and a value without a finite
@@ -96,11 +97,11 @@ def _same_numbers(a: object, b: object, *_: object) -> bool:
     return not (a.is_Rational and b.is_Rational) and bool(abs(x - y) <= abs(y) / sympy.Integer(10) ** DIGITS)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, sympy.Expr) and value.is_number is True and value.is_finite is not False
 
 
-def _is_finite_decimal(value: sympy.Expr) -> bool:
+def _is_finite_decimal(value: Any) -> bool:
     return value.is_Rational is True and pow(10, int(value.q).bit_length(), int(value.q)) == 0
 
 
@@ -121,6 +122,7 @@ def _serve() -> None:
 
 def main() -> None:
     """Keeps one process that serves, until one ends without a signal."""
+    assert hasattr(grader, "sympy_numeric_eq"), "math-verify compares numbers in another function"
     grader.sympy_numeric_eq = _same_numbers
     # Suppresses math-verify's warning that its own time limit is off; it cannot stop a loop in C code.
     logging.disable(logging.WARNING)

@@ -71,7 +71,9 @@ _BOLD_MATH = re.compile(r"\\(?:mathbf|mathit|mathsf|mathtt|boldsymbol|bm|pmb|und
 _NESTED_FONT = re.compile(rf"{_FONT}\s?\{{\s?({_FONT}\s?\{{[^{{}}]*\}})\s?\}}")
 _MAX_FONTS = 4
 _FONT_SWITCH = re.compile(r"\\(?:bf|rm|it|bfseries|large|Large|huge|Huge|small|boldmath)(?![A-Za-z])\s?")
-_DEGREES = re.compile(r"(?:\^\s?\{?\\circ\b\s?\}?|°)(?:\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![A-Za-z])\}?)?")
+_DEGREES = re.compile(
+    r"(?:\^\s?\{?\\circ\b\s?\}?|°)(?:\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![A-Za-z])\}?)?"
+)
 _STYLED_AND = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s?\{[\s,]{0,3}(and|or)\s{0,3}\}")
 
 
@@ -121,7 +123,9 @@ def _greek(run: re.Match[str]) -> str:
         return run[0]
     spelled = (match[2].replace("LAMDA", "LAMBDA") for match in found if match)
     cases = (match[1] == "SMALL" for match in found if match)
-    return "".join(f"\\{n.lower() if small else n.capitalize()} " for n, small in zip(spelled, cases, strict=True))
+    return "".join(
+        f"\\{n.lower() if small else n.capitalize()} " for n, small in zip(spelled, cases, strict=True)
+    )
 
 
 def _in_latex(run: re.Match[str]) -> str:
@@ -140,7 +144,7 @@ def _in_latex(run: re.Match[str]) -> str:
 
 def _kind(character: str) -> str:
     kind = unicodedata.decomposition(character).rpartition(" ")[0]
-    if kind.startswith("<super>") or kind.startswith("<sub>"):
+    if kind.startswith(("<super>", "<sub>")):
         return kind.partition(" ")[0]
     if unicodedata.decimal(character, None) is not None:
         return "decimal"

@@ -31,7 +31,7 @@ from quatrain.reward.calls import (
     try_function,
 )
 from quatrain.reward.forms import prepared
-from quatrain.reward.functions import BUILTIN_FUNCTIONS, overlong
+from quatrain.reward.functions import BUILTIN_FUNCTIONS, correct, graded, overlong
 from quatrain.reward.pool import Failure, Pool, default_workers
 from quatrain.types import (
     ENVIRONMENT,
@@ -386,6 +386,8 @@ def _builtin(spec: str, config: RewardConfig, entry: RewardEntry) -> Callable[..
                 f"reward.overlong_buffer; got args {listed(entry.args)}; set these keys instead"
             )
         return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
+    if function is correct:
+        function = partial(graded, timeout_s=config.timeout_s)
     if entry.args:
         raise ValueError(
             f"reward function {spec!r} is built in and has no arguments of its own; got args "
@@ -412,7 +414,8 @@ def _loaded(pool: Pool, spec: str) -> list[Any] | None:
 def _function(
     spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None, entry: RewardEntry
 ) -> Function:
-    bound = frozenset(entry.args)
+    # A column of the name of a built-in function's limit must not replace the limit.
+    bound = frozenset(entry.args) | getattr(getattr(caller, "function", None), "keywords", {}).keys()
     sources = None if entry.data_source is None else frozenset(entry.data_source)
     if parameters is None:  # some callables written in C have no signature
         return Function(spec, name, None, (), caller, bound, sources)

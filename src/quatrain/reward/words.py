@@ -18,9 +18,10 @@ _GROUP = re.compile(
     rf"\{{(?P<content>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}\s*(?P<exponent>{_EXPONENT}?)"
 )
 _WORDS_IN_GROUP = re.compile(rf"(?:[A-Za-z]+{_EXPONENT}?|\\cdot(?![A-Za-z])|[\s~.,:;'/()*-])*")
-# \\text{kg}\\cdot\\text{m} is one group.
+# \text{kg}\cdot\text{m} is one group.
 _JOINED = re.compile(
-    r"(\\(?:text|mathrm)\s?\{[A-Za-z ~]*)\}\s?(\\cdot(?![A-Za-z])|/)\s?\\(?:text|mathrm)\s?\{(?=[A-Za-z ~/^0-9-]*\})"
+    r"(\\(?:text|mathrm)\s?\{[A-Za-z ~]*)\}\s?(\\cdot(?![A-Za-z])|/)\s?"
+    r"\\(?:text|mathrm)\s?\{(?=[A-Za-z ~/^0-9-]*\})"
 )
 _LETTER_UNITS = frozenset("mgshLJNWVACKFT")
 _AFTER_VALUE = re.compile(r"[0-9A-Za-z)}½⅓⅔¼¾⅕⅛]\s*\Z")
@@ -71,11 +72,13 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _CHANGED_AFTER = re.compile(
     r"\s*-?(?:(?:and\s|&\s)?an?\s)?(?:half|third|quarter|fourth|squared|cubed|plus|minus|factorial|dozen|score"
     r"|thirds|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|lakh|crore)s?(?![A-Za-z])"
-    r"|\s?[十百千万萬亿億兆半]", re.IGNORECASE
+    r"|\s?[十百千万萬亿億兆半]",
+    re.IGNORECASE,
 )
 _CHANGED_BEFORE = re.compile(
     r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|half\sof|times)\s?"
-    r"|[〇零一二三四五六七八九十百千万萬亿億兆])\Z", re.IGNORECASE
+    r"|[〇零一二三四五六七八九十百千万萬亿億兆])\Z",
+    re.IGNORECASE,
 )
 
 # A word of prose is surrounded by white space or punctuation, with no operator next to it.
