@@ -31,6 +31,7 @@ from quatrain.reward.words import (
     is_letter_unit,
     is_word,
     may_follow_a_number,
+    without_letter_unit,
     without_units,
 )
 
@@ -60,7 +61,8 @@ _MORE_THAN_A_NUMBER = re.compile(
 )
 # After a number in a sentence, which has words, an exclamation mark may also end it.
 _EXCLAMATION = re.compile(r"(?<=[0-9])!+(?=\s|\Z)")
-_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]+\s")
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]+[\s:]")
+_NEGATIVE = re.compile(r"\b[Nn]egative\s(?=[$£€]?[0-9.])")
 _FRACTION = re.compile(
     r"\\frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
 )
@@ -182,7 +184,7 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
 
 def _computed_number(gold: str) -> Number | None:
     """The exact value of powers, factorials and scientific notation; a sum may be the question."""
-    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(gold)
+    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(without_letter_unit(gold))
     return None if value is None else Number(value, "%" in gold)
 
 
@@ -215,7 +217,7 @@ def _ends_with(said: str, gold: Number) -> bool:
         return number is not None and _equal(number, gold)
     if _NOT_COMPUTED.fullmatch(piece):
         return False
-    value = exact_expression(piece)
+    value = exact_expression(without_letter_unit(piece))
     if value is not None:
         return _equal(Number(value, "%" in piece), gold)
     return same_expression(piece, _decimal(gold.value))
@@ -253,7 +255,7 @@ def whole_number(text: str) -> Number | None:
 
 def _tidy(text: str) -> str:
     """`text` with fractions of numbers as a/b."""
-    text = _VULGAR.sub(_vulgar_text, text)
+    text = _NEGATIVE.sub("-", _VULGAR.sub(_vulgar_text, text))
     if "\\" not in text:
         return text
     return re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", _FRACTION.sub(_fraction_text, text))

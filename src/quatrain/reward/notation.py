@@ -22,7 +22,7 @@ _SYMBOLS = {
     "℉": "°F",
     "º": "°",
     "∗": "*",
-    "∕": "/",
+    **dict.fromkeys("∕⁄", "/"),
     "⋅": r"\cdot ",
     "≤": r"\le ",
     "≥": r"\ge ",
@@ -49,6 +49,10 @@ _OHM = re.compile(r"(?<=[0-9\s{kM])[ΩΩ](?![A-Za-z])")
 # Full width, and the alphabets of mathematics: bold, italic, script.
 _STYLED_CHARACTERS = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ffℊ-ℎℓℯℴ\u03d0-\u03d6\u03f0-\u03f5]+")
 _SCRIPTS = {"<super>": "^", "<sub>": "_"}
+_LATEX_MICRO = re.compile(r"(?<=[0-9\s}])\\mu\s?\\(?:text|mathrm)\s?\{\s?([mgsLlFHVWAJN])\s?\}")
+_LATEX_OHM = re.compile(r"(?<=[0-9])\s?\\Omega(?=\W*\Z)")
+# The letter x of 6.02 x 10^23.
+_TIMES = re.compile(r"(?<=[0-9])\s?[xX]\s?(?=10\s?(?:\^|\*\*))")
 _UNKNOWN = r"\unknown "
 _SPELLINGS = {"leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne"}
 _SPELLINGS |= {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
@@ -70,7 +74,9 @@ _FONT = r"\\(?:text(?:bf|rm|it|normal|sf|tt|sc)?|mathrm|mathbf|mathit|mathsf|mat
 _BOLD_MATH = re.compile(r"\\(?:mathbf|mathit|mathsf|mathtt|boldsymbol|bm|pmb|underline)\s?\{([^{}]*)\}")
 _NESTED_FONT = re.compile(rf"{_FONT}\s?\{{\s?({_FONT}\s?\{{[^{{}}]*\}})\s?\}}")
 _MAX_FONTS = 4
-_FONT_SWITCH = re.compile(r"\\(?:bf|rm|it|bfseries|large|Large|huge|Huge|small|boldmath)(?![A-Za-z])\s?")
+_FONT_SWITCH = re.compile(
+    r"\\(?:text)?color\s?\{[A-Za-z]+\}|\\(?:bf|rm|it|bfseries|large|Large|huge|Huge|small|boldmath)(?![A-Za-z])\s?"
+)
 _DEGREES = re.compile(
     r"(?:\^\s?\{?\\circ\b\s?\}?|°)(?:\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![A-Za-z])\}?)?"
 )
@@ -85,6 +91,7 @@ def uniform(text: str) -> str:
     """
     text = text if text.isascii() else _ascii_symbols(text)
     text = re.sub(r"(?<=[*`$\"])!", ".", text).replace("`", "")
+    text = _TIMES.sub(r"\\times ", text)
     text = _BOLD.sub("", _CALCULATION.sub("", text))
     text = re.sub(r",\\!\s?| ?\{ ?, ?\} ?", ",", text)
     text = _SIZES.sub(" ", re.sub(r"(?<!\\)\\[,!;:]", "", text))
@@ -101,7 +108,7 @@ def _one_spelling(text: str) -> str:
     """`text` with one spelling for each command, and without those that only set a font."""
     text = _SPELLED.sub(lambda match: "\\" + _SPELLINGS[match[1]], text)
     text = re.sub(r"\\lt(?![A-Za-z])", "<", re.sub(r"\\gt(?![A-Za-z])", ">", text))
-    text = _FONT_SWITCH.sub("", text)
+    text = _FONT_SWITCH.sub("", _LATEX_MICRO.sub(r" u\1", _LATEX_OHM.sub(" ohm", text)))
     for _ in range(_MAX_FONTS):
         text = _NESTED_FONT.sub(r"\1", text)
     text = _BOLD_MATH.sub(r"{\1}", _STYLED_LABEL.sub(r"\1", text))

@@ -60,7 +60,7 @@ _PLAIN_UNIT = re.compile(
     rf"|{_LETTER_UNIT}\s?{_EXPONENT}{_END})))"
 )
 # A sum or a variable before a number with letters after it: these are variables too.
-_ALGEBRA = re.compile(r"\+|[0-9)}]\s*-|(?<![A-Za-z\\'])[b-zB-HJ-Z](?![A-Za-z'])(?!\s*=)")
+_ALGEBRA = re.compile(r"\+|[0-9)}]\s*-|(?<![A-Za-z\\'])(?![eE][0-9+-])[b-zB-HJ-Z](?![A-Za-z'])(?!\s*=)")
 _ATTACHED_UNIT = re.compile(rf"(?:{_COMPOUND}|{_LETTER_UNIT}\s?{_EXPONENT})(?=\W*\Z)")
 _UNIT_FRACTION = re.compile(
     rf"(?<=[0-9}}\s])\\frac\s?\{{\s?(?:\\(?:text|mathrm)\s?\{{)?{_TERM}\s?\}}?\s?\}}"
@@ -75,6 +75,10 @@ _CHANGED_AFTER = re.compile(
     r"|\s?[十百千万萬亿億兆半]",
     re.IGNORECASE,
 )
+_CHANGED = re.compile(
+    rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern}|\s*(?:{'|'.join(SCALES)})s?(?![A-Za-z]))", re.IGNORECASE
+)
+_LAST_LETTER = re.compile(rf"(?<=[0-9}}])\s{{1,2}}{_LETTER_UNIT}[\s.]*\Z")
 _CHANGED_BEFORE = re.compile(
     r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|half\sof|times)\s?"
     r"|[〇零一二三四五六七八九十百千万萬亿億兆])\Z",
@@ -116,6 +120,16 @@ def is_changed(text: str, start: int, end: int) -> bool:
     """Whether a word next to `text[start:end]`, a number, changes its value: 3 and a half, the root of 3."""
     before = text[max(0, start - 20) : start].rstrip(" ")
     return bool(_CHANGED_AFTER.match(text, end) or _CHANGED_BEFORE.search(before))
+
+
+def has_changed_number(text: str) -> bool:
+    """Whether words change the value of a number in `text`."""
+    return _CHANGED.search(text) is not None
+
+
+def without_letter_unit(text: str) -> str:
+    """`text` without a unit of one letter after a space at its end: `10^{-19} C`."""
+    return _LAST_LETTER.sub("", text)
 
 
 def is_letter_unit(text: str) -> bool:
