@@ -41,8 +41,8 @@ _FUNCTION = re.compile(
 # Values that math-verify would compute for seconds, and numbers that are not read.
 _HUGE = re.compile(r"\^\s?\{?\s?-?(?:[0-9]{5,}|[0-9]+\s?\}?\s?\^\s?\{?\s?[0-9])|[0-9]{4,}\s?!|!\s?!")
 _NUMBER_WORD = re.compile(
-    r"(?<![A-Za-z])(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|twenty|[a-z]{3,5}ty"
-    r"|hundred|thousand|million|billion|half|dozen|twice|double)(?![A-Za-z])",
+    r"(?<![\\A-Za-z])(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|half|dozen|twice"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion)(?![A-Za-z])",
     re.IGNORECASE,
 )
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
