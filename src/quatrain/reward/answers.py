@@ -71,6 +71,8 @@ _VULGAR = re.compile("([0-9]?)([½⅓⅔¼¾⅕-⅞⅐-⅒])")
 _NOT_COMPUTED = re.compile(
     r"(?:[0-9.,$(){}+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
 )
+# Relations and lists are no numbers, so that math-verify need not be asked about them.
+_NO_NUMBER = re.compile(r"[<>,;]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # What may stand before the last number of a list: another number, and a comma, "and" or "or" after it.
 _LIST_BEFORE = re.compile(
     r"[0-9)\]}%$](?:\s?[A-Za-z]{1,15}\b){0,2}[\s$)}\]]{0,4}(?:[,;&]|,?\s{0,2}\b(?:and|or)\b)[\s$({\[\\+-]{0,6}"
@@ -215,7 +217,7 @@ def _ends_with(said: str, gold: Number) -> bool:
     if attached or (_is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match))):
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
-    if _NOT_COMPUTED.fullmatch(piece):
+    if _NOT_COMPUTED.fullmatch(piece) or _NO_NUMBER.search(piece):
         return False
     value = exact_expression(without_letter_unit(piece))
     if value is not None:

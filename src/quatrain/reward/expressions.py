@@ -187,6 +187,10 @@ def _is_allowed(text: str) -> bool:
 
 def _is_bounded(text: str) -> bool:
     """Whether `text` is short, with few roots and powers, small exponents and no nested powers."""
+    if text.endswith(("+", "-", "*", "/", "^", "(")) or len(re.findall(r"[(\[]", text)) != len(
+        re.findall(r"[)\]]", text)
+    ):
+        return False
     if len(text) > _MAX_CHARS or not _is_allowed(text) or text.count("begin") > _MAX_MATRICES:
         return False
     if text.count("!") != len(_SMALL_FACTORIAL.findall(text)) or text.count("!") > 3:

@@ -23,7 +23,7 @@ from quatrain.reward.pool import Failure, default_workers
 CPU_LIMIT_S = 2.0
 """CPU seconds of one comparison."""
 SHORT_LIMIT_S = 0.3
-"""The same after comparisons of the same call have taken half of its time; quick ones take less."""
+"""The same after slow comparisons of the same call have taken a quarter of its time; quick ones take less."""
 NUM_PROCESSES = default_workers()
 _ENDED_BY_TIMER = (signal.SIGPROF, signal.SIGALRM)
 
@@ -37,10 +37,10 @@ class Unjudged(Exception):
 
 
 class Budget:
-    """The time that slow comparisons may take in one call of a reward function, and what failed in it.
+    """The CPU time that slow comparisons may take in one call of a reward function, and what failed in it.
 
-    `timeout_s` is the limit of the call: each of NUM_PROCESSES processes may spend it on comparisons over
-    SHORT_LIMIT_S. What has failed is not asked again in the same call.
+    Each of NUM_PROCESSES processes may spend `timeout_s` seconds on them. Comparisons of less than half of
+    SHORT_LIMIT_S are not slow. What has failed is not asked again in the same call.
     """
 
     def __init__(self, timeout_s: float):
@@ -57,7 +57,8 @@ class Budget:
             if self._left_s <= 0:
                 detail = "it was not compared, because comparisons of this call took too long or failed"
                 raise Unjudged(Failure("timeout", detail))
-            return self._limit_s if 2 * self._left_s > self._whole_s else min(self._limit_s, SHORT_LIMIT_S)
+            early = 4 * self._left_s > 3 * self._whole_s
+            return self._limit_s if early else min(self._limit_s, SHORT_LIMIT_S)
 
     def spend(self, seconds: float) -> None:
         """Counts the seconds of a comparison if they are many."""
@@ -101,14 +102,15 @@ def ask(*question: str) -> bool:
         verdict, number = child.ask([limit_s, *question])
     except ChildError as error:
         failure = Failure("crash", f"the process of math-verify failed: {error}")
+        spent_s = max(limit_s, time.monotonic() - began)
     else:
         if verdict is not None:
             budget.spend(number)
             return bool(verdict)
-        failure = _failure(number, limit_s, question[-1])
+        failure, spent_s = _failure(number, limit_s, question[-1]), limit_s
     finally:
         _CHILDREN.put(child)
-    budget.fail(question, failure, max(limit_s, time.monotonic() - began))
+    budget.fail(question, failure, spent_s)
     raise Unjudged(failure)
 
 

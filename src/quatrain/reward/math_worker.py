@@ -128,6 +128,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent process handles them
         signal.signal(number, signal.SIG_IGN)
+    same("(x, 1)", r"\sqrt{2}+0.5")  # fills the caches of the parser, which each fork then has
     while True:
         process = os.fork()
         if not process:
