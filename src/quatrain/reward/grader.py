@@ -37,10 +37,10 @@ class Unjudged(Exception):
 
 
 class Budget:
-    """The CPU time that slow comparisons may take in one call of a reward function, and what failed in it.
+    """The time that slow comparisons may take in one call of a reward function, and what failed in it.
 
-    Each of NUM_PROCESSES processes may spend `timeout_s` seconds on them. Comparisons of less than half of
-    SHORT_LIMIT_S are not slow. What has failed is not asked again in the same call.
+    Each of NUM_PROCESSES processes may spend `timeout_s` seconds on them. What has failed is not asked again
+    in the same call.
     """
 
     def __init__(self, timeout_s: float):
@@ -49,8 +49,8 @@ class Budget:
         self._lock = threading.Lock()
         self._failed: dict[tuple[str, ...], Failure] = {}
 
-    def limit_s(self, question: tuple[str, ...]) -> float:
-        """The limit of the next comparison; raises Unjudged if it is not to be made."""
+    def reserve(self, question: tuple[str, ...]) -> float:
+        """The CPU seconds for the next comparison; raises Unjudged if it is not to be made."""
         with self._lock:
             if question in self._failed:
                 raise Unjudged(self._failed[question])
@@ -58,18 +58,18 @@ class Budget:
                 detail = "it was not compared, because comparisons of this call took too long or failed"
                 raise Unjudged(Failure("timeout", detail))
             early = 4 * self._left_s > 3 * self._whole_s
-            return self._limit_s if early else min(self._limit_s, SHORT_LIMIT_S)
+            limit_s = self._limit_s if early else min(self._limit_s, SHORT_LIMIT_S)
+            self._left_s -= limit_s
+            return limit_s
 
-    def spend(self, seconds: float) -> None:
-        """Counts the seconds of a comparison if they are many."""
+    def settle(
+        self, question: tuple[str, ...], reserved_s: float, spent_s: float, failure: Failure | None = None
+    ) -> None:
+        """Counts the seconds that a comparison took; quick ones do not count."""
         with self._lock:
-            self._left_s -= seconds if seconds > SHORT_LIMIT_S / 2 else 0.0
-
-    def fail(self, question: tuple[str, ...], failure: Failure, seconds: float) -> None:
-        """Counts a comparison that failed."""
-        with self._lock:
-            self._failed[question] = failure
-            self._left_s -= seconds
+            self._left_s += reserved_s - (spent_s if failure or spent_s > SHORT_LIMIT_S / 2 else 0.0)
+            if failure:
+                self._failed[question] = failure
 
 
 # Not an argument of what compares answers, so that verdicts can be remembered by their texts alone.
@@ -96,22 +96,23 @@ def ask(*question: str) -> bool:
     Raises Unjudged if the comparison takes too long, or if its process fails or cannot be started.
     """
     budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
-    limit_s = budget.limit_s(question)
+    limit_s = budget.reserve(question)
+    failure: Failure | None = None
     child, began = _CHILDREN.get(), time.monotonic()
     try:
         verdict, number = child.ask([limit_s, *question])
     except ChildError as error:
         failure = Failure("crash", f"the process of math-verify failed: {error}")
-        spent_s = max(limit_s, time.monotonic() - began)
     else:
-        if verdict is not None:
-            budget.spend(number)
-            return bool(verdict)
-        failure, spent_s = _failure(number, limit_s, question[-1]), limit_s
+        if verdict is None:
+            failure = _failure(number, limit_s, question[-1])
     finally:
         _CHILDREN.put(child)
-    budget.fail(question, failure, spent_s)
-    raise Unjudged(failure)
+    if failure:
+        budget.settle(question, limit_s, max(limit_s, time.monotonic() - began), failure)
+        raise Unjudged(failure)
+    budget.settle(question, limit_s, number)
+    return bool(verdict)
 
 
 def _failure(number: int, limit_s: float, text: str) -> Failure:
