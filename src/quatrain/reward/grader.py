@@ -77,6 +77,7 @@ _BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
 _CHILDREN: LifoQueue[Child] = LifoQueue()
 for _ in range(NUM_PROCESSES):
     _CHILDREN.put(Child(Path(__file__).with_name("math_worker.py")))
+_LOCKS = [threading.Lock() for _ in range(64)]
 
 
 @contextlib.contextmanager
@@ -89,12 +90,17 @@ def spending(budget: Budget) -> Iterator[None]:
         _BUDGET.reset(token)
 
 
-@functools.lru_cache(maxsize=4096)
 def ask(*question: str) -> bool:
     """Whether math-verify finds the expressions `gold, said` equal; of `gold` alone, whether it parses it.
 
     Raises Unjudged if the comparison takes too long, or if its process fails or cannot be started.
     """
+    with _LOCKS[hash(question) % len(_LOCKS)]:  # threads with the same question wait for one answer
+        return _answer(*question)
+
+
+@functools.lru_cache(maxsize=4096)
+def _answer(*question: str) -> bool:
     budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
     limit_s = budget.reserve(question)
     failure: Failure | None = None
