@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -66,7 +65,6 @@ _NEGATIVE = re.compile(r"\b[Nn]egative\s(?=[$£€]?[0-9.])")
 _FRACTION = re.compile(
     r"\\frac\s*(?:\{\s*(?P<a>-?[0-9.,]+)\s*\}\s*\{\s*(?P<b>[0-9.,]+)\s*\}|(?P<c>[0-9])(?P<d>[0-9]))"
 )
-_VULGAR = re.compile("([0-9]?)([½⅓⅔¼¾⅕-⅞⅐-⅒])")
 # Sums and products of plain numbers: the question, not its answer.
 _NOT_COMPUTED = re.compile(
     r"(?:[0-9.,$(){}+/ -]|\\[()\[\]]|(?<!\*)\*(?!\*)|\\(?:times|cdot|div)(?![A-Za-z]))*"
@@ -257,15 +255,10 @@ def whole_number(text: str) -> Number | None:
 
 def _tidy(text: str) -> str:
     """`text` with fractions of numbers as a/b."""
-    text = _NEGATIVE.sub("-", _VULGAR.sub(_vulgar_text, text))
+    text = _NEGATIVE.sub("-", text)
     if "\\" not in text:
         return text
     return re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", _FRACTION.sub(_fraction_text, text))
-
-
-def _vulgar_text(match: re.Match[str]) -> str:
-    fraction = unicodedata.normalize("NFKC", match[2]).replace("\N{FRACTION SLASH}", "/")
-    return f"{match[1]} {fraction}" if match[1] else fraction
 
 
 def _fraction_text(match: re.Match[str]) -> str:

@@ -47,7 +47,9 @@ _NUMBER_WORD = re.compile(
 )
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # The left side of a definition: y, f(x), x_1, AB, |AB|, (x, y), V_1:V_2. A sum or a product is an equation.
-_SYMBOL = r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)"
+_SYMBOL = (
+    rf"(?:\|?[A-Z]{{2,4}}\|?|(?:\\(?:{_GREEK})\s?|\\?[A-Za-z])(?:_(?:\{{[0-9A-Za-z]{{1,6}}\}}|[0-9A-Za-z]))?)"
+)
 _NAME = rf"{_SYMBOL}(?:\^\{{-1\}})?(?:\([A-Za-z0-9, ]{{1,8}}\))?"
 _LEFT_SIDE = rf"(?:{_NAME}(?:\s?:\s?{_NAME})?|\([A-Za-z](?:\s?,\s?[A-Za-z]){{1,3}}\))\s?=(?!=)"
 _DEFINITION = re.compile(rf"(?:\A|(?<=,))\s*{_LEFT_SIDE}\s*")
@@ -75,6 +77,8 @@ def same_expression(said: str, gold: str) -> bool:
     if _BASE.fullmatch(expected) or _BASE.fullmatch(got):
         return _same_in_base(got, expected)
     expected, got = _alike(expected, got)
+    if "=" in expected and "=" not in got and not _RELATION.search(expected):  # an equation and a value
+        return False
     values = exact_value(expected), exact_value(got)
     if values[0] is not None and values[1] is not None:
         return same_value(values[0], values[1])

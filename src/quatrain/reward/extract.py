@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 
 _OPEN, _CLOSE, _THOUGHTS_END = "<answer>", "</answer>", "</think>"
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(r"\\(?:f?boxed|f(?:rame)?box)\s*\{")
 # A box without braces holds what follows up to white space, and not the end of the sentence.
-_BARE_BOX = re.compile(r"\\f?boxed(?:\s+|(?=[0-9\\]))([^\s{}$]{1,80}?)(?=[.,;:!?)]*(?:[\s$]|\\[)\]]|\Z))")
+_BARE_BOX = re.compile(
+    r"\\f?boxed(?:\s+|(?=[0-9\\]))((?:\\[A-Za-z]+(?:\{[^{}$]{0,80}\}){1,2}|[^\s{}$]){1,80}?)(?=[.,;:!?)]*(?:[\s$]|\\[)\]]|\Z))"
+)
 # Markdown's > at the start of a quoted line, and its _ and __ for emphasis.
 _QUOTE = re.compile(r"(\A|\n)[ \t]{0,3}(?:>[ \t]?){1,4}(?=[^\s=])")
 _UNDERLINED = re.compile(r"(?<![\w}\\)])(_{1,2})(?=[^\s_{])([^_\n]{1,200})(?<=\S)\1(?!\w)")
@@ -48,7 +50,7 @@ def without_markdown(text: str) -> str:
 
 def unboxed(text: str) -> str | None:
     r"""The content of the last `\boxed{…}` in `text`; None if there is none or its brace is not closed."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    start = max(map(text.rfind, ("\\boxed", "\\fbox", "\\framebox")))
     last = _content(text, start)
     if last is None:
         return None

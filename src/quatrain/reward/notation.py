@@ -71,7 +71,9 @@ _STYLED_LABEL = re.compile(
 # Markdown's ** at the edge of a word; between two operands it is a power.
 _BOLD = re.compile(r"(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?!\S)|(?<=[^\w\s)}])\*\*|\*\*(?=[^\w\s(\\])")
 _FONT = r"\\(?:text(?:bf|rm|it|normal|sf|tt|sc)?|mathrm|mathbf|mathit|mathsf|mathtt|mbox|emph|underline)"
-_BOLD_MATH = re.compile(r"\\(?:mathbf|mathit|mathsf|mathtt|boldsymbol|bm|pmb|underline)\s?\{([^{}]*)\}")
+_BOLD_MATH = re.compile(
+    r"\\(?:mathbf|mathit|mathsf|mathtt|boldsymbol|bm|pmb|underline)\s?\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 _NESTED_FONT = re.compile(rf"{_FONT}\s?\{{\s?({_FONT}\s?\{{[^{{}}]*\}})\s?\}}")
 _MAX_FONTS = 4
 _FONT_SWITCH = re.compile(
@@ -111,8 +113,13 @@ def _one_spelling(text: str) -> str:
     text = _FONT_SWITCH.sub("", _LATEX_MICRO.sub(r" u\1", _LATEX_OHM.sub(" ohm", text)))
     for _ in range(_MAX_FONTS):
         text = _NESTED_FONT.sub(r"\1", text)
-    text = _BOLD_MATH.sub(r"{\1}", _STYLED_LABEL.sub(r"\1", text))
+    text = _BOLD_MATH.sub(_without_bold, _STYLED_LABEL.sub(r"\1", text))
     return _REPEATING.sub(_repeating, _STYLED_AND.sub(r" \1 ", text))
+
+
+def _without_bold(match: re.Match[str]) -> str:
+    alone = re.fullmatch(r"[0-9.,]+|[A-Za-z]", match[1]) and not match.string[: match.start()][-1:].isalnum()
+    return match[1] if alone else f"{{{match[1]}}}"
 
 
 def _ascii_symbols(text: str) -> str:
@@ -143,6 +150,9 @@ def _in_latex(run: re.Match[str]) -> str:
         if kind in _SCRIPTS:
             part = unicodedata.normalize("NFKC", part).replace("\N{MINUS SIGN}", "-")
             part = f"{_SCRIPTS[kind]}{{{part}}}"
+        elif kind == "fraction":
+            halves = (unicodedata.normalize("NFKC", each).split("\N{FRACTION SLASH}") for each in part)
+            part = "".join(rf"\frac{{{top}}}{{{bottom}}}" for top, bottom in halves)
         elif kind == "decimal":
             part = "".join(str(unicodedata.decimal(digit)) for digit in part)
         parts.append(_UNKNOWN * len(part) if kind == "unknown" else part)
@@ -155,8 +165,9 @@ def _kind(character: str) -> str:
         return kind.partition(" ")[0]
     if unicodedata.decimal(character, None) is not None:
         return "decimal"
-    known = character == "√" or kind.startswith("<fraction>")
-    return "unknown" if not known and unicodedata.category(character) in ("Sm", "No", "Nl") else ""
+    if kind.startswith("<fraction>"):
+        return "fraction"
+    return "unknown" if character != "√" and unicodedata.category(character) in ("Sm", "No", "Nl") else ""
 
 
 def _repeating(match: re.Match[str]) -> str:

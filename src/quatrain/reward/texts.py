@@ -18,7 +18,7 @@ _ONE = (
     r"|[,;]\s*(?:or\s|and\s)?\(?[A-J]\)?(?=\s*(?:[,.;]|\Z|and\b|or\b))))"
 )
 _LETTER = (
-    r"(?:\((?P<a>[A-J])\)|(?P<b>[B-HJ]|[AI](?!\s+[a-z]))(?![A-Za-z0-9'(])(?!\s?[=+*/^_<>]|-[A-Za-z0-9]))"
+    r"(?:\((?P<a>[A-J])\)|(?P<b>[B-HJ]|[AI](?!\s+(?!because|since|as\b|and\b|or\b|is\b)[a-z]))(?![A-Za-z0-9'(])(?!\s?[=+*/^_<>]|-[A-Za-z0-9]))"
     + _ONE
 )
 _RIGHT = r"\s+is\s+(?i:the\s+)?(?i:correct|right|best|answer|true)\b"
@@ -35,17 +35,18 @@ _FIRST = re.compile(
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
 _BESIDE = re.compile(rf"\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
 _LAST = re.compile(
-    rf"(?:\b(?i:is|choose|chose|select|selected|pick|picked|be)[\s:]{{1,3}}{_LETTER}"
+    rf"(?:\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus|therefore)[\s:,]{{1,3}}{_LETTER}"
     r"|(?<!or )(?<!and )(?<!, )\((?P<c>[A-J])\))[\s.!]*\Z"
 )
 _TAIL_CHARS = 300
 _EMPHASIS = re.compile(r"[$*`\"]|\\[()\[\]]")
+_IN_BRACKETS = re.compile(r"(?<![A-Za-z0-9])['\[{]([A-J])['\]}](?![A-Za-z0-9^_])")
 _VERB = r"(?:\A|\b(?:is|are|was|answer)[\s:]{1,3}(?:an?\s|the\s)?|[:=]\s?)"
 
 
 def without_text(text: str) -> str:
     r"""`text` with the content of each `\text{…}` in its place, without $ and emphasis, one space at most."""
-    return " ".join(_EMPHASIS.sub("", _GROUP.sub(r" \1 ", text)).split())
+    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", _GROUP.sub(r" \1 ", text))).split())
 
 
 def split_label(text: str) -> tuple[str, str]:
@@ -93,7 +94,7 @@ def is_short(words: list[str]) -> bool:
 
 def same_words(said: str, words: list[str]) -> bool:
     """Whether `said` is these words, or a sentence that ends with "is" and these words."""
-    said = without_text(said).strip(" .\"'").casefold()[-300:]
+    said = without_text(said).strip(" .!\"'").casefold()[-300:]
     gold = re.escape(" ".join(words).strip(" .").casefold())
     return re.search(rf"{_VERB}{gold}\Z", said) is not None
 

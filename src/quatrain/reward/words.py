@@ -10,7 +10,7 @@ import re
 import unicodedata
 
 # The exponent of a unit: ^2, ^{-1}, $^2$ or ².
-_EXPONENT = r"(?:\$?\s?\^\s?(?:\{\s?-?[0-9]\s?\}|-?[0-9])\$?|[⁰¹²³⁴-⁹])"
+_EXPONENT = r"(?:\$?\s?\^\s?(?:\{\s?-?[0-9]\s?\}|-?[0-9])\$?|(?<=\s)(?:squared|cubed))"
 # One more level of braces: \text{cm^{2}}.
 _GROUP = re.compile(
     r"(?P<slash>/\s*)?"
@@ -24,7 +24,7 @@ _JOINED = re.compile(
     r"\\(?:text|mathrm)\s?\{(?=[A-Za-z ~/^0-9-]*\})"
 )
 _LETTER_UNITS = frozenset("mgshLJNWVACKFT")
-_AFTER_VALUE = re.compile(r"[0-9A-Za-z)}½⅓⅔¼¾⅕⅛]\s*\Z")
+_AFTER_VALUE = re.compile(r"[0-9A-Za-z)}]\s*\Z")
 
 # Abbreviations and words that are not plausible as products of variables.
 _UNITS = (
@@ -37,7 +37,7 @@ _UNITS = (
 # These can also be products of variables (2mg, 2hr); they count as units only after a number and a space.
 _SHORT_UNITS = (
     r"(?:[pnumkMG](?:m|g|s|L|l|J|N|W|V|A|F|C|Pa|eV|Hz|mol|cal|bar|ohm|rad)|Pa|Hz|eV|mol|rad|cal|k?ohm|atm|bar"
-    r"|Wb|lm|lx|cd|dB|min|sec|mi|in|hr|am|pm)"
+    r"|Wb|Nm|Wh|Ah|lm|lx|cd|dB|min|sec|mi|in|hr|am|pm)"
 )
 _LETTER_UNIT = f"[{''.join(sorted(_LETTER_UNITS))}]"
 _A_UNIT = re.compile(f"{_UNITS}|{_SHORT_UNITS}|sq|square|cu|cubic|per")
@@ -46,8 +46,8 @@ _TERM = rf"(?:{_UNITS}|{_SHORT_UNITS}|{_LETTER_UNIT})(?![A-Za-z])(?:\s?{_EXPONEN
 _DIVIDED = rf"(?:{_TERM}|\(\s?{_TERM}(?:\s?(?:\\cdot|\*)?\s?{_TERM}){{0,3}}\s?\))"
 # m/s, kg m/s^2, J/(kg K), kg m^2 s^{-2}: divided, or with a negative exponent or a unit of several letters.
 _COMPOUND = (
-    rf"{_TERM}(?:(?:\s?(?:\\cdot|\*)\s?|\s){_TERM}){{0,3}}(?:\s?(?:/|per(?![A-Za-z]))\s?{_DIVIDED}){{1,2}}"
-    rf"|(?=[^+=,;]{{0,30}}(?:\^\s?\{{\s?-|[A-Za-z]{{2}})){_TERM}(?:(?:\s?(?:\\cdot|\*)\s?|\s){_TERM}){{1,3}}"
+    rf"(?:{_TERM}|[a-z]{{3,15}}s)(?:(?:\s?(?:\\cdot|\*)\s?|\s){_TERM}){{0,3}}(?:\s?(?:/|per(?![A-Za-z]))\s?{_DIVIDED}){{1,2}}"
+    rf"|(?=[^+=,;]{{0,30}}(?:\^\s?\{{?\s?-|[A-Za-z]{{2}})){_TERM}(?:(?:\s?(?:\\cdot|\*)\s?|\s){_TERM}){{1,3}}"
 )
 # A unit must be followed by punctuation, the end or a word; before an operator, a digit or one letter the
 # letters are a product of variables.
