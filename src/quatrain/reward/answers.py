@@ -155,11 +155,12 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     if not gold:
         raise ValueError(f"the gold answer must have text (after its last ####, if any); got {answer!r}")
     box = unboxed(gold)
+    gold = gold if box is None else box
+    if len(gold) > _TAIL_CHARS:
+        return None
     said, boxed = answer_of(completion)
     said = said[-_TAIL_CHARS:]
-    return _verdict(
-        uniform(said if boxed else without_markdown(said)), uniform(gold if box is None else box), boxed
-    )
+    return _verdict(uniform(said if boxed else without_markdown(said)), uniform(gold), boxed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,7 +168,9 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     label, rest = texts.split_label(gold)
     if label:
         chosen = texts.choice_of(said)
-        return chosen == label if chosen else bool(rest and _verdict(said, rest, boxed))
+        if chosen or not rest or texts.split_label(rest)[0]:
+            return chosen == label
+        return bool(_verdict(said, rest, boxed))
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
