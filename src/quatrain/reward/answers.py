@@ -116,37 +116,41 @@ def judge(completions: Sequence[str], answers: Sequence[Any], timeout_s: float) 
     Each pair is judged once, and slow comparisons may take `timeout_s` seconds in all, in several processes.
     What is not judged then, or because a process fails, is a failure.
     """
-    budget = Budget(timeout_s)
-
-    def verdict(pair: tuple[str, str]) -> Verdict:
-        with spending(budget):
-            try:
-                return is_correct(*pair) if pair[1] else None
-            except Unjudged as error:
-                return error.failure
-
     pairs = [(completion, gold_text(gold)) for completion, gold in zip(completions, answers, strict=True)]
-    distinct = dict.fromkeys(pairs)
-    threads = ThreadPoolExecutor(NUM_PROCESSES)
-    try:
-        found = dict(zip(distinct, threads.map(verdict, distinct), strict=True))
-    finally:  # also if the run is interrupted
-        threads.shutdown(cancel_futures=True)
+    no_time = Budget(0.0)  # most answers need no process
+    found = {pair: _judged(pair, no_time) for pair in dict.fromkeys(pairs)}
+    slow = [pair for pair, verdict in found.items() if isinstance(verdict, Failure)]
+    if slow:
+        budget = Budget(timeout_s)
+        threads = ThreadPoolExecutor(NUM_PROCESSES)
+        try:
+            found |= zip(slow, threads.map(lambda pair: _judged(pair, budget), slow), strict=True)
+        finally:  # also if the run is interrupted
+            threads.shutdown(cancel_futures=True)
     return [found[pair] for pair in pairs]
+
+
+def _judged(pair: tuple[str, str], budget: Budget) -> Verdict:
+    with spending(budget):
+        try:
+            return is_correct(*pair) if pair[1] else None
+        except Unjudged as error:
+            return error.failure
 
 
 def is_correct(completion: str, answer: Any) -> bool | None:
     r"""Whether the completion's answer equals the gold answer; None if the gold answer cannot be judged.
 
-    The completion's answer is the content of its last `<answer>…</answer>`, or else the whole completion; if
-    that contains a `\boxed{…}`, the answer is the content of the last one. The gold answer is the text after
-    the last `####` of `answer`, or all of it, and the content of its `\boxed{…}` if it has one.
+    The completion's answer stands after its last `</think>`, if there is text. It is the content of the last
+    `<answer>…</answer>` there, or else all of it; if that contains a `\boxed{…}`, the content of the last
+    one. The gold answer is the text after the last `####` of `answer`, or all of it, and the content of its
+    `\boxed{…}` if it has one.
 
     If the gold answer is a number, the answer is the last number, unless that is a part of an expression, a
     list or an inequality. Signs, thousands separators, fractions, mixed numbers, percents (50% equals both 50
-    and 0.5) and decimals are understood; a fraction without a finite decimal is compared to six places.
-    Units are ignored. Up to three words are compared as text, letters of a choice as letters, and all other
-    answers by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
+    and 0.5), powers and decimals are understood; a decimal equals a fraction or a root to six digits. Units
+    are ignored. Up to three words are compared as text, letters of a choice as letters, and all other answers
+    by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
 
     Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or
     its process fails. `####` follows GSM8K; the other rules are quatrain's.
