@@ -45,7 +45,7 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z0-9])(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)(?<![A-Za-z]_)(?<![A-Za-z]_\{)"
     rf"(?P<value>{_DECIMAL})(?P<exponent>[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?"
     rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{_DECIMAL}))?"
-    rf"(?:[$]?\s{{0,3}}(?P<scale>{'|'.join(SCALES)})s?\b)?"
+    rf"(?:[$]?\s{{0,3}}(?P<scale>(?i:{'|'.join(SCALES)}))s?\b)?"
     r"(?P<percent>[$]?[ ]?(?:%|(?:percent|percentage|per cent|pct)\b))?"
 )
 # A minus directly before a number is a sign unless an operand precedes it (10-3). A minus followed by a space
@@ -191,7 +191,8 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
 
 def _computed_number(gold: str) -> Number | None:
     """The exact value of powers, factorials and scientific notation; a sum may be the question."""
-    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(without_letter_unit(gold))
+    gold = without_letter_unit(gold)
+    value = None if _NOT_COMPUTED.fullmatch(gold) else exact_expression(gold)
     return None if value is None else Number(value, "%" in gold)
 
 
@@ -217,14 +218,15 @@ def _ends_with(said: str, gold: Number) -> bool:
     before = said[max(0, match.start() - 80) : match.start()]
     if _LIST_BEFORE.search(before) or _LIST_AFTER.match(said, match.end()):
         return False
-    piece = _piece(said, match)
-    attached = is_attached_unit(said[match.end() :])
-    if attached or (_is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match))):
+    if is_attached_unit(said[match.end() :]):
+        said = said[: match.end()]
+    piece = without_letter_unit(_piece(said, match))
+    if _is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match)):
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
     if _NOT_COMPUTED.fullmatch(piece) or _NO_NUMBER.search(piece):
         return False
-    value = exact_expression(without_letter_unit(piece))
+    value = exact_expression(piece)
     if value is not None:
         return _equal(Number(value, "%" in piece), gold)
     return same_expression(piece, _decimal(gold.value))
@@ -298,7 +300,7 @@ def _to_number(text: str, match: re.Match[str]) -> Number | None:
             value /= _fraction(match["divisor"])
     except ZeroDivisionError:
         return None
-    value *= 10 ** SCALES.get(match["scale"], 0)
+    value *= 10 ** SCALES.get((match["scale"] or "").casefold(), 0)
     negative = _MINUS.search(text[max(0, match.start() - 20) : match.start()])
     return Number(-value if negative else value, bool(match["percent"]))
 

@@ -18,6 +18,7 @@ _SYMBOLS = {
     **dict.fromkeys("→⟶", r"\to "),
     **dict.fromkeys("⇒⟹∴", r"\Rightarrow "),
     "\u00a0": " ",
+    "\u00b5": "μ",
     "℃": "°C",
     "℉": "°F",
     "º": "°",

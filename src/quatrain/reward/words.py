@@ -70,15 +70,14 @@ _UNIT_FRACTION = re.compile(
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Power of ten by the word that multiplies the number before it."""
 _CHANGED_AFTER = re.compile(
-    r"\s*-?(?:(?:and\s|&\s)?an?\s)?(?:half|third|quarter|fourth|squared|cubed|plus|minus|factorial|dozen|score"
-    r"|thirds|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|lakh|crore)s?(?![A-Za-z])"
+    r"\s*-?(?:(?:and|&)\san?\s(?:half|third|quarter|fourth)|(?:an?\s)?half|squared|cubed|plus|minus|factorial"
+    r"|dozen|lakh|crore|thirds|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths"
+    rf"|(?:{'|'.join(SCALES)})s?)(?![A-Za-z])"
     r"|\s?[十百千万萬亿億兆半]",
     re.IGNORECASE,
 )
-_CHANGED = re.compile(
-    rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern}|\s*(?:{'|'.join(SCALES)})s?(?![A-Za-z]))", re.IGNORECASE
-)
-_LAST_LETTER = re.compile(rf"(?<=[0-9}}])\s{{1,2}}{_LETTER_UNIT}[\s.]*\Z")
+_CHANGED = re.compile(rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern})", re.IGNORECASE)
+_LAST_LETTER = re.compile(rf"(?P<short>(?<=[0-9}}])\s{{1,2}}{_LETTER_UNIT}[\s.]*\Z)")
 _CHANGED_BEFORE = re.compile(
     r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|half\sof|times)\s?"
     r"|[〇零一二三四五六七八九十百千万萬亿億兆])\Z",
@@ -129,7 +128,7 @@ def has_changed_number(text: str) -> bool:
 
 def without_letter_unit(text: str) -> str:
     """`text` without a unit of one letter after a space at its end: `10^{-19} C`."""
-    return _LAST_LETTER.sub("", text)
+    return _LAST_LETTER.sub(_without_unit, text)
 
 
 def is_letter_unit(text: str) -> bool:
