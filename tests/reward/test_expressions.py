@@ -77,6 +77,8 @@ def test_math_verify_stays_out_of_this_process():
         (r"\frac{2\pi}{10^{20}}", r"\frac{\pi}{10^{20}}", False),
         (r"10^{-9}\sqrt{4\cdot 2}", r"2\sqrt{2}\cdot 10^{-9}", True),
         (r"\sqrt{2}+10^{-9}", r"\sqrt{2}", False),
+        (r"(6\cdot 10^{-34},2\cdot 10^{-19})", r"(\frac{6}{10^{34}},2\times 10^{-19})", True),
+        (r"(10^{-34},2\cdot 10^{-19})", r"(\frac{1}{10^{34}},3\times 10^{-19})", False),
         ("(25!,1)", "(15511210043330985984000000,1)", True),
         ("1000000000000000000x", "10^{18}x", True),
         ("0.5x", r"\frac{x}{2}", True),

@@ -31,6 +31,7 @@ _ALLOWED = re.compile(
 _FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
 _IN_BRACES = rf"-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION})"
 _EXPONENT = re.compile(rf"\^\s*(?:\{{\s*({_IN_BRACES})\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])")
+_POWER_OF_TEN = re.compile(r"(?<![0-9A-Za-z.){}^])10\s?\^\s?\{\s?-?[0-9]{1,2}\s?\}(?!\s?[\^!])")
 _SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za-z])\s?!(?!\s?!)")
 _SMALL_BINOMIAL = re.compile(
     r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
@@ -190,10 +191,9 @@ def _is_allowed(text: str) -> bool:
 
 
 def _is_bounded(text: str) -> bool:
-    """Whether `text` is short, with few roots and powers, small exponents and no nested powers."""
-    if text.endswith(("+", "-", "*", "/", "^", "(")) or len(re.findall(r"[(\[]", text)) != len(
-        re.findall(r"[)\]]", text)
-    ):
+    """Whether `text` is short and whole, with few roots and powers, small exponents and no nested powers."""
+    opened, closed = re.findall(r"[(\[]", text), re.findall(r"[)\]]", text)
+    if len(opened) != len(closed) or text.endswith(("+", "-", "*", "/", "^")):
         return False
     if len(text) > _MAX_CHARS or not _is_allowed(text) or text.count("begin") > _MAX_MATRICES:
         return False
@@ -201,6 +201,7 @@ def _is_bounded(text: str) -> bool:
         return False
     if text.count("binom") != len(_SMALL_BINOMIAL.findall(text)) or text.count("binom") > 3:
         return False
+    text = _POWER_OF_TEN.sub("10", text)
     exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
     small = (
         all(len(exponent.lstrip("-")) < 2 or "frac" in exponent for exponent in exponents)
