@@ -1,6 +1,6 @@
 """A child process for work that must not take this process's time or memory: it limits itself.
 
-`reward/expressions.py` compares expressions in one, `data/tokenizer.py` renders chat templates in another.
+`reward/grader.py` compares expressions in one, `data/tokenizer.py` renders chat templates in another.
 The child runs a script, which reads a JSON value from each line of its standard input and writes a JSON value
 in reply. The script sets its own limits; when it exceeds one, the child ends.
 """

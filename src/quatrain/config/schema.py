@@ -639,7 +639,8 @@ class RewardConfig(Section):
         le=86400,
         description="Seconds that one call of a user's reward function may take, and so the longest time "
         "for one sample. A call that takes longer is ended, and its samples are called again in smaller "
-        "parts.",
+        "parts. Of the function `correct`: seconds that each of its processes may spend on slow comparisons "
+        "of expressions in one call.",
     )
     memory_mb: int | None = Field(
         4096,

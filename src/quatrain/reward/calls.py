@@ -153,7 +153,7 @@ class InProcess:
 
     function: RewardFunction
     copies: bool
-    """Whether the function gets copies of its arguments, which users' functions may change."""
+    """Whether it is a user's function, which may change its arguments and return anything."""
     most_timeouts: int = 1  # which a call in this process cannot have
 
     def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
@@ -165,7 +165,8 @@ class InProcess:
         if self.copies:
             arguments = pickle.loads(pickled(arguments, READER))
         try:
-            return plain_rewards(call_reward(self.function, arguments))
+            returned = call_reward(self.function, arguments)
+            return plain_rewards(returned) if self.copies else returned
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
@@ -301,8 +302,10 @@ class _Scoring:
         return []
 
     def _take(self, rows: Rows, values: Any) -> None:
-        self._values[rows], bad = _checked(self._function, values, len(rows))
-        self._kinds |= dict.fromkeys((rows[index] for index in bad), "error")
+        """Takes the values of `rows`; a built-in function may return a `Failure` in the place of one."""
+        self._failures += [value for value in values if isinstance(value, Failure)]
+        self._values[rows], kinds = _checked(self._function, values, len(rows))
+        self._kinds |= {rows[index]: kind for index, kind in kinds.items()}
 
 
 def _outcome(future: Future[Any | Failure]) -> Any | Failure:
@@ -327,18 +330,21 @@ def _report(function: Function, failures: list[Failure], errors: Counter[Kind], 
     )
 
 
-def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.ndarray, list[int]]:
-    """The result as float32, NaN for None and ERROR_REWARD for non-finite values; indices of the latter."""
+def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.ndarray, dict[int, Kind]]:
+    """float32, NaN for None and ERROR_REWARD for failures and non-finite values; the kinds of these two."""
     problem = returned if isinstance(returned, str) else None
     if problem is None and len(returned) != num_samples:
         problem = f"one value per completion: expected {num_samples}, got {len(returned)}"
     if problem is not None:
         raise ValueError(f"reward function `{function.spec}` must return {problem}")
+    kinds: dict[int, Kind] = {i: value.kind for i, value in enumerate(returned) if isinstance(value, Failure)}
+    numbers = [None if isinstance(value, Failure) else value for value in returned]
     with np.errstate(over="ignore"):
-        values = np.array([np.nan if value is None else value for value in returned], np.float32)
-    given = np.array([value is not None for value in returned], np.bool_)
-    bad = np.flatnonzero(given & ~np.isfinite(values)).tolist()
+        values = np.array([np.nan if number is None else number for number in numbers], np.float32)
+    given = np.array([number is not None for number in numbers], np.bool_)
+    bad: list[int] = np.flatnonzero(given & ~np.isfinite(values)).tolist()
     if bad:
-        values[bad] = ERROR_REWARD
         logger.warning("reward function `%s` returned %d values that are not finite", function.name, len(bad))
-    return values, bad
+    kinds |= dict.fromkeys(bad, "error")
+    values[list(kinds)] = ERROR_REWARD
+    return values, kinds

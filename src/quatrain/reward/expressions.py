@@ -1,44 +1,56 @@
 """Compares answers that are not plain numbers (roots, powers, symbols, tuples, relations) with math-verify.
 
-Used by `reward/answers.py`. math-verify runs in a child process with limits on time and memory, because it
-may take unlimited time on short inputs, and its own time limit works only in the main thread of a process.
+Used by `reward/answers.py`. `reward/grader.py` asks math-verify, about short expressions of bounded size.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
-from pathlib import Path
+from fractions import Fraction
 
-from quatrain.child import Child, ChildError
+from quatrain.reward import grader
+from quatrain.reward.exact import exact_value, same_value
 from quatrain.reward.notation import uniform
-from quatrain.reward.words import split_at_words, without_units
-
-logger = logging.getLogger(__name__)
+from quatrain.reward.words import has_changed_number, split_at_words, without_units
 
 _MAX_CHARS = 160
 _MAX_GOLD_CHARS = 400
 _MAX_MATRICES = 2
 # Text passed to math-verify may contain numbers, single letters, and the notation of school mathematics.
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|psi"
+    "|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
+)
 _ALLOWED = re.compile(
     r"(?:\\(?:frac|binom|sqrt|pi|cdot|times|div|infty|cup|cap|setminus|in|le|ge|ne|pm|emptyset|circ"
-    r"|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|sigma|rho|mathbb\{[RNZQC]\}|overline"
+    rf"|{_GREEK}|mathbb\{{[RNZQC]\}}|overline"
     r"|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|lfloor|rfloor|lceil|rceil)(?![A-Za-z])"
     r"|\\(?:begin|end)\{[pb]matrix\}|\\[{}|\\]"
-    r"|[0-9]{1,15}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
+    r"|[0-9]{1,100}(?![0-9])|[A-Za-z]|[-+*/.,()\[\]{}^ <>=|_:!&])*"
 )
 _FRACTION = r"\\frac\{[-+0-9 ]{1,6}(?:\\sqrt\{[0-9]{1,2}\})?[-+0-9 ]{0,6}\}\{[0-9]\}"
 _IN_BRACES = rf"-?(?:[0-9]{{1,2}}|[0-9]/[0-9]|[0-9]?[A-Za-z](?:[+-][0-9])?|{_FRACTION})"
 _EXPONENT = re.compile(rf"\^\s*(?:\{{\s*({_IN_BRACES})\s*\}}|(-?[0-9A-Za-z]))(?![0-9^])")
+_POWER_OF_TEN = re.compile(r"(?<![0-9A-Za-z.){}^])10\s?\^\s?\{\s?-?[0-9]{1,2}\s?\}(?!\s?[\^!])")
 _SMALL_FACTORIAL = re.compile(r"(?:(?<![0-9.^])[0-9]{1,2}|(?<![0-9A-Za-z^])[A-Za-z])\s?!(?!\s?!)")
 _SMALL_BINOMIAL = re.compile(
     r"\\binom\s?(?:\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}\s?\{\s?(?:[0-9]{1,2}|[A-Za-z])\s?\}|[0-9]{2}(?![0-9]))"
 )
-_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log)(?=\s?[\s(_^\\{0-9])"
+)
+# Values that math-verify would compute for seconds, and numbers that are not read.
+_HUGE = re.compile(r"\^\s?\{?\s?-?(?:[0-9]{5,}|[0-9]+\s?\}?\s?\^\s?\{?\s?[0-9])|[0-9]{4,}\s?!|!\s?!")
+_NUMBER_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|half|dozen|twice"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # The left side of a definition: y, f(x), x_1, AB, |AB|, (x, y), V_1:V_2. A sum or a product is an equation.
-_SYMBOL = r"(?:\|?[A-Z]{2,4}\|?|\\?[A-Za-z](?:_(?:\{[0-9A-Za-z]{1,6}\}|[0-9A-Za-z]))?)"
+_SYMBOL = (
+    rf"(?:\|?[A-Z]{{2,4}}\|?|(?:\\(?:{_GREEK})\s?|\\?[A-Za-z])(?:_(?:\{{[0-9A-Za-z]{{1,6}}\}}|[0-9A-Za-z]))?)"
+)
 _NAME = rf"{_SYMBOL}(?:\^\{{-1\}})?(?:\([A-Za-z0-9, ]{{1,8}}\))?"
 _LEFT_SIDE = rf"(?:{_NAME}(?:\s?:\s?{_NAME})?|\([A-Za-z](?:\s?,\s?[A-Za-z]){{1,3}}\))\s?=(?!=)"
 _DEFINITION = re.compile(rf"(?:\A|(?<=,))\s*{_LEFT_SIDE}\s*")
@@ -55,8 +67,8 @@ def same_expression(said: str, gold: str) -> bool:
     """Whether the line `said` contains an expression equal to `gold`, both in LaTeX or plain notation.
 
     False without asking math-verify for text over 160 characters, unknown commands, towers of powers, large
-    factorials, and symbols that the gold answer lacks. False, with a warning, if math-verify takes too long
-    or fails.
+    factorials, and symbols that the gold answer lacks. Raises `grader.Unjudged` if math-verify takes too
+    long or fails.
     """
     expected, got = _math_of(gold), _math_of(said)
     if not (expected and got):
@@ -66,17 +78,31 @@ def same_expression(said: str, gold: str) -> bool:
     if _BASE.fullmatch(expected) or _BASE.fullmatch(got):
         return _same_in_base(got, expected)
     expected, got = _alike(expected, got)
+    if "=" in expected and "=" not in got and not _RELATION.search(expected):  # an equation and a value
+        return False
+    values = exact_value(expected), exact_value(got)
+    if values[0] is not None and values[1] is not None:
+        return same_value(values[0], values[1])
     if not (_is_bounded(got) and _is_allowed(expected) and _same_brackets(expected, got)):
         return False
     new_letters = _letters(got) - _letters(expected)
     one_variable = len(new_letters) == 1 and _RELATION.search(got) and not _letters(expected)
-    return (not new_letters or bool(one_variable)) and _ask(expected, got)
+    return (not new_letters or bool(one_variable)) and grader.ask(expected, got)
+
+
+def exact_expression(text: str) -> Fraction | None:
+    """The exact value of the mathematics of a line (`exact_value`); None if it has none."""
+    return exact_value(_math_of(text))
 
 
 def is_judgeable(gold: str) -> bool:
-    """Whether a gold answer is an expression that math-verify parses."""
+    """Whether a gold answer is an expression that math-verify parses; may raise `grader.Unjudged`."""
     expected = _math_of(gold)
-    return bool(expected) and _is_allowed(expected) and _ask(_alike(expected, "")[0])
+    if exact_value(expected) is not None:
+        return True
+    if _HUGE.search(expected) or _NUMBER_WORD.search(gold):
+        return False
+    return bool(expected) and _is_allowed(expected) and grader.ask(_alike(expected, "")[0])
 
 
 def _math_of(text: str) -> str:
@@ -89,10 +115,10 @@ def _math_of(text: str) -> str:
     text = _last_inline(text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi ", re.sub("[$%]", " ", text))
     text = re.sub(r"[\s,;]*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])[\s,]*|;", ", ", text)
-    pieces = split_at_words(text)
+    pieces = [] if has_changed_number(text) else split_at_words(text)
     text = pieces[0] if len(pieces) == 1 else ""
     text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(rf"[{_SUPERSCRIPTS}]", lambda m: f"^{_SUPERSCRIPTS.index(m[0])}", text.replace("**", "^"))
+    text = _FUNCTION.sub(r"\\\1", text.replace("**", "^"))
     text = _both_signs(re.sub(r"\\approx(?![A-Za-z]).*", "", text))
     if chain := _FALLING.fullmatch(text):
         text = f"{chain[5]}{_RISING[chain[4]]}{chain[3]}{_RISING[chain[2]]}{chain[1]}"
@@ -165,13 +191,17 @@ def _is_allowed(text: str) -> bool:
 
 
 def _is_bounded(text: str) -> bool:
-    """Whether `text` is short, with few roots and powers, small exponents and no nested powers."""
+    """Whether `text` is short and whole, with few roots and powers, small exponents and no nested powers."""
+    opened, closed = re.findall(r"[(\[]", text), re.findall(r"[)\]]", text)
+    if len(opened) != len(closed) or text.endswith(("+", "-", "*", "/", "^")):
+        return False
     if len(text) > _MAX_CHARS or not _is_allowed(text) or text.count("begin") > _MAX_MATRICES:
         return False
     if text.count("!") != len(_SMALL_FACTORIAL.findall(text)) or text.count("!") > 3:
         return False
     if text.count("binom") != len(_SMALL_BINOMIAL.findall(text)) or text.count("binom") > 3:
         return False
+    text = _POWER_OF_TEN.sub("10", text)
     exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
     small = (
         all(len(exponent.lstrip("-")) < 2 or "frac" in exponent for exponent in exponents)
@@ -182,22 +212,3 @@ def _is_bounded(text: str) -> bool:
 
 def _letters(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]", re.sub(r"\\(?:begin|end|mathbb)\{[A-Za-z]+\}|\\[A-Za-z]+", " ", text)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _ask(gold: str, said: str | None = None) -> bool:
-    return _same(_math_verify, gold, said)
-
-
-def _same(child: Child, gold: str, said: str | None) -> bool:
-    request = [gold] if said is None else [gold, said]
-    effect = "which cannot be judged" if said is None else "which counts as wrong"
-    try:
-        return bool(child.ask(request))
-    except ChildError as error:
-        reason = "took too long" if error.late else f"failed ({error})"
-        logger.warning("math-verify %s over %r, %s", reason, request[-1], effect)
-        return False
-
-
-_math_verify = Child(Path(__file__).with_name("math_worker.py"))

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import re
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_OPEN, _CLOSE, _THOUGHTS_END = "<answer>", "</answer>", "</think>"
+_BOX = re.compile(r"\\(?:f?boxed|f(?:rame)?box)\s*\{")
+# A box without braces holds what follows up to white space, and not the end of the sentence.
+_BARE_BOX = re.compile(
+    r"\\f?boxed(?:\s+|(?=[0-9\\]))((?:\\[A-Za-z]+(?:\{[^{}$]{0,80}\}){1,2}|[^\s{}$]){1,80}?)(?=[.,;:!?)]*(?:[\s$]|\\[)\]]|\Z))"
+)
+# Markdown's > at the start of a quoted line, and its _ and __ for emphasis.
+_QUOTE = re.compile(r"(\A|\n)[ \t]{0,3}(?:>[ \t]?){1,4}(?=[^\s=])")
+_UNDERLINED = re.compile(r"(?<![\w}\\)])(_{1,2})(?=[^\s_{])([^_\n]{1,200})(?<=\S)\1(?!\w)")
 # A brace after a backslash is a literal brace and does not delimit a group: \{1, 2\} is a set.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MAX_BOXES = 20
@@ -23,10 +30,12 @@ _GAP = re.compile(
 def answer_of(completion: str) -> tuple[str, bool]:
     r"""The answer in `completion`, and whether it was in a `\boxed`.
 
-    The answer is the content of the last `<answer>…</answer>`, or else the whole completion; if that contains
-    a `\boxed{…}`, the answer is the content of the last one. Several boxes with nothing, "and", "or" or a
-    comma between them are one list.
+    It is looked for after the last `</think>`, if there is text. The answer is the content of the last
+    `<answer>…</answer>`, or else the whole text; if that contains a `\boxed{…}`, the answer is the content of
+    the last one. Several boxes with nothing, "and", "or" or a comma between them are one list.
     """
+    after_thoughts = completion.rpartition(_THOUGHTS_END)[2]
+    completion = after_thoughts if after_thoughts.strip() else completion
     end = completion.rfind(_CLOSE)
     start = completion.rfind(_OPEN, 0, max(end, 0))
     answer = completion[start + len(_OPEN) : end] if start >= 0 else completion
@@ -34,9 +43,14 @@ def answer_of(completion: str) -> tuple[str, bool]:
     return (answer, False) if boxed is None else (boxed, True)
 
 
+def without_markdown(text: str) -> str:
+    """`text` without the > of quoted lines, and the _ of emphasis."""
+    return _QUOTE.sub(r"\1", _UNDERLINED.sub(r"\2", text))
+
+
 def unboxed(text: str) -> str | None:
     r"""The content of the last `\boxed{…}` in `text`; None if there is none or its brace is not closed."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    start = max(map(text.rfind, ("\\boxed", "\\fbox", "\\framebox")))
     last = _content(text, start)
     if last is None:
         return None
@@ -53,6 +67,9 @@ def unboxed(text: str) -> str | None:
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
     """The content of the box that begins at `start`, and the position after its closing brace."""
+    bare = _BARE_BOX.match(text, start) if start >= 0 else None
+    if bare:
+        return bare[1], bare.end()
     opened = _BOX.match(text, start) if start >= 0 else None
     depth = 1
     for brace in _BRACE.finditer(text, opened.end()) if opened else ():

@@ -15,7 +15,9 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any
 
-from quatrain.reward.answers import gold_text, is_correct
+from quatrain.reward.answers import gold_text, judge
+from quatrain.reward.grader import CPU_LIMIT_S
+from quatrain.reward.pool import Failure
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -75,26 +77,37 @@ def why_unjudged(answer: Any) -> str | None:
     accepted = accepted_answers(answer)
     if not accepted:
         return kind
-    judged = any(is_correct("", gold) is not None for gold in accepted)
-    return None if judged else "text or notation that cannot be compared"
+    verdicts = judge([""] * len(accepted), accepted, CPU_LIMIT_S)
+    return None if False in verdicts else "text or notation that cannot be compared"
 
 
-def correct(prompts: list, completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
+def correct(
+    prompts: list, completions: list[str], answer: list[Any], timeout_s: float = 10.0, **_: Any
+) -> list[float | None]:
     """1 if the completion's answer equals one of the `accepted_answers` (see `is_correct`), else 0.
 
     The completion need not have the format, which the reward `format` checks. Abstains if none of the
-    accepted answers can be compared, and without any.
+    accepted answers can be compared, and without any. NaN for a completion that is not judged, because
+    comparisons take longer than `timeout_s` (`answers.judge`) or their process fails.
     """
+    verdicts = graded(completions, answer, timeout_s)
+    return [math.nan if isinstance(verdict, Failure) else verdict for verdict in verdicts]
+
+
+def graded(completions: list[str], answer: list[Any], timeout_s: float) -> list[float | Failure | None]:
+    """`correct` with the reason why a completion is not judged, for `reward/calls.py`."""
     accepted = [accepted_answers(gold) for gold in answer]
-    pairs = [(text, gold) for text, golds in zip(completions, accepted, strict=True) for gold in golds]
-    verdicts = iter([is_correct(text, gold) for text, gold in pairs])
+    texts = [text for text, golds in zip(completions, accepted, strict=True) for _ in golds]
+    verdicts = iter(judge(texts, [gold for golds in accepted for gold in golds], timeout_s))
     return [_best(list(islice(verdicts, len(golds)))) for golds in accepted]
 
 
-def _best(verdicts: list[bool | None]) -> float | None:
-    """1 if one of the verdicts is true, else 0 if one is false, else None."""
-    given = [verdict for verdict in verdicts if verdict is not None]
-    return float(any(given)) if given else None
+def _best(verdicts: Sequence[bool | Failure | None]) -> float | Failure | None:
+    """1 if one of the verdicts is true, else the first failure, else 0 if one is false, else None."""
+    if True in verdicts:
+        return 1.0
+    failure = next((verdict for verdict in verdicts if isinstance(verdict, Failure)), None)
+    return failure or (0.0 if False in verdicts else None)
 
 
 def format(prompts: list, completions: list[str], opening: str | None = None, **_: Any) -> list[float]:

@@ -36,6 +36,8 @@ from quatrain.reward.functions import (
     TAGS,
     accepted_answers,
     begun_answer,
+    correct,
+    graded,
     has_format,
     overlong,
     tag_count,
@@ -486,6 +488,8 @@ def _builtin(spec: str, config: RewardConfig, entry: RewardEntry, opening: str |
                 f"reward.overlong_buffer; got args {listed(entry.args)}; set these keys instead"
             )
         return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
+    if function is correct:
+        function = partial(graded, timeout_s=config.timeout_s)
     if entry.args:
         raise ValueError(
             f"reward function {spec!r} is built in and has no arguments of its own; got args "

@@ -12,14 +12,41 @@ from quatrain.reward.words import is_word
 _MAX_WORDS = 3
 _GROUP = re.compile(r"\\(?:text|textbf|textrm|textit|textnormal|mbox|mathrm|mathbf|emph)\s?\{([^{}]*)\}")
 _LABEL = re.compile(r"\s*(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)|(?=\s*\.?\s*\Z)))[.:]?\s*")
-_LAST_LABEL = re.compile(r"(?:\(([A-J])\)|\b(?:is|option|choice|answer)[\s:*]{1,4}([A-J]))[\s.*]*\Z")
-_EMPHASIS = re.compile(r"[$*]|\\[()\[\]]")
+# A letter that is no article, no variable and not one of several letters.
+_ONE = (
+    r"(?!\)?\s*(?:(?:/|&|or\b|and\b)\s*\(?[A-J](?![A-Za-z'])"
+    r"|[,;]\s*(?:or\s|and\s)?\(?[A-J]\)?(?=\s*(?:[,.;]|\Z|and\b|or\b))))"
+)
+_LETTER = (
+    r"(?:\((?P<a>[A-J])\)|(?P<b>[B-HJ]|[AI](?!\s+(?!because|since|as\b|and\b|or\b|is\b)[a-z]))(?![A-Za-z0-9'(])(?!\s?[=+*/^_<>]|-[A-Za-z0-9]))"
+    + _ONE
+)
+_RIGHT = r"\s+is\s+(?i:the\s+)?(?i:correct|right|best|answer|true)\b"
+_CHOICE = r"(?i:options?|choices?|letter|alternative)"
+_IS = r"(?i:is|are|would be|should be|must be|will be)\b"
+_ANSWERED = re.compile(
+    rf"\b(?:(?i:answer|ans)(?:\s{_CHOICE})?\s?(?:{_IS})?|{_CHOICE}\s?(?:{_IS}|(?=:)))[\s:=.>-]{{0,5}}"
+    rf"(?:(?i:clearly|thus|therefore|simply|just|indeed)\s)?(?:{_CHOICE}[\s:]{{1,3}})?{_LETTER}"
+)
+_FIRST = re.compile(
+    rf"[\s.:#>-]*(?:(?:{_CHOICE}|(?i:answer))[\s:]{{1,3}})?(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)"
+    rf"|(?=\s*[.!]?\s*\Z|{_RIGHT}|\s+-\s|,?\s+(?:because|since)\b))){_ONE}"
+)
+_CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
+_BESIDE = re.compile(rf"\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
+_LAST = re.compile(
+    rf"(?:\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus|therefore)[\s:,]{{1,3}}{_LETTER}"
+    r"|(?<!or )(?<!and )(?<!, )\((?P<c>[A-J])\))[\s.!]*\Z"
+)
+_TAIL_CHARS = 300
+_EMPHASIS = re.compile(r"[$*`\"]|\\[()\[\]]")
+_IN_BRACKETS = re.compile(r"(?<![A-Za-z0-9])['\[{]([A-J])['\]}](?![A-Za-z0-9^_])")
 _VERB = r"(?:\A|\b(?:is|are|was|answer)[\s:]{1,3}(?:an?\s|the\s)?|[:=]\s?)"
 
 
 def without_text(text: str) -> str:
     r"""`text` with the content of each `\text{…}` in its place, without $ and emphasis, one space at most."""
-    return " ".join(_EMPHASIS.sub("", _GROUP.sub(r" \1 ", text)).split())
+    return " ".join(_IN_BRACKETS.sub(r"(\1)", _EMPHASIS.sub("", _GROUP.sub(r" \1 ", text))).split())
 
 
 def split_label(text: str) -> tuple[str, str]:
@@ -29,11 +56,27 @@ def split_label(text: str) -> tuple[str, str]:
     return ((match["a"] or match["b"]), text[match.end() :]) if match else ("", text)
 
 
-def same_label(said: str, label: str) -> bool:
-    """Whether the answer `said` chooses the letter `label`, at its start or at the end of a sentence."""
-    letter, _ = split_label(said)
-    last = _LAST_LABEL.search(without_text(said)[-100:])
-    return letter == label or (not letter and last is not None and (last[1] or last[2]) == label)
+def choice_of(said: str) -> str:
+    """The letter of a choice that the answer `said` chooses; empty if it chooses none, or several.
+
+    It is the last letter after "answer is", or else the one at the start of the last line or of the answer,
+    or else the one that is called right, stands beside "option" or ends the answer.
+    """
+    text = without_text(said)
+    answered = _letters(_ANSWERED, text)
+    if answered:
+        return answered[-1]
+    for line in (without_text(said.strip().rpartition("\n")[2]), text):
+        if first := _FIRST.match(line):
+            return first["a"] or first["b"]
+    for pattern in (_CALLED_RIGHT, _BESIDE, _LAST):
+        if letters := set(_letters(pattern, text[-_TAIL_CHARS:])):
+            return letters.pop() if len(letters) == 1 else ""
+    return ""
+
+
+def _letters(pattern: re.Pattern[str], text: str) -> list[str]:
+    return [next(filter(None, match.groups())) for match in pattern.finditer(text)]
 
 
 def words_of(gold: str) -> list[str]:
@@ -51,7 +94,7 @@ def is_short(words: list[str]) -> bool:
 
 def same_words(said: str, words: list[str]) -> bool:
     """Whether `said` is these words, or a sentence that ends with "is" and these words."""
-    said = without_text(said).strip(" .\"'").casefold()[-300:]
+    said = without_text(said).strip(" .!\"'").casefold()[-300:]
     gold = re.escape(" ".join(words).strip(" .").casefold())
     return re.search(rf"{_VERB}{gold}\Z", said) is not None
 
