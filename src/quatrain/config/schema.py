@@ -79,7 +79,8 @@ def _names_devices(spec: object) -> object:
         device_numbers(spec)
     except ValueError:
         raise PydanticCustomError(
-            "devices", "must name devices by their numbers in a process, as 3, 0-3 or 0,2,5"
+            "devices",
+            "must name devices by their numbers in a process, each once, as 3, 0-3 or 0,2,5, without blanks",
         ) from None
     return spec
 
