@@ -73,6 +73,15 @@ def test_bad_arguments_are_refused(arguments, message):
         initialize(*arguments)
 
 
+def test_over_a_network_processes_need_a_token(monkeypatch):
+    monkeypatch.delenv("QUATRAIN_CLUSTER_TOKEN", raising=False)
+    for process in (0, 1):
+        with pytest.raises(
+            ValueError, match=r"10\.0\.0\.2:8476 is not .* QUATRAIN_CLUSTER_TOKEN is not set; set"
+        ):
+            initialize("10.0.0.2:8476", 2, process)
+
+
 def test_a_coordinator_that_is_not_reached_is_named(port):
     with pytest.raises(TimeoutError) as error:
         initialize(f"127.0.0.1:{port}", 2, 1, start_timeout_s=1)

@@ -94,18 +94,21 @@ def initialize(
         return
     if joined():
         raise RuntimeError("initialize must be called once per process; this process is connected already")
+    token = _token(place.coordinator)
     if place.process_id == 0:
-        connections = rendezvous.accept_processes(place.coordinator, place.num_processes, start_timeout_s)
+        arguments = (place.coordinator, place.num_processes, start_timeout_s, token)
+        connections = rendezvous.accept_processes(*arguments)
     else:
-        arguments = (place.coordinator, place.num_processes, place.process_id, start_timeout_s)
-        connections = {0: rendezvous.connect_to_main(*arguments)}
-    host, _ = rendezvous.split_address(place.coordinator)
+        others = (place.coordinator, place.num_processes, place.process_id, start_timeout_s, token)
+        connections = {0: rendezvous.connect_to_main(*others)}
     # `stop.py` handles SIGTERM; JAX's preemption service would catch the signal and only record it.
     with suppress(AttributeError):  # some versions of JAX do not have this option
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator,
-        coordinator_bind_address=place.coordinator if rendezvous.is_loopback(host) else None,
+        coordinator_bind_address=rendezvous.bind_address(place.coordinator)
+        if place.process_id == 0
+        else None,
         num_processes=place.num_processes,
         process_id=place.process_id,
         local_device_ids=place.local_device_ids,
@@ -117,6 +120,19 @@ def initialize(
     global _membership
     opened = rendezvous.Connections(place.process_id, connections, _end_after, silence_s=heartbeat_timeout_s)
     _membership = _Membership(opened, shutdown_timeout_s)
+
+
+def _token(coordinator: str) -> str:
+    """The secret of the run's processes; raises ValueError if other hosts can connect and there is none."""
+    token = os.environ.get(rendezvous.TOKEN, "")
+    host, _ = rendezvous.split_address(coordinator)
+    if not (token or rendezvous.is_loopback(host)):
+        raise ValueError(
+            f"processes that connect over a network need a secret that they share: {coordinator} is not an "
+            f"address of this machine alone, and {rendezvous.TOKEN} is not set; set it to the same value in "
+            "all processes, in the environment or in .env, e.g. that of `openssl rand -hex 32`"
+        )
+    return token
 
 
 def _place_from_arguments(
