@@ -491,7 +491,8 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices "
-        "into which the adapters are merged, as fast as without adapters and a copy of these matrices; "
+        "into which the adapters are merged, as fast as without adapters and a copy of these matrices, in "
+        "bfloat16 rounded stochastically, so that small changes arrive in the mean; "
         "`adapter`: with base and adapters as training does, without a copy of the base, some products more "
         "a layer.",
     )
