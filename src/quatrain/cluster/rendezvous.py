@@ -278,7 +278,7 @@ class Connections:
         if message is not None and self.agreement.receive(process, message):
             return True
         if message is not None and "failed" in message:
-            self._report_failure(message.get("process", process), message["failed"])
+            self._report_failure(message["process"], message["failed"])
         if message is not None and "done" in message:
             with self._changed:
                 self._left.add(process)
