@@ -163,7 +163,8 @@ def test_slurm_starts_one_process_on_each_node_which_finds_its_place(tmp_path, m
     assert asked["ntasks-per-node"] == "1"
     executable(
         tmp_path / "bin" / "srun",
-        '#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done\npwd\n',
+        '#!/bin/sh\ntest "${#QUATRAIN_CLUSTER_TOKEN}" -eq 64 || exit 3\n'
+        'for word; do printf "%s\\n" "$word"; done\npwd\n',
     )
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     done = run("slurm.sbatch", *WORDS, SLURM_SUBMIT_DIR=str(tmp_path), SLURM_CPUS_PER_TASK="3")

@@ -43,6 +43,16 @@ def test_each_process_is_told_its_place_and_its_lines_bear_its_id(capfd, monkeyp
     assert out == [f"[{i}] {told.format(port, i)} {flags}" for i in range(2)]
 
 
+def test_the_processes_share_a_secret_that_is_new_each_time(capfd):
+    secrets = []
+    for _ in range(2):
+        _, out, _ = run("import os; print(os.environ['QUATRAIN_CLUSTER_TOKEN'])", capfd)
+        assert out[0].removeprefix("[0] ") == out[1].removeprefix("[1] ")
+        secrets.append(out[0])
+    assert len(secrets[0]) > 40
+    assert secrets[0] != secrets[1]
+
+
 def test_stderr_stays_stderr_and_broken_text_is_shown(capfd):
     code = "import sys; sys.stderr.buffer.write(b'a\\xff\\nno newline'); print('é')"
     status, out, err = run(code, capfd, processes=1)

@@ -1,6 +1,6 @@
 import pytest
 
-from quatrain.config.mesh import MeshShape, resolve_mesh
+from quatrain.config.mesh import MAX_DEVICES, MeshShape, device_numbers, resolve_mesh
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,27 @@ def test_a_mesh_that_cannot_be_is_refused(spec, message):
 def test_devices_that_processes_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="got 8 devices and 3 processes"):
         resolve_mesh("auto", 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "numbers"),
+    [(3, (3,)), ("3", (3,)), ("0-3", (0, 1, 2, 3)), ("5,0-2", (0, 1, 2, 5)), ("4-4", (4,)), ("01", (1,))],
+)
+def test_the_devices_that_numbers_and_ranges_name(spec, numbers):
+    assert device_numbers(spec) == numbers
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("0,5-2", "5-2", "1,1", "0-3,2", "2,0-3", "-1", -1, "0,-1", "1--3", "-2-3", "0-", "0-1-2"),
+        *("", " ", ",", "0,", ",0", "0,,1", "0, 1", " 0", "0 - 3", "a", "0-b", "1_0", "+1", "1.0", True, "٣"),
+        *(str(MAX_DEVICES), f"0-{MAX_DEVICES}", "9" * 5000, ",".join(["0-999999"] * 1000)),
+    ],
+)
+def test_devices_of_another_form_are_refused(spec):
+    message = "numbers, from 0 to 1048575, each number once, a range from its lower to its higher number"
+    with pytest.raises(ValueError, match=message) as error:
+        device_numbers(spec)
+    assert "write e.g. 0-3 or 0,2,5" in str(error.value)
+    assert len(str(error.value)) < 400

@@ -13,6 +13,7 @@ from quatrain.models.architecture import LoRA
 from quatrain.models.lora import (
     adapters_of,
     apart_from,
+    changed,
     check_lora,
     has_adapters,
     merged,
@@ -84,6 +85,49 @@ def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):
     for name, leaf in copies["layers"][0].items():
         assert (leaf is params["layers"][0][name]) == ("_lora_" not in name), name
     assert copies["embed"] is params["embed"]
+
+
+def moved(adapted, scale):
+    """`adapted` with B drawn, times `scale`, and the change of each matrix in float32."""
+    arch, params = adapted
+    key = jax.random.key(5)
+    layers = [
+        {
+            name: scale * jax.random.normal(jax.random.fold_in(key, i), leaf.shape)
+            if name.endswith("_b")
+            else leaf
+            for name, leaf in layer.items()
+        }
+        for i, layer in enumerate(adapters_of(params)["layers"])
+    ]
+    return with_trained(params, {"layers": layers}, arch)
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_merged_into_bfloat16_small_changes_arrive_in_the_mean(adapted, param_dtype):
+    """Rounded to the nearest number, of changes of 1e-3 of the weights a small part would arrive, or none."""
+    arch, params = adapted
+    base = jax.tree.map(lambda x: x.astype(param_dtype), without_adapters(params))
+    params = with_trained(base, adapters_of(params), arch)
+    nothing = merged(params, arch, jnp.bfloat16)
+    tree = moved((arch, params), 2e-5)
+    found, again = merged(tree, arch, jnp.bfloat16), merged(tree, arch, jnp.bfloat16)
+    arrived = nearest = whole = 0.0
+    for before, after, same, parts in zip(
+        *(each["layers"] for each in (nothing, found, again, tree)), strict=True
+    ):
+        for name in ADAPTED:
+            np.testing.assert_array_equal(after[name], same[name])
+            np.testing.assert_array_equal(before[name], parts[name].astype(jnp.bfloat16))
+            start = before[name].astype(jnp.float32)
+            a, b = parts[f"{name}_lora_a"], parts[f"{name}_lora_b"]
+            change = changed(before[name], a, b, arch.lora.scale) - start
+            arrived += float(((after[name].astype(jnp.float32) - start) * change).sum())
+            rounded = (start + change).astype(jnp.bfloat16).astype(jnp.float32)
+            nearest += float(((rounded - start) * change).sum())
+            whole += float((change**2).sum())
+    assert arrived / whole == pytest.approx(1, abs=0.1)
+    assert nearest / whole < 0.5
 
 
 def test_models_that_cannot_have_the_adapters(small_arch):

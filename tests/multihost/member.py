@@ -62,8 +62,12 @@ last = given.process_id == given.num_processes - 1
 if given.mode == "killed at once":
     # No device is used before: what the others say then may not wait for one.
     os.kill(os.getpid(), signal.SIGKILL) if last else signal.pause()
+hosts.MOST_BYTES = 1024
 met = {
-    "gathered": hosts.gather_objects({"id": given.process_id, "text": "é" * 50 * given.process_id}),
+    "decided": hosts.decided_by_main(
+        lambda: ["é" * 2000, -0.0, 0.1 + 0.2, float("nan"), float("-inf"), 5e-324, 2**70, True, None, ""]
+    ),
+    "gathered": hosts.gather_objects({"id": given.process_id, "text": "é" * 500 * given.process_id}),
     "differing": differing(),
     "devices": [jax.local_device_count(), jax.device_count(), hosts.num_processes()],
     "main": hosts.is_main_process(),

@@ -80,7 +80,13 @@ def together():
 
 def test_objects_are_gathered_in_process_order(together):
     for process in together:
-        assert met(process)["gathered"] == [{"id": 0, "text": ""}, {"id": 1, "text": "é" * 50}]
+        assert met(process)["gathered"] == [{"id": 0, "text": ""}, {"id": 1, "text": "é" * 500}]
+
+
+def test_what_the_main_process_decides_is_unchanged_in_every_process(together):
+    expected = ["é" * 2000, -0.0, 0.1 + 0.2, float("nan"), float("-inf"), 5e-324, 2**70, True, None, ""]
+    for process in together:
+        assert list(map(repr, met(process)["decided"])) == list(map(repr, expected))
 
 
 def test_differing_values_are_named_in_every_process(together):

@@ -437,6 +437,32 @@ def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
     assert errors == ["the rollout engine was closed while groups were in flight"]
 
 
+def test_no_round_runs_once_pause_has_returned(make_engine):
+    """Also if the round had seen that sampling goes on, and was about to begin."""
+    engine = make_engine()
+    ticket = engine.submit(_prompts())
+    paused, tally = threading.Event(), engine.tally
+
+    class PausedAfterWait(threading.Event):
+        def wait(self, timeout=None):
+            super().wait(timeout)
+            if not paused.is_set():
+                engine.pause()
+                paused.set()
+
+    engine._running = PausedAfterWait()
+    engine._running.set()
+    batches = []
+    waiting = threading.Thread(target=lambda: batches.append(engine.wait(ticket)), daemon=True)
+    waiting.start()
+    assert paused.wait(10)
+    waiting.join(0.3)
+    assert engine.tally == tally
+    engine.resume()
+    waiting.join()
+    assert len(batches[0]) == 15
+
+
 def test_work_is_measured(make_engine):
     metrics = make_engine(max_concurrency=4).generate(_prompts()).metrics
     used, wasted = metrics["rollout/slot_utilisation"], metrics["rollout/wasted_decode_fraction"]

@@ -63,6 +63,21 @@ def test_each_group_comes_out_once(count, retries, operations):
     assert len(table) == 0
 
 
+def test_a_group_that_failed_is_given_to_another_worker_if_there_is_one():
+    table = GroupTable(5)
+    table.add([spec(1), spec(2)])
+    table.add([spec(3)], only="a")
+    assert [each.number for each in table.give("a", 3, "ab")] == [1, 2, 3]
+    for number in (1, 3):
+        table.finish("a", FinishedGroup(number, error="raised"))
+    assert [each.number for each in table.give("a", 3, "ab")] == [3]  # it is for this worker alone
+    assert table.num_waiting("a", "ab") == 0
+    assert table.num_waiting("a", "a") == 1  # the other one is lost
+    assert [each.number for each in table.give("b", 3, "ab")] == [1]
+    table.finish("b", FinishedGroup(1, error="raised"))
+    assert table.num_waiting("a", "ab") == table.num_waiting("b", "ab") == 1
+
+
 def test_what_cannot_be_is_refused():
     table = GroupTable(3)
     table.add([spec(1)])

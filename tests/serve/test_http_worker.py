@@ -1,10 +1,12 @@
 """Inference servers as workers of a fleet: quatrain's own, and fakes of vLLM and SGLang with their faults."""
 
+import asyncio
 import json
 import math
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import jax
@@ -23,8 +25,9 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.interface import Sampling
-from quatrain.rollout.publish import Folder
-from quatrain.rollout.worker import WorkerLost, WorkerRefused
+from quatrain.rollout.publish import Folder, gathered
+from quatrain.rollout.server_kinds import Refusal
+from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
 from quatrain.train import train
 from quatrain.types import Prompt
 
@@ -325,12 +328,152 @@ def test_a_restarted_server_has_other_weights_and_is_loaded_again(
         assert batch.metrics["fleet/stale_groups"].result() >= 1
 
 
-def test_answers_that_become_unusable_end_the_run_by_name(vllm, rules, small_arch, small_params, tmp_path):
-    with listening(vllm) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+def answered(kind, tokens=(8, 9), logprobs=(-1.0, -1.0), **fields):
+    """The answer of a server of the kind; `fields` replace those of the choice, or of SGLang's meta_info."""
+    if kind == "vllm":
+        named = {"token_ids": list(tokens), "logprobs": {"token_logprobs": list(logprobs)}}
+        return 200, {"choices": [{"text": "a b", "finish_reason": "length", **named, **fields}]}
+    pairs = [[value, token, None] for value, token in zip(logprobs, tokens)]
+    meta = {"finish_reason": {"type": "length"}, "prompt_tokens": 3, "output_token_logprobs": pairs}
+    return 200, {"meta_info": {**meta, "weight_version": "4", **fields}}
+
+
+BAD_LOGPROBS = [math.nan, math.inf, -math.inf, 0.5, -1e300, -(10**400), None, True, "-1", [-1.0]]
+
+
+@pytest.mark.parametrize("logprob", BAD_LOGPROBS, ids=lambda value: str(value)[:10])
+def test_one_bad_log_probability_costs_its_group_which_is_sampled_again(
+    fake, rules, small_arch, small_params, tmp_path, logprob, caplog
+):
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
         fleet.sync_weights(small_params, 4)
-        after_the_probe(vllm, without("logprobs"))
-        with pytest.raises(WorkerRefused, match=f"vLLM at {url}: it returns no log-probabilities"):
+        expected = fleet.generate(PROMPTS, step=3)
+        after_the_probe(fake, once(answered(fake.kind, logprobs=[logprob, -1.0])))
+        batch = fleet.generate(PROMPTS, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert batch.metrics["fleet/regiven_groups"].result() == 1
+        assert batch.metrics["fleet/restarts"].result() == 0
+    assert f"at {url}: it must return a log-probability for each token" in caplog.text
+    assert "it is given out again" in caplog.text
+
+
+MALFORMED = {
+    "vllm": [
+        answered("vllm", logprobs=[-1.0]),
+        answered("vllm", logprobs=[-1.0] * 3),
+        answered("vllm", token_ids=None),
+        answered("vllm", logprobs=[-1.0, -1.0], tokens=[8, 10**7]),
+        answered("vllm", tokens=[8, True]),
+        answered("vllm", tokens=[], logprobs=[]),
+        answered("vllm", weight_versions=[4]),
+        answered("vllm", weight_versions=[4, "4"]),
+        answered("vllm", weight_versions=[4, -1]),
+        answered("vllm", weight_versions="4, 4"),
+        (200, {"choices": ["text"]}),
+        (200, {"choices": []}),
+        (200, [1]),
+        (200, ""),
+    ],
+    "sglang": [
+        answered("sglang", output_token_logprobs=None),
+        answered("sglang", output_token_logprobs=[[-1.0]]),
+        answered("sglang", output_token_logprobs=[-1.0, 8]),
+        answered("sglang", finish_reason=None),
+        answered("sglang", tokens=[8, None]),
+        (200, {"meta_info": "none"}),
+        (200, [1]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"), [(kind, answer) for kind, answers in MALFORMED.items() for answer in answers]
+)
+def test_a_malformed_answer_costs_its_group(
+    kind, answer, tokenizer, rules, small_arch, small_params, tmp_path
+):
+    fake = Fake(kind, tokenizer, small_arch.vocab_size)
+    with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch) as fleet:
+        fleet.sync_weights(small_params, 4)
+        after_the_probe(fake, once(answer))
+        batch = fleet.generate(PROMPTS, step=3)
+        assert len(batch) == 15
+        assert batch.metrics["fleet/regiven_groups"].result() == 1
+        assert batch.metrics["fleet/restarts"].result() == 0
+
+
+def test_what_one_server_answers_badly_another_is_given(fake, rules, small_arch, small_params, tmp_path):
+    other = Fake(fake.kind, fake.tokenizer, fake.vocab_size)
+    with (
+        listening(fake) as url,
+        listening(other) as second,
+        fleet_of([url, second], rules, tmp_path, small_arch) as fleet,
+    ):
+        fleet.wait_for_start()
+        fleet.sync_weights(small_params, 4)
+        expected = fleet.generate(PROMPTS * 3, step=3)
+        after_the_probe(fake, lambda body: answered(fake.kind, logprobs=[math.nan, -1.0]))
+        batch = fleet.generate(PROMPTS * 3, step=3)
+        np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+        assert batch.metrics["fleet/restarts"].result() == 0
+        regiven = batch.metrics["fleet/regiven_groups"].result()
+        assert 0 < regiven <= 15  # each once at most: the other server gets it then
+
+
+def test_answers_that_stay_unusable_end_the_run_by_name(vllm, rules, small_arch, small_params, tmp_path):
+    other = Fake("vllm", vllm.tokenizer, vllm.vocab_size)
+    with (
+        listening(vllm) as url,
+        listening(other) as second,
+        fleet_of([url, second], rules, tmp_path, small_arch) as fleet,
+    ):
+        fleet.sync_weights(small_params, 4)
+        for server in (vllm, other):
+            after_the_probe(server, without("logprobs"))
+        message = r"failed 4 times, last on worker \d: vLLM at http.*: it returns no log-probabilities.*mend"
+        with pytest.raises(GroupFailed, match=message) as error:
             fleet.generate(PROMPTS, step=3)
+        assert "\n" not in str(error.value)
+
+
+def test_after_a_refusal_the_server_stops_decoding_the_others_of_the_group(
+    own_server, rules, small_params, small_arch, tmp_path, monkeypatch
+):
+    url, service = own_server
+    spec = GroupSpec(0, PROMPTS[0], 3, replace(SAMPLING, n=4))
+    worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+    worker.load(Folder(tmp_path, small_arch).publish(gathered(small_params, "float32"), 4), 4, 20)
+    sample = worker._sample
+
+    async def refused(spec, number, version):
+        if number:
+            return await sample(spec, number, version)
+        while service.num_running < 3:
+            await asyncio.sleep(0.01)
+        raise Refusal(400, "too long")
+
+    monkeypatch.setattr(worker, "_sample", refused)
+    service.pause()  # none of them can end by itself
+    worker.submit([spec], 4)
+    [group] = worker.take(20)
+    assert group.error == f"quatrain at {url} refused it: status 400, too long"
+    end = time.monotonic() + 20
+    while service.num_running:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert service.totals.cancelled == 3
+    service.resume()
+    monkeypatch.undo()
+    worker.submit([replace(spec, number=1)], 4)
+    assert len(finished_of(worker, 1)[0].samples) == 4
+    worker.close()
+
+
+def finished_of(worker, count):
+    found = []
+    while len(found) < count:
+        found += worker.take(20)
+    return found
 
 
 def test_a_refused_group_ends_the_run_by_name(fake, rules, small_arch, small_params, tmp_path):

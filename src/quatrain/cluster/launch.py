@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from quatrain.cluster.launcher import LAUNCHER
-from quatrain.cluster.rendezvous import ANOTHER_FAILED
+from quatrain.cluster.rendezvous import ANOTHER_FAILED, TOKEN
 from quatrain.cluster.stop import Signals
 
 COMMANDS = ("train", "eval", "sft")
@@ -112,10 +113,10 @@ def _free_port(port: int | None) -> int:
 
 
 def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """Environment of a child process: `devices` simulated CPU devices, and unbuffered output."""
+    """Environment of the processes: `devices` simulated CPU devices, unbuffered output, a secret to share."""
     flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-    return {**environ, **own, "XLA_FLAGS": flags}
+    return {**environ, **own, "XLA_FLAGS": flags, TOKEN: secrets.token_hex()}
 
 
 class _Child:

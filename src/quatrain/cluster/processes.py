@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -30,6 +30,9 @@ CONNECT_S = 30
 # When a process dies, collectives of the others fail slightly before their connection to it is closed.
 FAILURE_MESSAGE_S = 2.0
 LONGEST_SHOWN_VALUE = 80
+# The most that one collective brings to a device, and the least that it is padded to; powers of two.
+MOST_BYTES = 1 << 26
+LEAST_BYTES = 1 << 8
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +94,21 @@ def initialize(
         return
     if joined():
         raise RuntimeError("initialize must be called once per process; this process is connected already")
+    token = _token(place.coordinator)
     if place.process_id == 0:
-        connections = rendezvous.accept_processes(place.coordinator, place.num_processes, start_timeout_s)
+        arguments = (place.coordinator, place.num_processes, start_timeout_s, token)
+        connections = rendezvous.accept_processes(*arguments)
     else:
-        arguments = (place.coordinator, place.num_processes, place.process_id, start_timeout_s)
-        connections = {0: rendezvous.connect_to_main(*arguments)}
-    host, _ = rendezvous.split_address(place.coordinator)
+        others = (place.coordinator, place.num_processes, place.process_id, start_timeout_s, token)
+        connections = {0: rendezvous.connect_to_main(*others)}
     # `stop.py` handles SIGTERM; JAX's preemption service would catch the signal and only record it.
     with suppress(AttributeError):  # some versions of JAX do not have this option
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator,
-        coordinator_bind_address=place.coordinator if rendezvous.is_loopback(host) else None,
+        coordinator_bind_address=rendezvous.bind_address(place.coordinator)
+        if place.process_id == 0
+        else None,
         num_processes=place.num_processes,
         process_id=place.process_id,
         local_device_ids=place.local_device_ids,
@@ -114,6 +120,19 @@ def initialize(
     global _membership
     opened = rendezvous.Connections(place.process_id, connections, _end_after, silence_s=heartbeat_timeout_s)
     _membership = _Membership(opened, shutdown_timeout_s)
+
+
+def _token(coordinator: str) -> str:
+    """The secret of the run's processes; raises ValueError if other hosts can connect and there is none."""
+    token = os.environ.get(rendezvous.TOKEN, "")
+    host, _ = rendezvous.split_address(coordinator)
+    if not (token or rendezvous.is_loopback(host)):
+        raise ValueError(
+            f"processes that connect over a network need a secret that they share: {coordinator} is not an "
+            f"address of this machine alone, and {rendezvous.TOKEN} is not set; set it to the same value in "
+            "all processes, in the environment or in .env, e.g. that of `openssl rand -hex 32`"
+        )
+    return token
 
 
 def _place_from_arguments(
@@ -142,22 +161,64 @@ def gather_objects(value: Any) -> list[Any]:
     """The JSON-serialisable `value` of every process, in process order; the same list in every process."""
     if not joined():
         return [value]
-    content = np.frombuffer(json.dumps([jax.process_index(), value]).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([content.size], np.int32))
-    # Padded to a power of two, so that few sizes are compiled.
-    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
-    padded[: content.size] = content
-    rows = multihost_utils.process_allgather(padded)
-    # The padding is cut off. Rows come in device order, which may differ from the order of process ids.
-    return [value for _, value in sorted(json.loads(row.tobytes().rstrip(b"\0")) for row in rows)]
+    content = json.dumps(value).encode()
+    # Rows come in device order, which may differ from the order of process ids.
+    heads = multihost_utils.process_allgather(_words_of(jax.process_index(), len(content)))
+    processes, sizes = zip(*map(_numbers_in, heads))
+    contents = [bytearray() for _ in sizes]
+    for begin, length in _pieces(max(sizes), MOST_BYTES // len(sizes)):
+        rows = multihost_utils.process_allgather(_piece(content, begin, length))
+        for gathered, row, size in zip(contents, rows, sizes):
+            gathered += row.tobytes()[: max(size - begin, 0)]
+    return [json.loads(gathered) for _, gathered in sorted(zip(processes, contents))]
 
 
 def decided_by_main(decide: Callable[[], Any]) -> Any:
     """Calls `decide` in the main process only and broadcasts its JSON-serialisable result to all processes.
 
-    For results that could differ between processes: those that depend on files, clocks or users' code.
+    For results that could differ between processes: those that depend on files, clocks or users' code. Its
+    memory does not depend on the number of processes.
     """
-    return gather_objects(decide() if is_main_process() else None)[0]
+    if not joined():
+        return decide()
+    content = json.dumps(decide()).encode() if is_main_process() else b""
+    [size] = _numbers_in(multihost_utils.broadcast_one_to_all(_words_of(len(content))))
+    decided = bytearray()
+    for begin, length in _pieces(size, MOST_BYTES):
+        decided += multihost_utils.broadcast_one_to_all(_piece(content, begin, length)).tobytes()
+    return json.loads(decided[:size])
+
+
+def _words_of(*numbers: int) -> np.ndarray:
+    """64-bit numbers as pairs of 32-bit words: JAX's arrays have no 64-bit integers by default."""
+    return np.array(numbers, np.uint64).view(np.uint32)
+
+
+def _numbers_in(words: np.ndarray) -> list[int]:
+    """The inverse of `_words_of`."""
+    return [int(number) for number in np.ascontiguousarray(words, np.uint32).view(np.uint64)]
+
+
+def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
+    """(begin, length) of the pieces in which `size` bytes are exchanged, the last one padded.
+
+    Lengths are powers of two of at most `most` bytes, so that few programs are compiled.
+    """
+    most = max(1 << most.bit_length() - 1, LEAST_BYTES)
+    begin = 0
+    while begin < size:
+        length = min(max(1 << (size - begin - 1).bit_length(), LEAST_BYTES), most)
+        yield begin, length
+        begin += length
+
+
+def _piece(content: bytes, begin: int, length: int) -> np.ndarray:
+    """`length` bytes of `content` from `begin` on, padded with zeros, as 32-bit words.
+
+    Words, because a broadcast is the sum of the main process's words and the others' zeros: bytes would be
+    summed in wider words, and floating-point numbers would lose NaN payloads and the sign of zero.
+    """
+    return np.frombuffer(content[begin : begin + length].ljust(length, b"\0"), np.uint32)
 
 
 def assert_same(what: str, values: Mapping[str, Any]) -> None:

@@ -3,22 +3,35 @@
 They are opened before JAX's runtime starts, on the port that the runtime takes over afterwards. They are
 needed because JAX's runtime names neither a process that never connects nor one that fails in Python. Only
 `processes.py` uses this module.
+
+Each end proves to the other that it knows the token of the run: it answers a random challenge with an HMAC.
+Whoever cannot, and whoever sends a message of another form, is refused, and the log says so. The connections
+are not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import json
+import logging
 import math
+import os
+import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from quatrain.cluster.stop import Agreement
 
+TOKEN = "QUATRAIN_CLUSTER_TOKEN"
+"""The environment variable with the secret that the processes of a run share."""
 ATTEMPT_TIMEOUT_S = 5.0
 RETRY_INTERVAL_S = 0.2
 # Time for a message to reach the other processes, and for these to end.
@@ -30,7 +43,11 @@ HEADER_BYTES = 4
 # Exit status of a process that ended because another process had failed.
 ANOTHER_FAILED = 3
 
+# Longest timeout that a process may name: about 30 years.
+LONGEST_TIMEOUT_S = 1e9
 OnFailure = Callable[[int, str], None]
+
+logger = logging.getLogger(__name__)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -46,72 +63,129 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Whether `host` is an address that can be reached from this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
-def accept_processes(address: str, num_processes: int, timeout_s: float) -> dict[int, socket.socket]:
+def bind_address(address: str) -> str:
+    """HOST:PORT on which process 0 listens: the IP address of `address`, and no other of its host.
+
+    All addresses of the host if a name means a loopback address there, as in many files /etc/hosts, because
+    other hosts could not reach that. Raises OSError if the name is not known.
+    """
+    host, port = split_address(address)
+    if is_loopback(host):
+        return address
+    try:
+        found: str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
+    except OSError as error:
+        raise _cannot_listen(address, error) from None
+    if is_loopback(found):
+        found = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A process that has connected to process 0 and knows the token."""
+
+    connection: socket.socket
+    hello: Mapping[str, Any]
+    token: str
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Sends a message, with the proof that process 0 knows the token too."""
+        proof = _proof(self.token, "main", self.hello["challenge"], message)
+        _send(self.connection, {**message, "proof": proof})
+
+
+def accept_processes(
+    address: str, num_processes: int, timeout_s: float, token: str = ""
+) -> dict[int, socket.socket]:
     """Called in process 0: waits until all other processes have connected; returns their connections by id.
 
-    Raises TimeoutError naming the missing processes when the shortest timeout of any process has passed,
-    ValueError if two processes have the same id or disagree about the number of processes, and OSError if
-    process 0 cannot listen on the port. The processes that have connected raise the same TimeoutError or
-    ValueError.
+    Connections of others than the processes of the run, which know the `token`, are refused. Raises
+    TimeoutError naming the missing processes when the shortest timeout of any process has passed, ValueError
+    if two processes have the same id or disagree about the number of processes, and OSError if process 0
+    cannot listen on the address. The processes that have connected raise the same TimeoutError or ValueError.
     """
     started = time.monotonic()
     deadline = started + timeout_s
-    connections: dict[int, socket.socket] = {}
+    peers: dict[int, _Peer] = {}
     with contextlib.ExitStack() as arrived:
         server = arrived.enter_context(_listen(address))
         try:
-            while len(connections) < num_processes - 1:
+            while len(peers) < num_processes - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection, hello = _accept(server)
-                if hello is not None:
-                    arrived.enter_context(connection)
-                    connections[_validated_id(hello, num_processes, connections, connection)] = connection
-                    deadline = min(deadline, time.monotonic() + hello["timeout_s"])
+                peer = _accept(server, token)
+                if peer is not None:
+                    arrived.enter_context(peer.connection)
+                    peers[_validated_id(peer, num_processes, peers)] = peer
+                    deadline = min(deadline, time.monotonic() + peer.hello["timeout_s"])
         except TimeoutError:
-            missing = set(range(1, num_processes)) - connections.keys()
+            missing = set(range(1, num_processes)) - peers.keys()
             late = (
                 f"{_named(missing)} of {num_processes} did not connect to {address} within "
                 f"{time.monotonic() - started:.0f} s; check the output of these processes, or raise "
                 "distributed.start_timeout_s"
             )
-            _send_to_all_connected(server, connections, {"late": late})
+            _answer_all_connected(server, peers, {"late": late}, token)
             raise TimeoutError(late) from None
         except ValueError as wrong:
-            _send_to_all_connected(server, connections, {"wrong": str(wrong)})
+            _answer_all_connected(server, peers, {"wrong": str(wrong)}, token)
             raise
         arrived.pop_all()
         server.close()
-    _send_all(connections, {"go": True})
-    return connections
+    for peer in peers.values():
+        peer.answer({"go": True})
+    return {process: peer.connection for process, peer in peers.items()}
 
 
-def connect_to_main(address: str, num_processes: int, process_id: int, timeout_s: float) -> socket.socket:
+def connect_to_main(
+    address: str, num_processes: int, process_id: int, timeout_s: float, token: str = ""
+) -> socket.socket:
     """Called in every process but 0: its connection to process 0, once all processes have connected.
 
-    Raises TimeoutError if process 0 cannot be reached, and the errors of `accept_processes`.
+    Raises TimeoutError if process 0 cannot be reached or has another `token`, and the errors of
+    `accept_processes`.
     """
     deadline = time.monotonic() + timeout_s
     connection = _connect(address, process_id, timeout_s)
     remaining_s = max(deadline - time.monotonic(), 0.001)
-    _send(connection, {"process_id": process_id, "num_processes": num_processes, "timeout_s": remaining_s})
-    connection.settimeout(remaining_s + DELIVERY_TIMEOUT_S)
-    try:
-        answer = _receive(connection)
-    except OSError:
-        answer = None
-    if answer is None or not answer.keys() & {"go", "late", "wrong"}:
+    hello = {"process_id": process_id, "num_processes": num_processes, "timeout_s": remaining_s}
+    answer = _introduced(connection, hello, token, deadline + DELIVERY_TIMEOUT_S)
+    if answer is None:
         connection.close()
         raise TimeoutError(
-            f"process {process_id} reached {address}, but no starting process 0 answered; end the run that "
-            "uses this port or choose another port, then start all processes again"
+            f"process {process_id} reached {address}, but no starting process 0 answered that has the same "
+            f"{TOKEN}; set it to the same value in all processes, end the run that uses this port or choose "
+            "another port, then start all processes again"
         )
     if "go" not in answer:
         connection.close()
         raise TimeoutError(answer["late"]) if "late" in answer else ValueError(answer["wrong"])
     return connection
+
+
+def _introduced(
+    connection: socket.socket, hello: Mapping[str, Any], token: str, deadline: float
+) -> dict[str, Any] | None:
+    """The answer of process 0 to a process that says `hello`; None if it is no process 0 of this run."""
+    own = secrets.token_hex()
+    hello = {**hello, "challenge": own}
+    try:
+        asked = _receive(connection, deadline)
+        if not _has_form(asked, {"challenge": _is_text}):
+            return None
+        _send(connection, {**hello, "proof": _proof(token, "process", asked["challenge"], hello)})
+        answer = _receive(connection, deadline) or {}
+    except OSError:
+        return None
+    proof = answer.pop("proof", None)
+    known = any(_has_form(answer, form) for form in ANSWERS)
+    return answer if known and _proves(proof, token, "main", own, answer) else None
 
 
 class Connections:
@@ -198,10 +272,13 @@ class Connections:
             )
         except OSError as error:
             message, silent = None, f"lost its connection: {error.strerror or error}"
+        if message is not None and not any(_has_form(message, form) for form in MESSAGES):
+            logger.warning("process %d sent a message of an unknown form, which is ignored", process)
+            return True
         if message is not None and self.agreement.receive(process, message):
             return True
         if message is not None and "failed" in message:
-            self._report_failure(message.get("process", process), message["failed"])
+            self._report_failure(message["process"], message["failed"])
         if message is not None and "done" in message:
             with self._changed:
                 self._left.add(process)
@@ -237,55 +314,72 @@ def _named(processes: Iterable[int]) -> str:
 
 
 def _listen(address: str) -> socket.socket:
-    host, port = split_address(address)
+    host, port = split_address(bind_address(address))
     try:
-        if is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except OSError as error:
-        raise OSError(
-            f"process 0 must listen on port {port} for the other processes, and cannot: {error.strerror}; "
-            "end the program that uses the port, or choose another port"
-        ) from None
+        raise _cannot_listen(address, error) from None
+    if host in ("::", "0.0.0.0"):
+        logger.warning(
+            "process 0 listens on all addresses of its host, because %s is one there that no other host can "
+            "reach; to listen on one, give its IP address as that of the coordinator",
+            split_address(address)[0],
+        )
+    return server
 
 
-def _accept(server: socket.socket) -> tuple[socket.socket, dict[str, Any] | None]:
-    """The next connection and its first message; None as message if the peer is not a quatrain process."""
-    connection, _ = server.accept()
-    connection.settimeout(ATTEMPT_TIMEOUT_S)
+def _cannot_listen(address: str, error: OSError) -> OSError:
+    host, port = split_address(address)
+    return OSError(
+        f"process 0 must listen on {host}, port {port} for the other processes, and cannot: "
+        f"{error.strerror}; give an address of the host of process 0, and a port that no other program uses"
+    )
+
+
+def _accept(server: socket.socket, token: str) -> _Peer | None:
+    """The next process that connects; None for a connection that is refused."""
     try:
-        hello = _receive(connection)
-    except OSError:
-        hello = None
-    if hello is None or hello.keys() != {"process_id", "num_processes", "timeout_s"}:
-        connection.close()
-        return connection, None
-    return connection, hello
+        connection, (host, *_) = server.accept()
+    except ConnectionError:  # it has gone again
+        return None
+    deadline = time.monotonic() + ATTEMPT_TIMEOUT_S
+    connection.settimeout(ATTEMPT_TIMEOUT_S)
+    challenge = secrets.token_hex()
+    _send(connection, {"challenge": challenge})
+    try:
+        hello = _receive(connection, deadline)
+        problem = "sent no message of a process"
+    except OSError as error:
+        hello, problem = None, error.strerror or str(error)
+    proof = hello.pop("proof", None) if hello else None
+    if hello and _has_form(hello, HELLO) and _proves(proof, token, "process", challenge, hello):
+        return _Peer(connection, hello, token)
+    if hello:
+        problem = f"sent a first message of another form, or does not have the same {TOKEN}"
+    logger.warning("a connection to process 0 from %s was refused: it %s", host, problem)
+    connection.close()
+    return None
 
 
-def _send_to_all_connected(
-    server: socket.socket, connections: Mapping[int, socket.socket], answer: Mapping[str, Any]
+def _answer_all_connected(
+    server: socket.socket, peers: Mapping[int, _Peer], answer: Mapping[str, Any], token: str
 ) -> None:
     """Sends `answer` to all connected processes, including those whose connection was not accepted yet."""
-    _send_all(connections, answer)
+    for peer in peers.values():
+        peer.answer(answer)
     server.settimeout(0.001)
     with contextlib.suppress(OSError):
         while True:
-            connection, _ = _accept(server)
-            with connection:
-                _send(connection, answer)
+            late = _accept(server, token)
+            if late is not None:
+                with late.connection:
+                    late.answer(answer)
 
 
-def _validated_id(
-    hello: Mapping[str, Any],
-    num_processes: int,
-    connections: Mapping[int, socket.socket],
-    connection: socket.socket,
-) -> int:
-    """The valid id in `hello`, a peer's first message; otherwise tells the peer and raises ValueError."""
+def _validated_id(peer: _Peer, num_processes: int, peers: Mapping[int, _Peer]) -> int:
+    """The valid id of `peer`; otherwise tells the peer and raises ValueError."""
+    hello = peer.hello
     process: int = hello["process_id"]
     wrong = None
     if hello["num_processes"] != num_processes:
@@ -293,10 +387,15 @@ def _validated_id(
             "all processes must be started with the same number of processes; process 0 has "
             f"{num_processes}, process {process} has {hello['num_processes']}; start all with the same"
         )
-    elif process == 0 or process in connections:
+    elif process >= num_processes:
+        wrong = (
+            f"process ids must be below the number of processes, {num_processes}; one process has the id "
+            f"{process}; give each process its own id"
+        )
+    elif process == 0 or process in peers:
         wrong = f"each process must have a unique id; two have the id {process}; start each process once"
     if wrong is not None:
-        _send(connection, {"wrong": wrong})
+        peer.answer({"wrong": wrong})
         raise ValueError(wrong)
     return process
 
@@ -340,23 +439,92 @@ def _send_all(connections: Mapping[int, socket.socket], message: Mapping[str, An
         _send(connection, message)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """One message; None if the connection was closed or the received bytes are not a message."""
-    header = _exactly(connection, HEADER_BYTES)
-    num_bytes = int.from_bytes(header or b"")
-    content = _exactly(connection, num_bytes) if 0 < num_bytes <= LONGEST_MESSAGE_BYTES else None
-    try:
-        message = json.loads(content) if content else None
-    except ValueError:
+def _receive(connection: socket.socket, deadline: float = math.inf) -> dict[str, Any] | None:
+    """One message, empty if it is no JSON object; None if the connection was closed.
+
+    Raises OSError for a message of an impossible length, and if it is not there by `deadline`.
+    """
+    header = _exactly(connection, HEADER_BYTES, deadline)
+    if header is None:
         return None
-    return message if isinstance(message, dict) else None
+    num_bytes = int.from_bytes(header)
+    if not 0 < num_bytes <= LONGEST_MESSAGE_BYTES:
+        raise OSError(f"sent a message of {num_bytes} bytes; one has 1 to {LONGEST_MESSAGE_BYTES}")
+    content = _exactly(connection, num_bytes, deadline)
+    if content is None:
+        return None
+    try:
+        message = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+def _exactly(connection: socket.socket, num_bytes: int, deadline: float) -> bytes | None:
     content = b""
     while len(content) < num_bytes:
+        if deadline < math.inf:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
         part = connection.recv(num_bytes - len(content))
         if not part:
             return None
         content += part
     return content
+
+
+def _proof(token: str, role: str, challenge: str, message: Mapping[str, Any]) -> str:
+    """Shows to whoever knows `token` and sent `challenge` that `message` comes from one who knows it."""
+    return hmac.new(os.fsencode(token), json.dumps([role, challenge, message]).encode(), "sha256").hexdigest()
+
+
+def _proves(proof: object, token: str, role: str, challenge: str, message: Mapping[str, Any]) -> bool:
+    expected = _proof(token, role, challenge, message)
+    return isinstance(proof, str) and hmac.compare_digest(ascii(proof), ascii(expected))
+
+
+Form = Mapping[str, Callable[[Any], bool]]
+"""The fields of a message, and what each must be."""
+
+
+def _has_form(message: Mapping[str, Any] | None, form: Form) -> TypeGuard[Mapping[str, Any]]:
+    return (
+        message is not None
+        and message.keys() == form.keys()
+        and all(is_valid(message[name]) for name, is_valid in form.items())
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_timeout(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= LONGEST_TIMEOUT_S  # type: ignore[operator]
+
+
+def _is_signal(value: object) -> bool:
+    return type(value) is int and value in set(signal.Signals)
+
+
+def _is_true(value: object) -> bool:
+    return value is True
+
+
+HELLO: Form = {
+    "process_id": _is_count,
+    "num_processes": _is_count,
+    "timeout_s": _is_timeout,
+    "challenge": _is_text,
+}
+ANSWERS: tuple[Form, ...] = ({"go": _is_true}, {"late": _is_text}, {"wrong": _is_text})
+MESSAGES: tuple[Form, ...] = (
+    {"stop": _is_signal},
+    {"passed": _is_count},
+    {"last": _is_count},
+    {"failed": _is_text, "process": _is_count},
+    {"done": _is_true},
+)

@@ -7,7 +7,9 @@ placement of arrays. This module does not import JAX.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from quatrain.config.errors import listed, shown
@@ -77,19 +79,23 @@ def devices_of_process(num_devices: int, num_processes: int) -> int:
 
 def device_numbers(spec: int | str) -> tuple[int, ...]:
     """The sorted device numbers given by 3, "0-3" or "0,2,5"; raises ValueError for another form."""
-    numbers: list[int] = []
-    for part in str(spec).split(","):
-        first, dash, last = part.partition("-")
-        begin, end = int(first), int(last if dash else first)
-        if end >= MAX_DEVICES or len(numbers) > MAX_DEVICES:
-            raise ValueError(f"device numbers must be below {MAX_DEVICES}; got {shown(spec)}; correct them")
-        numbers += range(begin, end + 1)
-    if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
+    ranges = [_device_range(part) for part in str(spec).split(",")]
+    possible = all(ranges) and sum(map(len, ranges)) <= MAX_DEVICES
+    numbers = sorted(chain.from_iterable(ranges)) if possible else []
+    if not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(
-            f"devices are given by their numbers, which start at 0, each number once; got {shown(spec)}; "
-            "write e.g. 0-3 or 0,2,5"
+            f"devices are given by their numbers, from 0 to {MAX_DEVICES - 1}, each number once, a range "
+            "from its lower to its higher number, without blanks; "
+            f"got {shown(spec)}; write e.g. 0-3 or 0,2,5"
         )
-    return tuple(sorted(numbers))
+    return tuple(numbers)
+
+
+def _device_range(text: str) -> range:
+    """The numbers of "3" or "0-3"; none for another form."""
+    form = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", text)
+    found = range(int(form[1]), int(form[2] or form[1]) + 1) if form else range(0)
+    return found if found.stop <= MAX_DEVICES else range(0)
 
 
 def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:

@@ -79,7 +79,8 @@ def _names_devices(spec: object) -> object:
         device_numbers(spec)
     except ValueError:
         raise PydanticCustomError(
-            "devices", "must name devices by their numbers in a process, as 3, 0-3 or 0,2,5"
+            "devices",
+            "must name devices by their numbers in a process, each once, as 3, 0-3 or 0,2,5, without blanks",
         ) from None
     return spec
 
@@ -501,7 +502,8 @@ class RolloutConfig(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices "
-        "into which the adapters are merged, as fast as without adapters and a copy of these matrices; "
+        "into which the adapters are merged, as fast as without adapters and a copy of these matrices, in "
+        "bfloat16 rounded stochastically, so that small changes arrive in the mean; "
         "`adapter`: with base and adapters as training does, without a copy of the base, some products more "
         "a layer.",
     )

@@ -28,6 +28,7 @@ from quatrain.models.params import (
     param_specs,
     partition,
 )
+from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import mesh_shape, one_device, to_memory, unshared
 
 STREAM = 0x10FA
@@ -138,19 +139,25 @@ def apart_from(placed: Params, params: Params) -> Params:
 def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
     """The parameters of a model without adapters that computes what `params` of `arch` compute.
 
-    A matrix W with adapters becomes W + (alpha / rank) B A, summed in float32 and rounded once, to `dtype`
-    (default: that of W), on the devices; the other arrays are those of `params`. Parameters without adapters
-    come back as they are.
+    A matrix W with adapters becomes W + (alpha / rank) B A in `dtype` (default: that of W), on the devices:
+    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are those of
+    `params`. Parameters without adapters come back as they are.
+
+    The sum is rounded to bfloat16 stochastically (`ops.rounding`): the nearest number is W itself for changes
+    of less than half the spacing there, which would be lost. The random bits of an element depend on its
+    place alone: the same parameters are always merged to the same bits.
     """
     if arch.lora is None or not has_adapters(params):
         return params
     base = without_adapters(params)
     layers = [dict(layer) for layer in base["layers"]]
-    for layer, whole in zip(layers, params["layers"], strict=True):
-        for name in arch.lora.targets:
+    key = jax.random.key(STREAM, impl="threefry2x32")
+    for number, (layer, whole) in enumerate(zip(layers, params["layers"], strict=True)):
+        for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
             parts = to_memory("device", [whole[each] for each in (name, name + LORA_A, name + LORA_B)])
             layer[name] = _merged(
                 *parts,
+                jax.random.fold_in(key, place),
                 scale=arch.lora.scale,
                 dtype=jnp.dtype(dtype or parts[0].dtype),
                 sharding=parts[0].sharding,
@@ -162,10 +169,21 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
 
 @partial(jax.jit, static_argnames=("scale", "dtype", "sharding"))
 def _merged(
-    matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float, dtype: jnp.dtype, sharding: NamedSharding
+    matrix: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    key: jax.Array,
+    scale: float,
+    dtype: jnp.dtype,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
-    return jax.lax.with_sharding_constraint(changed(matrix, a, b, scale).astype(dtype), sharding)
+    exact = changed(matrix.astype(dtype), a, b, scale)
+    if dtype == jnp.bfloat16:
+        rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape))
+    else:
+        rounded = exact.astype(dtype)
+    return jax.lax.with_sharding_constraint(rounded, sharding)
 
 
 def changed(matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:

@@ -196,7 +196,11 @@ class Crew:
         return all(post.started for post in self._posts)
 
     def _any_fit(self) -> bool:
-        return any(post.fit for post in self._posts)
+        return bool(self._able())
+
+    def _able(self) -> list[str]:
+        """The places of the workers that can sample, as far as is known."""
+        return [post.place for post in self._posts if post.fit]
 
     def _give_up_overdue(self) -> float:
         """Gives up workers whose calls are overdue; the time now."""
@@ -273,7 +277,7 @@ class Crew:
         if self._weights is None:
             return False
         return self._weights.version != version or bool(
-            self._table.held(post.place) or self._table.num_waiting(post.place)
+            self._table.held(post.place) or self._table.num_waiting(post.place, self._able())
         )
 
     def _load(self, post: _Post, term: int, worker: Worker, weights: Weights) -> int:
@@ -295,7 +299,7 @@ class Crew:
         with self.changed:
             if post.term != term:
                 raise _Ended
-            given = self._table.give(post.place, self._room(post, worker))
+            given = self._table.give(post.place, self._room(post, worker), self._able())
             held = bool(self._table.held(post.place))
             if held and post.busy_since is None:
                 post.busy_since = time.monotonic()
@@ -323,7 +327,7 @@ class Crew:
         Before the first of a worker, whose speed is unknown then, a quarter of an equal part.
         """
         if worker.num_slots is not None:
-            return worker.num_slots // self._table.largest_waiting(post.place) + 1
+            return worker.num_slots // self._table.largest_waiting(post.place, self._able()) + 1
         unfinished = self._table.num_unfinished
         if self.num_workers == 1:
             return unfinished
@@ -351,6 +355,8 @@ class Crew:
             if group.error is None:
                 post.losses = 0
                 post.num_finished += 1
+            else:
+                logger.warning("a group failed on rollout %s: %s; it is given out again", post, group.error)
         if not self._table.held(post.place):
             _stop_clock(post)
         if finished:

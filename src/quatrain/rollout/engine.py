@@ -329,11 +329,15 @@ class RolloutEngine:
 
     def _round(self, session: AnySession) -> None:
         """One round of a session, with the weights that are set now."""
-        self._running.wait()
-        with self._between_calls:
-            if self._closed:
-                raise RuntimeError("the rollout engine was closed while groups were in flight")
-            session.advance(self._weights(), self._version)
+        while True:
+            self._running.wait()
+            with self._between_calls:
+                if not self._running.is_set():  # paused after the wait, before the lock was taken
+                    continue
+                if self._closed:
+                    raise RuntimeError("the rollout engine was closed while groups were in flight")
+                session.advance(self._weights(), self._version)
+                return
 
     def _collect(self, ticket: Ticket) -> RolloutBatch:
         session, groups = ticket

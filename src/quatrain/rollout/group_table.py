@@ -5,8 +5,8 @@ Used by `crew.py`. Pure bookkeeping, without threads, clocks or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
 from quatrain.types import Prompt
@@ -28,10 +28,14 @@ class _Entry:
     """The only worker that may have it; None: any."""
     worker: str | None = None
     failures: int = 0
+    failed_on: set[str] = field(default_factory=set)
+    """The workers that said so."""
     result: FinishedGroup | None = None
 
-    def waits_for(self, worker: str) -> bool:
-        return self.worker is None and self.result is None and self.only in (None, worker)
+    def waits_for(self, worker: str, able: Collection[str]) -> bool:
+        if self.worker is not None or self.result is not None or self.only not in (None, worker):
+            return False
+        return worker not in self.failed_on or self.only == worker or self.failed_on.issuperset(able)
 
     @property
     def suspect(self) -> bool:
@@ -42,8 +46,9 @@ class GroupTable:
     """Groups by number, each until `take` returns its result.
 
     A group fails if a worker says so, or is lost while it has the group; it is then given out again, at most
-    `retries` times. A group that failed twice is given out alone, so that a group which ends every worker
-    does not make others fail with it.
+    `retries` times. A worker that said so gets it again only if all `able` workers have, those that can
+    sample now. A group that failed twice is given out alone, so that a group which ends every worker does not
+    make others fail with it.
     """
 
     def __init__(self, retries: int):
@@ -61,9 +66,9 @@ class GroupTable:
         """Groups that wait or that a worker has."""
         return sum(entry.result is None for entry in self._entries.values())
 
-    def num_waiting(self, worker: str) -> int:
+    def num_waiting(self, worker: str, able: Collection[str] = ()) -> int:
         """Groups that no worker has, and `worker` may have."""
-        return sum(entry.waits_for(worker) for entry in self._entries.values())
+        return sum(entry.waits_for(worker, able) for entry in self._entries.values())
 
     @property
     def num_given(self) -> int:
@@ -81,20 +86,20 @@ class GroupTable:
         """The groups that `worker` has."""
         return [entry.spec for entry in self._entries.values() if entry.worker == worker]
 
-    def largest_waiting(self, worker: str) -> int:
+    def largest_waiting(self, worker: str, able: Collection[str] = ()) -> int:
         """Samples of the largest group that waits and `worker` may have; 1 if none waits."""
-        waiting = (entry for entry in self._entries.values() if entry.waits_for(worker))
+        waiting = (entry for entry in self._entries.values() if entry.waits_for(worker, able))
         return max((entry.spec.sampling.n for entry in waiting), default=1)
 
-    def give(self, worker: str, room: int) -> list[GroupSpec]:
+    def give(self, worker: str, room: int, able: Collection[str] = ()) -> list[GroupSpec]:
         """Gives the next waiting groups to `worker`, which may then have at most `room`."""
-        given = self._next(worker, room)
+        given = self._next(worker, room, able)
         for entry in given:
             entry.worker = worker
         return [entry.spec for entry in given]
 
-    def _next(self, worker: str, room: int) -> list[_Entry]:
-        waiting = [entry for entry in self._entries.values() if entry.waits_for(worker)]
+    def _next(self, worker: str, room: int, able: Collection[str]) -> list[_Entry]:
+        waiting = [entry for entry in self._entries.values() if entry.waits_for(worker, able)]
         held = [entry for entry in self._entries.values() if entry.worker == worker]
         suspects = [entry for entry in waiting if entry.suspect]
         if any(entry.suspect for entry in held):
@@ -113,6 +118,7 @@ class GroupTable:
         if entry is None or entry.worker != worker:
             raise ValueError(f"returned group {group.number}, which it does not have")
         if group.error is not None:
+            entry.failed_on.add(worker)
             self._fail(entry, worker, group.error)
         elif len(group.samples) != entry.spec.sampling.n:
             raise ValueError(
@@ -142,8 +148,9 @@ class GroupTable:
             spec = entry.spec
             raise GroupFailed(
                 f"group {spec.prompt.group_id} of step {spec.step} failed {entry.failures} times, last on "
-                f"{worker}: {why}; its prompt ends with {_end_of(spec.prompt)!r}; see what this "
-                "prompt or its environment does to a worker, and mend it or take it out of the data"
+                f"{worker}: {why}; its prompt ends with {_end_of(spec.prompt)!r}; if other groups fail with "
+                "the same error, mend the workers or servers; otherwise see what this prompt or its "
+                "environment does to them, and mend it or take it out of the data"
             )
 
     def finished(self, numbers: Sequence[int]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import threading
 import time
@@ -47,6 +46,8 @@ PROBE_TOKENS = 8
 PROBE_TEMPERATURE = 0.01
 """Then the likeliest token is nearly certain, which unprocessed log-probabilities do not show."""
 PROBE_GAP = 0.02
+LOWEST = float(np.finfo(np.float32).min)
+"""Log-probabilities are kept in float32, in which lower ones would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -215,23 +216,40 @@ class HttpWorker:
         self._loop.stop()
 
     async def _sample_group(self, spec: GroupSpec, version: int) -> None:
-        """Asks for the samples of a group, and for the version of the weights before and after."""
+        """Asks for the samples of a group, and for the version of the weights before and after.
+
+        A request that is refused, and an answer that cannot be trained on, cost this group alone.
+        """
         try:
             before = await asyncio.to_thread(self._version)
-            completions = await asyncio.gather(
-                *(self._sample(spec, number, version) for number in range(spec.sampling.n))
-            )
+            completions = await self._samples(spec, version)
             after = await asyncio.to_thread(self._version)
         except Refusal as error:
             self._finish(FinishedGroup(spec.number, error=f"{self.name} refused it: {error}"))
+        except WorkerRefused as error:
+            self._finish(FinishedGroup(spec.number, error=f"{self.name}: {error}"))
         except Exception as error:
-            named = WorkerRefused(f"{self.name}: {error}") if isinstance(error, WorkerRefused) else error
             with self._changed:
-                self._error = self._error or named
+                self._error = self._error or error
                 self._changed.notify_all()
         else:
             samples = [(spec.prompt, self._stamped(each, min(before, after))) for each in completions]
             self._finish(FinishedGroup(spec.number, samples))
+
+    async def _samples(self, spec: GroupSpec, version: int) -> list[Answer]:
+        """The samples of a group. If one request fails, the others are cancelled.
+
+        That closes their connections, by which the server knows that it need not go on decoding.
+        """
+        requests = [
+            asyncio.ensure_future(self._sample(spec, number, version)) for number in range(spec.sampling.n)
+        ]
+        try:
+            return await asyncio.gather(*requests)
+        finally:
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
         prompt = spec.prompt.input_ids.tolist()
@@ -290,22 +308,28 @@ class HttpWorker:
 
     def _check(self, answer: Answer, sampling: Sampling) -> None:
         """Raises WorkerRefused for an answer that cannot be trained on, and WorkerLost for one cut short."""
-        tokens, logprobs = answer.tokens, answer.logprobs
+        tokens, logprobs, versions = answer.tokens, answer.logprobs, answer.versions
         if answer.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"a request ended with {answer.finish_reason!r}")
-        numbers = all(
-            isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in logprobs
-        )
+        numbers = all(type(value) in (int, float) and LOWEST <= value <= 1e-3 for value in logprobs)
         if len(logprobs) != len(tokens) or not numbers:
             raise WorkerRefused(
                 f"it must return a log-probability for each token, each a number of at most 0; got "
                 f"{len(tokens)} tokens and {shortened(logprobs)}"
             )
-        ids = all(isinstance(token, int) and 0 <= token < self._rules.vocab_size for token in tokens)
+        ids = all(type(token) is int and 0 <= token < self._rules.vocab_size for token in tokens)
         if not ids or not 1 <= len(tokens) <= sampling.max_new_tokens:
             raise WorkerRefused(
                 f"it must return 1 to {sampling.max_new_tokens} token ids, each below the vocabulary's size "
                 f"of {self._rules.vocab_size}; got {shortened(tokens)}"
+            )
+        labels = versions is None or (
+            isinstance(versions, list) and all(type(each) is int and each >= 0 for each in versions)
+        )
+        if not labels or (versions is not None and len(versions) != len(tokens)):
+            raise WorkerRefused(
+                f"it must return the version of each token's weights, a number from 0; got {len(tokens)} "
+                f"tokens and {shortened(versions)}"
             )
 
     def _probe(self) -> None:

@@ -142,9 +142,9 @@ class Completions(ABC):
     def read(self, value: Any) -> Answer:
         """The only choice."""
         try:
-            choice = value["choices"][0]
+            choice = dict(value["choices"][0])
             reason = str(choice["finish_reason"])
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise WorkerRefused(f"its answer is no completion: {shortened(value)}") from error
         tokens, named = choice.get("token_ids"), choice.get("logprobs")
         if not isinstance(tokens, list):
@@ -279,8 +279,10 @@ class Sglang:
         except (KeyError, TypeError, ValueError) as error:
             raise WorkerRefused(f"its answer is none of SGLang's: {shortened(value)}") from error
         pairs = meta.get("output_token_logprobs")
-        if not isinstance(pairs, list):
-            raise WorkerRefused("it returns no log-probabilities, which were asked for with return_logprob")
+        if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
+            raise WorkerRefused(
+                "it returns no log-probabilities with token ids, which were asked for with return_logprob"
+            )
         logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         label = str(meta.get("weight_version", ""))
         versions = [int(label)] * len(tokens) if label.isdecimal() else None
