@@ -30,10 +30,11 @@ class Game:
 """
 STEPS = 2
 SETTINGS = (
-    "data.batch_size=4", "rollout.n=3", "sft.steps=0", "update.kl_coef=0", "optimizer.eps=1e-3", "optimizer.learning_rate=5e-4",
+    "data.batch_size=4", "rollout.n=3", "sft.steps=0", "update.kl_coef=0", "optimizer.eps=1e-3",
     "data.max_prompt_length=40", "rollout.max_new_tokens=24", "rollout.max_turns=3", "rollout.stop=[a, e]",
     "model.tokenizer=builtin:tiny", "reward.functions={environment: 1.0}", "eval.num_prompts=4",
     "logging.samples_per_step=12", f"run.steps={STEPS}", "run.name=run",
+    "optimizer.learning_rate=5e-4",
 )  # fmt: skip
 
 
