@@ -197,10 +197,11 @@ def test_attention_with_the_mask_of_a_line_does_not_change_the_gradient(
     _assert_same(_gradient(small_arch, small_params, table, cutting, objective, **settings), whole)
 
 
-def _chosen(table: TokenTable, seed: int) -> np.ndarray:
+def _chosen(table: TokenTable, seed: int) -> dict[str, np.ndarray]:
     """In place of the tokens that `clip_cov` and `kl_cov` choose from a whole mini-batch: any of them."""
     rng = np.random.default_rng(seed)
-    return (table.completion_mask & (rng.random(table.completion_mask.shape) < 0.3)).astype(np.float32)
+    chosen = (table.completion_mask & (rng.random(table.completion_mask.shape) < 0.3)).astype(np.float32)
+    return {"high_covariance": chosen, "moved": chosen * rng.choice(np.float32([-1, 1]), chosen.shape)}
 
 
 @pytest.mark.slow
@@ -212,10 +213,7 @@ def test_no_cut_changes_the_gradient_of_any_loss(small_arch, small_params, make_
     objective = PolicyObjective.of(config, on_policy=False)
     table = _table(small_arch, small_params, make_batch(20), 1).weighted("seq_mean_token_mean", LONGEST)
     if objective.mini_batch_columns is not None:
-        chosen = _chosen(table, 2)
-        table = table.with_columns(
-            high_covariance=chosen, moved=np.copysign(chosen, table.columns["advantages"])
-        )
+        table = table.with_columns(**_chosen(table, 2))
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
     for cutting in CUTTINGS:
@@ -335,7 +333,7 @@ def test_each_loss_of_each_token_is_the_same_under_any_partition(make_batch, see
         "old_logprobs": logprobs + rng.normal(0, 0.4, logprobs.shape),
         "rollout_logprobs": logprobs,
         "advantages": batch.advantages,
-        "high_covariance": _chosen(table, seed),
+        **_chosen(table, seed),
         "places": np.arange(logprobs.size).reshape(logprobs.shape),
     }
     columns = {

@@ -34,6 +34,7 @@ SETTINGS = (
     "data.max_prompt_length=40", "rollout.max_new_tokens=24", "rollout.max_turns=3", "rollout.stop=[a, e]",
     "model.tokenizer=builtin:tiny", "reward.functions={environment: 1.0}", "eval.num_prompts=4",
     "logging.samples_per_step=12", f"run.steps={STEPS}", "run.name=run",
+    "optimizer.learning_rate=5e-4",
 )  # fmt: skip
 
 

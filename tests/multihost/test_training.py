@@ -28,6 +28,7 @@ SETTINGS = (
     "update.kl_coef=0",
     "update.max_tokens_per_device=128",
     "optimizer.eps=1e-3",
+    "optimizer.learning_rate=5e-4",
     "model.tokenizer=builtin:tiny",
 )
 # What depends on how the devices are arranged, or on the time.

@@ -17,6 +17,7 @@ QUATRAIN = (sys.executable, "-m", "quatrain.cli")
 SETTINGS = (
     "run.steps=3",
     "sft.steps=0",
+    "optimizer.learning_rate=5e-4",
     "data.batch_size=4",
     "rollout.n=4",
     "eval.before=false",
