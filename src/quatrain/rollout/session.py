@@ -54,6 +54,7 @@ from quatrain.rollout.groups import (
 )
 from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.scheduler import Occupant, Scheduler
+from quatrain.rollout.stop_strings import cut_at_stop_strings
 from quatrain.types import Prompt
 
 EXTENDED_TOKENS = 1024
@@ -518,7 +519,8 @@ class Session:
             (group.completions[index], stop) for group, index in samples if (stop := self._stop(group))
         ]
         if with_stop:
-            self._cut_at_stop_strings(with_stop)
+            for completion in cut_at_stop_strings(self._sampler.tokenizer, with_stop):
+                completion.finish_reason = "stop"
         ended = []
         for i, (group, index) in enumerate(samples):
             completion = group.completions[index]
@@ -532,24 +534,6 @@ class Session:
     def _stop(self, group: Group) -> tuple[str, ...]:
         """The strings that end a completion of the group."""
         return self.sampling.stop if group.own is None else group.own.sampling.stop
-
-    def _cut_at_stop_strings(self, with_stop: list[tuple[Completion, tuple[str, ...]]]) -> None:
-        """Truncates each completion after the token that completes one of its stop strings."""
-
-        def matches(text: str, strings: tuple[str, ...]) -> bool:
-            return any(string in text for string in strings)
-
-        tokenizer = self._sampler.tokenizer
-        texts = tokenizer.batch_decode([completion.last_turn for completion, _ in with_stop])
-        for (completion, strings), text in zip(with_stop, texts, strict=True):
-            if not matches(text, strings):
-                continue
-            turn = completion.last_turn
-            length = len(turn)
-            while length > 1 and matches(tokenizer.decode(turn[: length - 1]), strings):
-                length -= 1
-            completion.cut(completion.turns[-1] + length)
-            completion.finish_reason = "stop"
 
     def _live(self) -> list[_Live]:
         """The slots in use, each with the group and the index of its sample."""
