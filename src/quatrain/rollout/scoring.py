@@ -1,0 +1,115 @@
+"""Log-probabilities of given tokens, and the likeliest tokens in their place: the prompt's in an answer.
+
+Data flow: token ids -> packed like prompts (`groups.py`) -> one forward pass -> `Scores`, for `engine.score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from quatrain.models.attention import unpacks
+from quatrain.models.decoder import logits
+from quatrain.ops.logprobs import even_parts
+from quatrain.parallel.collectives import all_gather_shards, shard_mapped
+from quatrain.parallel.compilations import jit_for_backend
+from quatrain.rollout.decode import EACH_REPLICA, EVERYWHERE, Packed, Program
+from quatrain.rollout.groups import Admitted, Group, Pack, pack_prompts, split_into_packs
+from quatrain.types import Prompt
+
+MOST_LIKELIEST = 5
+"""Most alternatives to a token, as in OpenAI's completions."""
+LOGITS_AT_ONCE = 2**24
+"""Logits that exist at one time, 64 MiB: those of a few tokens with all words of the vocabulary."""
+
+
+class Scores(NamedTuple):
+    """Of T tokens in the model's own distribution: temperature 1, all words.
+
+    The first token has nothing before it, and arbitrary values.
+    """
+
+    logprobs: np.ndarray
+    """[T] float32."""
+    likeliest: np.ndarray
+    """[T, K] int32, the likeliest tokens in the place of each, in order."""
+    likeliest_logprobs: np.ndarray
+    """[T, K] float32; a token that is among the likeliest has the same value here to the bit."""
+
+
+def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
+    """Sequences in packs of as many tokens as one call of the device takes; each call has one per replica."""
+    admitted = [
+        Admitted(Group.of(Prompt(0, np.asarray(ids, np.int32), ""), 0, (0,), 1), number, 0)
+        for number, ids in enumerate(sequences)
+    ]
+    packs = split_into_packs(admitted)
+    for first in range(0, len(packs), num_replicas):
+        call = packs[first : first + num_replicas]
+        yield call + [[]] * (num_replicas - len(call))
+
+
+def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
+    """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
+    packed = pack_prompts(packs, 1, 1, unpack=unpacks(program.attention))
+    found = score_program(program.backend)(
+        params, packed, program=program, num_likeliest=MOST_LIKELIEST if num_likeliest else 0
+    )
+    logprobs, *likeliest = map(np.asarray, jax.device_get(found))
+    of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
+    num_tokens, most = len(logprobs) // len(packs), len(packed.starts) // len(packs)
+    starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
+    scores = []
+    for replica, pack in enumerate(packs):
+        for i in range(replica * most, replica * most + len(pack)):
+            places = np.arange(lengths[i])
+            places[common[replica] :] += starts[i] - common[replica]
+            where = replica * num_tokens + places
+            scores.append(Scores(*(array[where] for array in of_token)))
+    return scores
+
+
+def _score(
+    params: dict, packed: Packed, *, program: Program, num_likeliest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Scores` of each of the packed tokens of all replicas."""
+    per_shard = partial(_score_shard, program=program, num_likeliest=num_likeliest)
+    run = shard_mapped(per_shard, program.mesh, (program.params, EACH_REPLICA), EVERYWHERE)
+    return run(params, packed)
+
+
+score_program = jit_for_backend(_score, static_argnames=("program", "num_likeliest"))
+"""`score_program(backend)` is the jitted `_score`."""
+
+
+def _score_shard(
+    params: dict, packed: Packed, program: Program, num_likeliest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    hidden_TD, _ = program.hidden(params, packed)
+    num_tokens = len(hidden_TD)
+    # The token before the first one after the common prefix is the last of that prefix.
+    before_T = (jnp.arange(num_tokens) - 1).at[packed.starts].set(packed.num_common[0] - 1)
+    most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
+    num_chunks, size = even_parts(num_tokens, most)
+    padding = (0, num_chunks * size - num_tokens)
+    before, targets = (
+        jnp.pad(x, padding).reshape(num_chunks, size) for x in (jnp.maximum(before_T, 0), packed.input_ids)
+    )
+
+    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        before, targets = chunk
+        scores = logits(params, program.arch, hidden_TD[before], backend=program.backend)
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(scores, targets[:, None], axis=-1) - total
+        best, likeliest = lax.top_k(scores, num_likeliest)
+        return own[:, 0], likeliest, best - total
+
+    found = lax.map(of_chunk, (before, targets))
+    whole = (x.reshape(num_chunks * size, *x.shape[2:])[:num_tokens] for x in found)
+    return all_gather_shards(tuple(whole))
