@@ -42,10 +42,78 @@ PARAMETERS = '{"name": "add", "parameters": {"a": 1, "b": [2, "é"]}}'
         (f"```json\n{{{BODY}}}\n```", [ADD]),
         (f'{{"type": "function", "function": {{{BODY}}}}}', [ADD]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [ToolCall("add", {"a": 1})]),
+        (f"{PARAMETERS}<tool_call>{{{BODY}}}</tool_call>", [ADD]),
+        # Calls in thoughts are not made, whether the completion or the template begins the thoughts.
+        (f"<think>{PARAMETERS}</think>\n{PARAMETERS}", [ADD]),
+        (f"I try <tool_call>{{{BODY}}}</tool_call>?\n</think>\n<tool_call>{{{BODY}}}</tool_call>", [ADD]),
+        (f"the <tool_call> tag\n</think>\n<tool_call>{{{BODY}}}</tool_call>", [ADD]),
+        (f"<tool_call>{{{BODY}}}</think><tool_call>{{{BODY}}}", [ADD]),
+        (f"{PARAMETERS} is it\n</think>\n\n{PARAMETERS}", [ADD]),
+        # Thoughts between two calls do not take back the first.
+        (f"<tool_call>{{{BODY}}}</tool_call><think>b</think><tool_call>{{{BODY}}}</tool_call>", [ADD, ADD]),
     ],
 )
 def test_forms_of_calls(completion, calls):
     assert tool_calls(completion) == calls
+
+
+MARKUP = (
+    *("wrap it in <tool_call>", "end with </tool_call> please", "<tool_call>{}</tool_call>"),
+    *(
+        "a </think> b",
+        "<think> a",
+        "<think>a</think>",
+        "</think><tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+    ),
+    *("```json\n{}\n```", '}}"]} {"name": "x"} ) ;', 'f.call(a="b")'),
+)
+WRAPPED = {
+    "tagged": '<tool_call>\n{"name": "write", "arguments": %s}\n</tool_call>',
+    "tagged, not closed": '<tool_call>{"name": "write", "arguments": %s}',
+    "parameters": '{"name": "write", "parameters": %s}',
+    "python tag": '<|python_tag|>{"name": "write", "parameters": %s}',
+    "Mistral": '[TOOL_CALLS] [{"name": "write", "arguments": %s}]',
+    "fenced": '```json\n{"name": "write", "arguments": %s}\n```',
+    "OpenAI": '{"type": "function", "function": {"name": "write", "arguments": %s}}',
+}
+
+
+@pytest.mark.parametrize("before", ["", "<think>write?</think>\n", "write it\n</think>\n\n"])
+@pytest.mark.parametrize("form", [*WRAPPED, "method"])
+def test_an_argument_may_hold_the_text_of_any_markup(form, before):
+    for text in MARKUP:
+        arguments = {"path": "a.md", "text": text, "more": {"deep": [text, {text: 1}]}}
+        as_json = json.dumps(arguments)
+        if form == "method":
+            said = f"write.call({', '.join(f'{key}={json.dumps(arguments[key])}' for key in arguments)})"
+            assert tool_calls(before + said) == [ToolCall("write", arguments)], text
+            continue
+        for written in (as_json, json.dumps(as_json)):  # an object, and its JSON in a string
+            assert tool_calls(before + WRAPPED[form] % written) == [ToolCall("write", arguments)], text
+        if form.startswith("tagged"):
+            twice = (WRAPPED[form] % as_json) * 2
+            assert tool_calls(f"{before}I write.{twice}") == [ToolCall("write", arguments)] * 2, text
+
+
+@pytest.mark.parametrize("given", ["", "null", '""', '"  "', '"null"', '"{}"', "{}"])
+@pytest.mark.parametrize("form", WRAPPED)
+def test_a_tool_without_arguments(form, given):
+    if given:
+        assert tool_calls(WRAPPED[form] % given) == [ToolCall("write")]
+    elif form.startswith("tagged"):  # without the tag, an object with a name alone is no call
+        assert tool_calls('<tool_call>{"name": "write"}</tool_call>') == [ToolCall("write")]
+
+
+@pytest.mark.parametrize("text", ["ab", "<tool_call>", "a </tool_call> b", "a </think> b", "<think> a"])
+@pytest.mark.parametrize("form", WRAPPED)
+def test_a_call_that_is_cut_is_reported_once(form, text):
+    whole = WRAPPED[form] % json.dumps({"path": "a.md", "text": text})
+    last = whole.rindex(text) + len(text)
+    for said in (whole[:last], whole[: last + 1], whole[:last] + "\n" + whole[last:]):
+        [call] = tool_calls(said)
+        assert "it is no valid JSON" in call.problem
 
 
 @pytest.mark.parametrize(
@@ -56,12 +124,15 @@ def test_forms_of_calls(completion, calls):
         f"I would say {{{BODY}}}",
         "<think>\n<tool_call>" + PARAMETERS,
         f"<think>{PARAMETERS}</think>\n\n4",
+        f"I could call {PARAMETERS} or <tool_call>{PARAMETERS}</tool_call>\n</think>\n\n4",
+        f"<think>{PARAMETERS}</think> no, <tool_call>{PARAMETERS}</tool_call></think>\n\n4",
         '{"answer": 4}',
         '{"name": "Ann", "age": 4}',
         "[1, 2]",
         "[]",
         "{broken",
         "```python\nprint(4)\n```",
+        f"```json\n{{{BODY}}}\n```\nis how to call it",
         "a.call(b) and more",
         "</tool_call>",
     ],
@@ -82,6 +153,7 @@ def test_what_is_no_call(completion):
         ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', "the arguments are the text 'a=1'"),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number"),
         ('{"name": "add", "parameters": {"a": 1}', "it is no valid JSON: Expecting"),
+        (PARAMETERS + "</tool_call>", "it is no valid JSON: Expecting value"),
         (PARAMETERS + " ok", "it is no valid JSON: Expecting value"),
         ("<|python_tag|>print(4)", "got 'print(4)'"),
         ("<|python_tag|>", "got ''"),
@@ -107,9 +179,9 @@ json_values = st.recursive(
 @settings(max_examples=25, deadline=None)
 @given(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
 def test_any_call_in_json_comes_back(name, arguments):
-    # In JSON, < needs no escape; a model's call ends at the first </tool_call>, so it cannot be in a text.
-    inner = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    inner = json.dumps({"name": name, "arguments": arguments})
     assert tool_calls(f"<tool_call>{inner}</tool_call>") == [ToolCall(name, arguments)]
+    assert tool_calls(inner) == [ToolCall(name, arguments)]
 
 
 PIECES = (
@@ -146,6 +218,13 @@ def test_no_completion_raises(completion):
         "```" + "\n" * 100_000,
         "a.call(" + "b=1," * 20_000,
         '{"name": "arguments"' * 5_000,
+        '</think>{"name": "arguments"' * 5_000,
+        "</think>{" * 5_000,
+        "</think><|python_tag|>a" * 5_000,
+        "</think>a.call(" * 5_000 + ")",
+        "</think>```[1" * 5_000 + "```",
+        "<think></think>[" * 5_000,
+        '<tool_call>{"a' * 5_000,
     ],
 )
 def test_long_completions_take_no_long_time(completion):

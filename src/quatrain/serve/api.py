@@ -1,7 +1,8 @@
 """The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of a `Service`.
 
 Data flow: a request -> checked (`requests.py`) -> token ids -> `Service.submit` -> `Progress` -> JSON, whole
-or as a stream of events.
+or as a stream of events. The event loop only passes these on: text is encoded, decoded and written as JSON in
+threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -31,7 +34,7 @@ from quatrain.data.tokenizer import render
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
 from quatrain.serve.service import Progress, Service, ServiceFailed
-from quatrain.serve.text import TextStream
+from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
 from quatrain.types import Prompt
 
 MOST_BYTES = 32 * 2**20
@@ -49,8 +52,11 @@ class _Choice:
     """What has come of a completion."""
 
     text: TextStream
+    token_texts: TokenTexts
     prompt_ids: Sequence[int]
     progress: list[Progress] = field(default_factory=list)
+    unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
+    """Tokens of a chat whose text was not returned yet, each with its log-probability."""
 
     @property
     def tokens(self) -> list[int]:
@@ -77,6 +83,7 @@ class Api:
         self._service, self._model, self._token = service, model, token
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
+        self._vocabulary = Vocabulary(self._tokenizer)
         self._began = int(time.time())
         self._encoding = asyncio.Lock()
 
@@ -87,6 +94,7 @@ class Api:
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._named_model),
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/weights": ("POST", self._weights),
@@ -99,6 +107,7 @@ class Api:
                 for path, (method, handler) in routes.items()
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+            exception_handlers={HTTPException: _unknown, Exception: _failed},
         )
 
     def _answered(self, path: str, handler: Handler) -> Handler:
@@ -149,14 +158,20 @@ class Api:
         )
 
     async def _models(self, request: Request) -> Response:
-        model = {
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _named_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
             "id": self._model,
             "object": "model",
             "created": self._began,
             "owned_by": "quatrain",
             "max_model_len": self._max_positions,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def _metrics(self, request: Request) -> Response:
         service, totals = self._service, self._service.totals
@@ -193,19 +208,19 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def _completions(self, request: Request) -> Response:
-        asked = parsed(CompletionRequest, await _body(request))
-        self._check_model(asked)
+        asked = await asyncio.to_thread(parsed, CompletionRequest, await _body(request))
+        self._check_model(asked.model)
         return await self._sampled(request, asked, [await self._ids(prompt) for prompt in asked.prompts])
 
     async def _chat(self, request: Request) -> Response:
-        asked = parsed(ChatRequest, await _body(request))
-        self._check_model(asked)
+        asked = await asyncio.to_thread(parsed, ChatRequest, await _body(request))
+        self._check_model(asked.model)
         return await self._sampled(request, asked, [await self._ids(asked.messages, "messages")])
 
-    def _check_model(self, asked: AnyRequest) -> None:
-        if asked.model != self._model:
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
             raise BadRequest(
-                f"this server has the model {self._model}; got {asked.model[:100]!r}; see /v1/models",
+                f"this server has the model {self._model}; got {name[:100]!r}; see /v1/models",
                 "model",
                 status=404,
             )
@@ -232,8 +247,11 @@ class Api:
         owners = asked.sequences(list(map(len, prompts)), self._max_positions)
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
         queued = await self._queued(repeated, owners)
-        choices = [_Choice(TextStream(self._tokenizer, asked.stop_strings), prompt) for prompt in repeated]
-        answer = _Answer(asked, self._model, choices, prompts, self._tokenizer)
+        choices = [
+            _Choice(TextStream(self._tokenizer, asked.stop_strings), TokenTexts(self._vocabulary), prompt)
+            for prompt in repeated
+        ]
+        answer = _Answer(asked, self._model, choices, prompts)
         if asked.stream:
             return StreamingResponse(
                 self._stream(answer, queued), media_type="text/event-stream", headers=_NO_CACHE
@@ -241,7 +259,7 @@ class Api:
         async with self._events(queued, request.is_disconnected) as events:
             async for number, progress in events:
                 choices[number].progress.append(progress)
-        return JSONResponse(answer.whole(self._service.version))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
 
     async def _stream(self, answer: _Answer, queued: _Queued) -> AsyncIterator[str]:
         """The events of a stream, the last of which is `[DONE]`, or an error."""
@@ -250,7 +268,7 @@ class Api:
                 for part in answer.first():
                     yield _event(part)
                 async for number, progress in events:
-                    yield _event(answer.part(number, progress))
+                    yield await asyncio.to_thread(lambda n, p: _event(answer.part(n, p)), number, progress)
             for part in answer.last(self._service.version):
                 yield _event(part)
             yield "data: [DONE]\n\n"
@@ -325,9 +343,8 @@ class _Answer:
         model: str,
         choices: Sequence[_Choice],
         prompts: Sequence[Sequence[int]],
-        tokenizer: Any,
     ):
-        self._asked, self._choices, self._tokenizer = asked, choices, tokenizer
+        self._asked, self._choices = asked, choices
         self._is_chat = isinstance(asked, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         kind = "chatcmpl" if self._is_chat else "cmpl"
@@ -379,7 +396,7 @@ class _Answer:
             values = [value for part in progress for value in part.logprobs]
             if not all(map(math.isfinite, values)):
                 raise BadRequest("the model's logits are not finite; load other weights", status=500)
-            facts["logprobs"] = self._logprobs(tokens, values)
+            facts["logprobs"] = self._logprobs(choice, tokens, values)
         if self._asked.return_token_ids:
             facts["token_ids"] = tokens
             facts["weight_versions"] = [version for part in progress for version in part.versions]
@@ -387,18 +404,30 @@ class _Answer:
                 facts["prompt_token_ids"] = list(choice.prompt_ids)
         return facts
 
-    def _logprobs(self, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token]) for token in tokens]
+    def _logprobs(self, choice: _Choice, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        texts = list(map(choice.token_texts.push, tokens))
         if not self._is_chat:
-            offsets = np.cumsum([0, *map(len, texts)]).tolist()[:-1]
-            named = {"tokens": texts, "token_logprobs": list(values)}
-            return {**named, "top_logprobs": None, "text_offset": offsets}
+            named = {"tokens": [text.name for text in texts], "token_logprobs": list(values)}
+            return {**named, "top_logprobs": None, "text_offset": [text.start for text in texts]}
+        choice.unlisted += zip(texts, values, strict=True)
         return {
             "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, values, strict=True)
+                {"token": text.name, "logprob": value, "bytes": list(text.bytes), "top_logprobs": []}
+                for text, value in self._listed(choice)
             ]
         }
+
+    def _listed(self, choice: _Choice) -> Iterator[tuple[TokenText, float]]:
+        """The tokens of which the text returned so far consists; with `return_token_ids`, every token."""
+        text, ended = choice.text, choice.progress[-1].finish_reason is not None
+        every = self._asked.return_token_ids or (ended and not text.stopped)
+        while choice.unlisted:
+            token, _ = choice.unlisted[0]
+            if not (every or (token.start < text.length if ended else token.end <= text.length)):
+                return
+            listed = choice.unlisted.popleft()
+            if token.bytes or self._asked.return_token_ids:
+                yield listed
 
     def _usage(self) -> dict[str, int]:
         sampled = sum(len(choice.tokens) for choice in self._choices)
@@ -442,6 +471,24 @@ def _error_body(status: int, message: str, field: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 
-def _error(status: int, message: str, field: str | None = None) -> Response:
+def _error(
+    status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
     """An error in OpenAI's form."""
-    return JSONResponse(_error_body(status, message, field), status_code=status)
+    return JSONResponse(_error_body(status, message, field), status_code=status, headers=headers)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    """The answer to a path or a method that the server does not have."""
+    assert isinstance(error, HTTPException)
+    path, paths = request.url.path[:100], "the paths are listed in docs/serve.md"
+    message = f"this server does not have the path {path!r}; {paths}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow")
+        message = f"{path} takes the methods {allowed}; got {request.method}; {paths}"
+    return _error(error.status_code, message, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The answer if a request failed by a fault of the server, which is logged."""
+    return _error(500, f"the request failed: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
 """The requests that the server takes, checked: OpenAI's fields, and some of vLLM's and quatrain's own.
 
-Data flow: JSON -> `CompletionRequest` or `ChatRequest` -> `sequences` -> `OwnSampling` for each sequence. A
-field that the engine cannot follow is refused unless it has the value that changes nothing.
+Data flow: JSON -> `parsed`, which leaves out what changes nothing -> `CompletionRequest` or `ChatRequest` ->
+`sequences` -> `OwnSampling` for each sequence. A field that is null counts as left out. Every field of the
+request types of the openai package is a field of these classes, or in IGNORED or UNCHANGING.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from quatrain.config.errors import shown
 from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Sampling
 
@@ -25,6 +27,43 @@ MOST_TOP_K = 2**31 - 1
 """A larger `top_k` keeps all tokens, as this one does; the decoder counts in int32."""
 LEAST_TOP_P = 1e-9
 """A smaller `top_p` keeps the likeliest token alone, as this one does, and in float32 it may be 0."""
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "safety_identifier"),  # who asks, and notes
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),  # speed
+        *("reasoning_effort", "verbosity"),  # wishes, which the weights and the template do not know
+        "parallel_tool_calls",
+    }
+)
+"""Fields that are accepted with any value and ignored."""
+UNCHANGING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "suffix": ("",),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Fields that are not supported: the values that change nothing, with which they are accepted."""
 
 _AnyRequest = TypeVar("_AnyRequest", bound=BaseModel)
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
@@ -60,7 +99,7 @@ class Place(_Strict):
 class StreamOptions(_Strict):
     """`include_usage`: a last event with the numbers of tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -79,11 +118,6 @@ class _Request(_Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     quatrain: Place | None = None
-    user: str | None = None
-    # Fields that are taken with the value that changes nothing:
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
 
     @field_validator("temperature")
@@ -104,8 +138,8 @@ class _Request(_Strict):
     @field_validator("logit_bias")
     @classmethod
     def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value:
-            raise ValueError("is not supported; leave it out")
+        if any((value or {}).values()):
+            raise ValueError("must be 0 for each token, as no other bias is supported; leave it out")
         return value
 
     @property
@@ -121,7 +155,8 @@ class _Request(_Strict):
     def sequences(self, lengths: Sequence[int], max_positions: int) -> list[OwnSampling]:
         """The sampling of each completion, of prompts of these `lengths`: those of a prompt adjacent.
 
-        Raises BadRequest if prompt and completion are longer than the model's positions together.
+        A completion has at most as many tokens as the prompt leaves of the model's `max_positions`, also if
+        the request asks for more. Raises BadRequest if the prompt leaves none.
         """
         count = self.n * len(lengths)
         if count > MOST_SEQUENCES:
@@ -144,18 +179,16 @@ class _Request(_Strict):
         ]
 
     def _sampling(self, length: int, max_positions: int) -> Sampling:
-        room = max_positions - length
-        wanted = self.wanted_tokens
-        if room < 1 or (wanted is not None and wanted > room):
+        room, wanted = max_positions - length, self.wanted_tokens
+        if room < 1:
             raise BadRequest(
-                f"prompt and completion must fit into the model's {max_positions} positions; the prompt has "
-                f"{length} tokens and the completion may have {wanted or 1}; shorten the prompt or lower "
-                "max_tokens",
-                "max_tokens",
+                f"a prompt must leave room for a token in the model's {max_positions} positions; it has "
+                f"{length} tokens; shorten it",
+                "messages" if isinstance(self, ChatRequest) else "prompt",
             )
         return Sampling(
             n=1,
-            max_new_tokens=room if wanted is None else wanted,
+            max_new_tokens=room if wanted is None else min(room, wanted),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=max(self.top_p or 1.0, LEAST_TOP_P),
             top_k=min(max(self.top_k or 0, 0), MOST_TOP_K),
@@ -170,9 +203,15 @@ class CompletionRequest(_Request):
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: Annotated[int, Field(ge=1)] | None = DEFAULT_TOKENS
     logprobs: Literal[0] | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = None
     echo: Literal[False] | None = None
-    suffix: None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_are_returned(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value not in (None, 1, info.data.get("n")):
+            raise ValueError("must be n, because every sample is returned; leave it out")
+        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -209,9 +248,6 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: dict[str, Any] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -224,20 +260,6 @@ class ChatRequest(_Request):
                 content = "".join(Text.model_validate(part).text for part in content)
             joined.append({**message, "content": content})
         return joined
-
-    @field_validator("tools")
-    @classmethod
-    def _no_tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        if value:
-            raise ValueError("are not supported; leave them out")
-        return value
-
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value not in (None, {"type": "text"}):
-            raise ValueError('must be {"type": "text"}; other formats are not supported')
-        return value
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -265,10 +287,22 @@ def parsed(kind: type[_AnyRequest], body: bytes) -> _AnyRequest:
         raise BadRequest(f"the body of a request must be JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadRequest(f"the body of a request must be a JSON object; got {type(value).__name__}")
+    value = {name: given for name, given in value.items() if given is not None}
+    if issubclass(kind, _Request):
+        value = {name: given for name, given in value.items() if _changes_something(name, given)}
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         raise BadRequest(*_first_fault(error)) from error
+
+
+def _changes_something(name: str, given: Any) -> bool:
+    """Whether a field matters; raises BadRequest if it would, but is not supported."""
+    if name not in UNCHANGING or given in UNCHANGING[name]:
+        return name not in UNCHANGING and name not in IGNORED
+    allowed = " or ".join(map(json.dumps, UNCHANGING[name]))
+    what = f"must be {allowed}, as no other value is supported" if allowed else "is not supported"
+    raise BadRequest(f"{name} {what}; got {shown(given)}; leave it out", name)
 
 
 def _first_fault(error: ValidationError) -> tuple[str, str]:

@@ -1,34 +1,71 @@
-"""The text of a completion while its tokens come: only what later tokens cannot change."""
+"""The text of tokens: what is certain of a completion while its tokens come, and what each token adds to it.
+
+Data flow: `Progress.tokens` -> `TextStream.push` -> the text of an answer; -> `TokenTexts.push` -> names,
+bytes and offsets, for its log-probabilities.
+"""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are no character yet."""
+MOST_PENDING = 4
+"""Tokens after which bytes that are no character will not become one: it has at most 4 bytes."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The byte for which each character stands in vocabularies of GPT-2's kind."""
 
 
 class TextStream:
-    """Tokens in, text out, without special tokens; the text ends before the first of the `stop` strings."""
+    """Tokens in, text out, without special tokens; the text ends before the first of the `stop` strings.
+
+    Each push decodes the new tokens after those of the push before, so that a whole completion takes time in
+    proportion to its length. `length` is the number of characters returned so far; `stopped` says whether a
+    stop string came.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._sent = 0
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._context: list[int] = []
+        self._new: list[int] = []
+        self._held = ""
+        self.length, self.stopped = 0, False
 
     def push(self, tokens: Sequence[int], *, finished: bool) -> str:
         """The text that is certain since the last call."""
-        self._tokens += tokens
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if self.stopped:
+            return ""
+        text = self._held + self._decoded(tokens, finished)
         ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if ends:
-            text = text[: min(ends)]
-        elif not finished:
-            text = self._certain(text.rstrip(REPLACEMENT))
-        new = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return new
+        self.stopped = bool(ends)
+        certain = text[: min(ends)] if ends else text if finished else self._certain(text)
+        self._held = text[len(certain) :]
+        self.length += len(certain)
+        return certain
+
+    def _decoded(self, tokens: Sequence[int], finished: bool) -> str:
+        """The text that became certain; tokens whose bytes are no character yet wait for the next call."""
+        self._new += tokens
+        before, window = self._decode(self._context), self._context + self._new
+        text = self._decode(window)
+        for pending in range(min(len(self._new), MOST_PENDING + 1)):
+            part: str = self._decode(window[:-pending]) if pending else text
+            is_whole = finished or not part.endswith(REPLACEMENT)
+            if is_whole or (pending == MOST_PENDING and text.startswith(part)):
+                count = len(self._new) - pending
+                if len(part) > len(before) or not self._context:
+                    self._context = self._new[:count]
+                del self._new[:count]
+                return part[len(before) :]
+        return ""
 
     def _certain(self, text: str) -> str:
         """`text` without what may be the beginning of a stop string."""
@@ -37,3 +74,61 @@ class TextStream:
             if any(stop.startswith(text[-size:]) for stop in self._stop):
                 return text[:-size]
         return text
+
+
+class Vocabulary:
+    """What a token of `tokenizer` is by itself; `first` if no text comes before it.
+
+    Some tokenizers write no space before the first word of a text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("a", add_special_tokens=False)
+        self.bytes_of, self.name = cache(self._bytes_of), cache(self._name)
+
+    def _bytes_of(self, token: int, first: bool) -> bytes:
+        """The bytes that a token adds to a text, perhaps part of a character; none if it is special."""
+        before = [] if first else self._before
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        text: str = decode([*before, token])[len(decode(before)) :]
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes.fromhex(byte[1])
+        return bytes(map(BYTE_LEVEL.__getitem__, piece)) if BYTE_LEVEL.keys() >= set(piece) else text.encode()
+
+    def _name(self, token: int, first: bool) -> str:
+        r"""The text of a token, of a special one too; of a part of a character `bytes:\xf0\x9f`."""
+        raw: bytes = self.bytes_of(token, first)
+        try:
+            return raw.decode() or self._tokenizer.decode([token])
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TokenText(NamedTuple):
+    """A token's name, its bytes, and the characters of the whole text before it and up to its end."""
+
+    name: str
+    bytes: bytes
+    start: int
+    end: int
+
+
+class TokenTexts:
+    """The texts of the tokens of one completion, one after the other."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first, self._end = True, 0
+
+    def push(self, token: int) -> TokenText:
+        """The next token; one that continues a character starts where that character does."""
+        name, raw = self._vocabulary.name(token, self._first), self._vocabulary.bytes_of(token, self._first)
+        start, self._end = self._end, self._end + len(self._utf8.decode(raw))
+        self._first = self._first and not raw
+        return TokenText(name, raw, start, self._end)

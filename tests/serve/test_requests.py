@@ -1,0 +1,147 @@
+"""Every field that OpenAI's own client may send is followed, changes nothing, or is refused by name."""
+
+import json
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chats
+
+from quatrain.rollout.interface import Sampling
+from quatrain.serve.requests import IGNORED, UNCHANGING, BadRequest, ChatRequest, CompletionRequest, parsed
+
+DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
+GOOD = {
+    CompletionRequest: {"model": "m", "prompt": [3, 4]},
+    ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+}
+TYPES = {CompletionRequest: completions, ChatRequest: chats}
+
+
+def sdk_fields(kind):
+    types = TYPES[kind]
+    parts = (types.CompletionCreateParamsNonStreaming, types.CompletionCreateParamsStreaming)
+    return set().union(*(get_type_hints(part) for part in parts))
+
+
+def asked(kind, **fields):
+    return parsed(kind, json.dumps({**GOOD[kind], **fields}).encode())
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_every_field_of_the_openai_package_is_known(kind):
+    """A new field belongs into the model, IGNORED or UNCHANGING, and into docs/serve.md."""
+    assert sdk_fields(kind) - kind.model_fields.keys() - IGNORED - UNCHANGING.keys() == set()
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_null_is_as_good_as_left_out(kind):
+    fields = (sdk_fields(kind) | kind.model_fields.keys() | IGNORED | UNCHANGING.keys()) - GOOD[kind].keys()
+    assert len(fields) > 40
+    whole = asked(kind, **dict.fromkeys(fields))
+    assert whole == asked(kind)
+    assert whole.sequences([2], 50)[0].sampling == asked(kind).sequences([2], 50)[0].sampling
+    for name in GOOD[kind]:
+        with pytest.raises(BadRequest, match=f"{name} is missing"):
+            asked(kind, **{name: None})
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_values_that_change_nothing(kind):
+    same = UNCHANGING | {
+        "logit_bias": ({}, {"3": 0}, {"3": 0.0, "4": 0}),
+        "n": (1,),
+        "stop": ([],),
+        "stream": (False,),
+        "stream_options": (
+            {},
+            {"include_usage": False},
+            {"include_usage": None, "include_obfuscation": False},
+        ),
+        **({"logprobs": (False,)} if kind is ChatRequest else {"best_of": (1,), "echo": (False,)}),
+    }
+    for name, values in same.items():
+        for value in values:
+            sampling = asked(kind, **{name: value}).sequences([2], 50)[0].sampling
+            assert sampling == asked(kind).sequences([2], 50)[0].sampling, (name, value)
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_ignored_fields_may_have_any_value(kind):
+    for name in IGNORED:
+        for value in ("high", True, {"a": "b"}, ["x"], 1):
+            assert asked(kind, **{name: value}) == asked(kind)
+
+
+REFUSED = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": -1,
+    "repetition_penalty": 1.1,
+    "length_penalty": 2,
+    "min_tokens": 1,
+    "bad_words": ["x"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "use_beam_search": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "suffix": "x",
+    "audio": {"voice": "alloy", "format": "wav"},
+    "function_call": {"name": "f"},
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "m"},
+    "response_format": {"type": "json_object"},
+    "service_tier": "priority",
+    "store": True,
+    "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+@pytest.mark.parametrize("name", UNCHANGING)
+def test_what_is_not_supported_is_refused_by_name_with_the_remedy(kind, name):
+    with pytest.raises(BadRequest, match=f"^{name} .*; got .*; leave it out$") as error:
+        asked(kind, **{name: REFUSED[name]})
+    assert (error.value.field, error.value.status) == (name, 400)
+    for value in UNCHANGING[name]:
+        assert json.dumps(value) in str(error.value)
+
+
+def test_unknown_fields_are_refused_unless_they_are_null():
+    assert asked(ChatRequest, guided_json=None) == asked(ChatRequest)
+    with pytest.raises(BadRequest, match="guided_json is not supported; leave it out"):
+        asked(ChatRequest, guided_json={})
+
+
+def test_best_of_is_n():
+    assert asked(CompletionRequest, n=3, best_of=3).n == 3
+    with pytest.raises(BadRequest, match="best_of: must be n"):
+        asked(CompletionRequest, n=1, best_of=2)
+    with pytest.raises(BadRequest, match="logit_bias: must be 0"):
+        asked(CompletionRequest, logit_bias={"3": 0, "4": 1})
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_max_tokens_is_clipped_to_what_the_prompt_leaves(kind):
+    def most(length, **fields):
+        [own] = asked(kind, **fields).sequences([length], 100)
+        assert isinstance(own.sampling, Sampling)
+        return own.sampling.max_new_tokens
+
+    assert [most(90, max_tokens=wanted) for wanted in (1, 9, 10, 11, 10**30)] == [1, 9, 10, 10, 10]
+    assert most(99, max_tokens=5) == 1
+    assert most(95) == 5  # of the 16 of a completion, and of all positions in a chat
+    with pytest.raises(BadRequest, match="must leave room for a token in the model's 100 positions") as error:
+        most(100, max_tokens=1)
+    assert error.value.field in GOOD[kind]
+
+
+def test_the_page_names_every_field():
+    page = DOCS.read_text("utf-8")
+    names = set().union(*(sdk_fields(kind) | kind.model_fields.keys() for kind in GOOD))
+    assert [name for name in sorted(names | IGNORED | UNCHANGING.keys()) if f"`{name}`" not in page] == []
