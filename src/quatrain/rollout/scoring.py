@@ -42,6 +42,11 @@ class Scores(NamedTuple):
     likeliest_logprobs: np.ndarray
     """[T, K] float32; a token that is among the likeliest has the same value here to the bit."""
 
+    def pairs(self) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens in the place of each, with their log-probabilities."""
+        both = zip(self.likeliest.tolist(), self.likeliest_logprobs.tolist(), strict=True)
+        return [list(zip(*each, strict=True)) for each in both]
+
 
 def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
     """Sequences in packs of as many tokens as one call of the device takes; each call has one per replica."""
