@@ -1,5 +1,7 @@
 """Scores of given tokens are those of the forward pass over each sequence by itself."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -26,11 +28,19 @@ def engine(small_arch, small_params, tokenizer):
     return made
 
 
-def expected(arch, params, ids):
-    """Log-probabilities [T - 1, V] of what follows each token but the last, one sequence at a time."""
-    row = np.array([ids])
-    hidden = forward(params, arch, row, np.arange(len(ids))[None], np.ones_like(row))
-    return np.asarray(jax.nn.log_softmax(logits(params, arch, hidden)))[0, :-1]
+@partial(jax.jit, static_argnames="arch")
+def _logprobs(params, arch, ids, real):
+    hidden = forward(params, arch, ids, np.broadcast_to(np.arange(ids.shape[1]), ids.shape), real)
+    return jax.nn.log_softmax(logits(params, arch, hidden))
+
+
+def expected(arch, params, sequences):
+    """Log-probabilities [T - 1, V] of what follows each token but the last, each sequence in its own row."""
+    ids, real = np.zeros((2, 6, 64), np.int32)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)], real[row, : len(sequence)] = sequence, 1
+    found = np.asarray(_logprobs(params, arch, ids, real))
+    return [rows[: len(sequence) - 1] for rows, sequence in zip(found, sequences)]
 
 
 @pytest.mark.parametrize("num_likeliest", [0, 3])
@@ -43,8 +53,7 @@ def test_scores_are_those_of_the_forward_pass(
     sequences = SEQUENCES[name]
     found = [scores for part in engine.score(sequences, num_likeliest) for scores in part]
     assert len(found) == len(sequences)
-    for ids, scores in zip(sequences, found):
-        wanted = expected(small_arch, small_params, ids)
+    for ids, scores, wanted in zip(sequences, found, expected(small_arch, small_params, sequences)):
         np.testing.assert_allclose(scores.logprobs[1:], wanted[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
         assert scores.likeliest.shape == (len(ids), num_likeliest)
         best = np.take_along_axis(wanted, scores.likeliest[1:], axis=1)

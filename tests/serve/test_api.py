@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from functools import partial
 
 import httpx2 as httpx
 import jax
@@ -123,11 +124,16 @@ def test_a_stop_string_ends_the_text_before_it(client):
         assert choices[-1].finish_reason == "stop"
 
 
+@partial(jax.jit, static_argnames="arch")
+def _forward(params, arch, ids, real):
+    return jax.nn.log_softmax(logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real)))[0]
+
+
 def own_logprobs(arch, params, ids):
     """[T - 1, V]: the model's own distribution after each token but the last."""
-    row = np.array([ids])
-    hidden = forward(params, arch, row, np.arange(len(ids))[None], np.ones_like(row))
-    return np.asarray(jax.nn.log_softmax(logits(params, arch, hidden)))[0, :-1]
+    row, real = np.zeros((2, 1, 64), np.int32)
+    row[0, : len(ids)], real[0, : len(ids)] = ids, 1
+    return np.asarray(_forward(params, arch, row, real))[: len(ids) - 1]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])

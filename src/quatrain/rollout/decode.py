@@ -86,8 +86,8 @@ class Program:
         """The partition specs of the parameters."""
         return partition(self.arch, mesh_shape(self.mesh))
 
-    def hidden(self, params: dict, packed: Packed) -> tuple[jax.Array, CachePart]:
-        """Hidden states [T, D] of packed prompts, and their keys and values; of one replica."""
+    def hidden(self, params: dict, packed: Any) -> tuple[jax.Array, CachePart]:
+        """Hidden states [T, D] of tokens packed as in `Packed`, and their keys and values; of one replica."""
         return decode_step.prefill(
             params,
             self.arch,

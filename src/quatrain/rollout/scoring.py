@@ -15,12 +15,13 @@ import numpy as np
 from jax import lax
 
 from quatrain.models.attention import unpacks
+from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
 from quatrain.ops.logprobs import even_parts
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
-from quatrain.rollout.decode import EACH_REPLICA, EVERYWHERE, Packed, Program
-from quatrain.rollout.groups import Admitted, Group, Pack, pack_prompts, split_into_packs
+from quatrain.rollout.decode import EACH_REPLICA, EVERYWHERE, Program
+from quatrain.rollout.groups import Admitted, Group, Pack, as_jit_arguments, pack_prompts, split_into_packs
 from quatrain.types import Prompt
 
 MOST_LIKELIEST = 5
@@ -48,8 +49,20 @@ class Scores(NamedTuple):
         return [list(zip(*each, strict=True)) for each in both]
 
 
+class PackedRow(NamedTuple):
+    """T packed tokens, as in `Packed`, whatever the number of sequences among them."""
+
+    input_ids: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    segment_ids: jax.Array  # [T] int32
+    branch_ids: jax.Array  # [T] int32
+    predictors: jax.Array  # [T] int32, the place of the token before each; arbitrary for the first ones
+    layout: Unpacking | None  # of [1, T] tokens
+
+
 def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
-    """Sequences in packs of as many tokens as one call of the device takes; each call has one per replica."""
+    """The packs of each call of the device, one for each replica, of as many tokens as prompts that are
+    prefilled together."""
     admitted = [
         Admitted(Group.of(Prompt(0, np.asarray(ids, np.int32), ""), 0, (0,), 1), number, 0)
         for number, ids in enumerate(sequences)
@@ -63,25 +76,31 @@ def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Ite
 def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
     """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
     packed = pack_prompts(packs, 1, 1, unpack=unpacks(program.attention))
-    found = score_program(program.backend)(
-        params, packed, program=program, num_likeliest=MOST_LIKELIEST if num_likeliest else 0
-    )
-    logprobs, *likeliest = map(np.asarray, jax.device_get(found))
-    of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
-    num_tokens, most = len(logprobs) // len(packs), len(packed.starts) // len(packs)
+    num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
     starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
-    scores = []
+    before = np.maximum(np.tile(np.arange(num_tokens, dtype=np.int32) - 1, (len(packs), 1)), 0)
+    where = []
     for replica, pack in enumerate(packs):
         for i in range(replica * most, replica * most + len(pack)):
             places = np.arange(lengths[i])
             places[common[replica] :] += starts[i] - common[replica]
-            where = replica * num_tokens + places
-            scores.append(Scores(*(array[where] for array in of_token)))
-    return scores
+            # The token before the first one after the common prefix is the last of that prefix.
+            before[replica, starts[i]] = max(common[replica] - 1, 0)
+            where.append(replica * num_tokens + places)
+    [predictors] = as_jit_arguments(before.reshape(-1))
+    found = score_program(program.backend)(
+        params,
+        PackedRow(*packed[:4], predictors, packed.layout),
+        program=program,
+        num_likeliest=MOST_LIKELIEST if num_likeliest else 0,
+    )
+    logprobs, *likeliest = map(np.asarray, jax.device_get(found))
+    of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
+    return [Scores(*(array[places] for array in of_token)) for places in where]
 
 
 def _score(
-    params: dict, packed: Packed, *, program: Program, num_likeliest: int
+    params: dict, packed: PackedRow, *, program: Program, num_likeliest: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Scores` of each of the packed tokens of all replicas."""
     per_shard = partial(_score_shard, program=program, num_likeliest=num_likeliest)
@@ -94,17 +113,15 @@ score_program = jit_for_backend(_score, static_argnames=("program", "num_likelie
 
 
 def _score_shard(
-    params: dict, packed: Packed, program: Program, num_likeliest: int
+    params: dict, packed: PackedRow, program: Program, num_likeliest: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     hidden_TD, _ = program.hidden(params, packed)
     num_tokens = len(hidden_TD)
-    # The token before the first one after the common prefix is the last of that prefix.
-    before_T = (jnp.arange(num_tokens) - 1).at[packed.starts].set(packed.num_common[0] - 1)
     most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
     num_chunks, size = even_parts(num_tokens, most)
     padding = (0, num_chunks * size - num_tokens)
     before, targets = (
-        jnp.pad(x, padding).reshape(num_chunks, size) for x in (jnp.maximum(before_T, 0), packed.input_ids)
+        jnp.pad(x, padding).reshape(num_chunks, size) for x in (packed.predictors, packed.input_ids)
     )
 
     def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
