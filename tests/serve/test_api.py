@@ -1,5 +1,6 @@
 """The server as its clients see it: the openai package, and requests that are wrong."""
 
+import asyncio
 import json
 import math
 import threading
@@ -19,6 +20,7 @@ from quatrain.models.decoder import forward, logits
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.serve.requests import MOST_SEQUENCES
 from quatrain.serve.service import ServiceFailed
+from quatrain.serve.text import TextStream
 from quatrain.types import Prompt
 from quatrain.weights.hf import save_hf
 
@@ -97,9 +99,8 @@ def test_a_chat_is_streamed(client, tokenizer):
     assert choice.prompt_token_ids == render(tokenizer, messages)
     assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
     assert len(choice.logprobs.content) == len(choice.token_ids)
-    parts = list(
-        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    )
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(client.chat.completions.create(**options, **streamed, extra_body={"return_token_ids": True}))
     assert parts[0].choices[0].delta.role == "assistant"
     text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert text == choice.message.content
@@ -205,6 +206,73 @@ def test_prompts_are_scored_between_rounds_and_not_while_paused(small_arch, smal
         with pytest.raises(ServiceFailed, match="closed"):
             future.result(10)
     assert service.totals.scored_tokens == 7
+
+
+def test_text_offsets_count_in_the_whole_completion_also_in_a_stream(client, tokenizer):
+    options = {"max_tokens": 40, "seed": 2, "temperature": 2}
+    whole = complete(client, **options).choices[0]
+    parts = [part.choices[0] for part in complete(client, **options, stream=True)]
+    assert len(parts) > 3
+    offsets = [at for part in parts for at in part.logprobs.text_offset]
+    assert offsets == whole.logprobs.text_offset
+    names = [name for part in parts for name in part.logprobs.tokens]
+    assert names == whole.logprobs.tokens
+    assert "".join(part.text for part in parts) == whole.text
+    special = [tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids]
+    for name, token, at in zip(names, whole.token_ids, offsets, strict=True):
+        if name.startswith("bytes:"):
+            assert tokenizer.decode([token]) == "\ufffd"
+        else:
+            assert name == tokenizer.decode([token])
+            assert name in special or whole.text[at:].startswith(name)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stop", [None, ["e", "a", "t", "o"]], ids=["end", "stop"])
+def test_the_tokens_of_a_chat_are_those_of_its_text(client, tokenizer, stream, stop):
+    special, num_special = set(tokenizer.all_special_tokens), 0
+    for seed in range(6):
+        options = {"max_tokens": 40, "temperature": 2, "seed": seed, "stop": stop}
+        options |= {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        ids = client.chat.completions.create(**options, extra_body={"return_token_ids": True}).choices[0]
+        assert len(ids.logprobs.content) == len(ids.token_ids)
+        num_special += sum(token in tokenizer.all_special_ids for token in ids.token_ids)
+        answer = client.chat.completions.create(**options, stream=stream)
+        parts = [part.choices[0] for part in answer] if stream else answer.choices
+        text, tokens = "", []
+        for part in parts:
+            text += (part.delta if stream else part.message).content or ""
+            tokens += part.logprobs.content if part.logprobs else []
+            said = b"".join(bytes(token.bytes) for token in tokens)
+            if part.finish_reason is None:  # an event has the tokens of its text
+                assert said.decode(errors="replace").rstrip("\ufffd") == text.rstrip("\ufffd")
+        assert text == ids.message.content
+        assert not special & {token.token for token in tokens}
+        said = said.decode(errors="replace")
+        if stop is None:
+            assert said == text
+        elif parts[-1].finish_reason == "stop":
+            assert said.startswith(text)
+            assert len(said) - len(text) <= max((len(token.token) for token in tokens[-1:]), default=0)
+    assert stop or num_special
+
+
+def test_text_is_decoded_beside_the_event_loop(client, monkeypatch):
+    on_the_loop = []
+    push = TextStream.push
+
+    def noting(self, tokens, *, finished):
+        try:
+            on_the_loop.append(asyncio.get_running_loop())
+        except RuntimeError:
+            on_the_loop.append(None)
+        return push(self, tokens, finished=finished)
+
+    monkeypatch.setattr(TextStream, "push", noting)
+    complete(client)
+    list(complete(client, stream=True))
+    assert len(on_the_loop) > 2
+    assert set(on_the_loop) == {None}
 
 
 def test_requests_share_the_slots(server, client):
@@ -318,6 +386,35 @@ def test_health_models_and_metrics(http):
     assert values["quatrain_sequences_running"] == "0"
 
 
+def test_a_model_can_be_asked_for_by_name(http, client):
+    [model] = http.get("/v1/models").json()["data"]
+    assert http.get(f"/v1/models/{MODEL}").json() == model
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="this server has the model small"):
+        client.models.retrieve("org/other")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "named"),
+    [
+        ("GET", "/", 404, "'/'"),
+        ("POST", "/v1/embeddings", 404, "'/v1/embeddings'"),
+        ("POST", "/v1/responses", 404, "docs/serve.md"),
+        ("GET", "/v1/chat", 404, "'/v1/chat'"),
+        ("GET", "/v1/completions", 405, "takes the methods POST; got GET"),
+        ("DELETE", "/v1/models/small", 405, "got DELETE"),
+        ("OPTIONS", "/v1/chat/completions", 405, "got OPTIONS"),
+    ],
+)
+def test_unknown_paths_and_methods_get_errors_in_openais_form(http, method, path, status, named):
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (status, None)
+    assert named in error["message"]
+    assert ("allow" in answer.headers) == (status == 405)
+
+
 GOOD = {"model": MODEL, "prompt": PROMPT}
 BAD = {
     "no prompt": ({"model": MODEL}, 400, "prompt"),
@@ -402,6 +499,7 @@ def assert_it_goes_on(http):
     assert answer.status_code == 200, answer.text
 
 
+LONG = {"role": "user", "content": "~" * 2040}
 EXTREMES = {
     "top_k": [{"top_k": -1}, {"top_k": 2**31 - 1}, {"top_k": 2**31}, {"top_k": 10**30}],
     "top_p": [{"top_p": 5e-324}, {"top_p": 1e-46}, {"top_p": 1e-38}, {"top_p": 1e-9}],
@@ -428,6 +526,15 @@ def test_extreme_values_are_followed(http, name):
         for choice in answer.json()["choices"]:
             assert all(map(math.isfinite, choice["logprobs"]["token_logprobs"])), fields
     assert_it_goes_on(http)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_more_tokens_than_the_positions_leave_end_as_length(http, path):
+    asked = {"prompt": [3] * 2044} if path == "/v1/completions" else {"messages": [LONG]}
+    body = {"model": MODEL, **asked, "max_tokens": 10**9, "temperature": 0, "return_token_ids": True}
+    [choice] = http.post(path, json=body).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["prompt_token_ids"]) + len(choice["token_ids"]) == 2048
 
 
 def test_a_tiny_top_p_and_a_huge_top_k_do_what_they_say(http):
@@ -497,6 +604,19 @@ def test_without_a_token_weights_are_not_changed(small_arch, small_params, token
             assert answer.status_code == 403
             assert "QUATRAIN_SERVE_TOKEN" in answer.json()["error"]["message"]
         assert http.get("/v1/models").status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_of_the_server_is_an_error_in_openais_form(server, http, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(server[1], "submit", fail)
+    answer = http.post("/v1/completions", json=GOOD, headers={"Connection": "close"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the request failed: RuntimeError: a fault"
+    monkeypatch.undo()
+    assert_it_goes_on(http)
 
 
 def test_a_failed_engine_is_reported_and_hangs_nobody(small_arch, small_params, tokenizer):

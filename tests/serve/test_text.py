@@ -136,7 +136,9 @@ def test_bytes_and_offsets_of_byte_level_tokens(tokenizer):
     ]
     assert texts[-1] == (tokenizer.eos_token, b"", len(f"Max {EMOJI}"), len(f"Max {EMOJI}"))
     broken = [tokenizer.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in b"\xff\xc3"]
-    assert [each.bytes for each in texts_of(tokenizer, broken)] == [b"\xff", b"\xc3"]
+    texts = texts_of(tokenizer, [*broken, *tokenizer.encode("x"), *broken])
+    assert [each.bytes for each in texts] == [b"\xff", b"\xc3", b"x", b"\xff", b"\xc3"]
+    assert [each.start for each in texts] == [0, 1, 2, 3, 4]
     assert {char: byte for byte, char in bytes_to_unicode().items()} == BYTE_LEVEL
 
 

@@ -554,7 +554,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
     message = f"this server does not have the path {path!r}; {paths}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow")
-        message = f"{path} takes the methods {allowed}; got {request.method}; {paths}"
+        message = f"{path!r} takes the methods {allowed}; got {request.method}; {paths}"
     return _error(error.status_code, message, headers=error.headers)
 
 

@@ -134,6 +134,8 @@ class TokenTexts:
     def push(self, token: int) -> TokenText:
         """The next token; one that continues a character starts where that character does."""
         name, raw = self._vocabulary.name(token, self._first), self._vocabulary.bytes_of(token, self._first)
+        if raw and raw[0] & 0xC0 != 0x80:  # it begins a character, so one that is not whole stays broken
+            self._end += len(self._utf8.decode(b"", final=True))
         start, self._end = self._end, self._end + len(self._utf8.decode(raw))
         self._first = self._first and not raw
         return TokenText(name, raw, start, self._end)
