@@ -24,7 +24,7 @@ def test_unpacked_attention_on_a_mesh_is_that_of_one_device(tmp_path, meshes):
         assert np.abs(results[f"{expected} gradient"]).max() > 1e-3
         for case in cases:
             np.testing.assert_array_equal(results[f"{case} tokens"], results[f"{expected} tokens"])
-            for name in ("logprobs", "gradient", "sampled logprobs"):
+            for name in ("logprobs", "gradient", "sampled logprobs", "scores", "likeliest"):
                 got, wanted = results[f"{case} {name}"], results[f"{expected} {name}"]
                 np.testing.assert_allclose(
                     got, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max(), err_msg=case

@@ -72,12 +72,15 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     engine.sync_weights(params, 0)
     prompts = [Prompt(i, np.arange(1, 9 + i, dtype=np.int32), "") for i in range(9)]
     sampled = engine.generate(prompts)
+    scored = [scores for part in engine.score([p.input_ids for p in prompts], 3) for scores in part]
     leaves = jax.tree.leaves(jax.tree.map(lambda g: to_host(g).sum(axis=0), grads))
     return {
         "logprobs": predict_tokens(params, table(), model=model, cutting=cutting),
         "gradient": np.concatenate([leaf.reshape(-1) for leaf in leaves]),
         "tokens": sampled.input_ids,
         "sampled logprobs": sampled.rollout_logprobs,
+        "scores": np.concatenate([scores.logprobs[1:] for scores in scored]),
+        "likeliest": np.concatenate([scores.likeliest_logprobs[1:] for scores in scored]),
     }
 
 

@@ -313,6 +313,18 @@ def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
     assert compiled(1) > 1
 
 
+def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
+    engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 columns each
+
+    def slots_and_compilations(length):
+        batch = engine.wait(engine.submit(_prompts([[7] * length, *[[9] * length]] * 6)))
+        return engine._session._scheduler.max_slots, batch.metrics["rollout/compilations"].result()
+
+    assert slots_and_compilations(20)[0] == 20
+    assert slots_and_compilations(500)[0] == 1
+    assert slots_and_compilations(20) == (20, 0)
+
+
 def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):
     """A model of one layer, of which as many programs are compiled."""
     arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])

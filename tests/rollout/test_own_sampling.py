@@ -7,6 +7,7 @@ from quatrain.config.schema import RolloutConfig
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Sampling
+from quatrain.rollout.session import Session
 from quatrain.types import Prompt
 
 LENGTHS = (5, 2, 17, 9, 3)
@@ -109,3 +110,76 @@ def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(en
     short = OwnSampling(Sampling(n=1, max_new_tokens=4), 0, 0, 0)
     [completion] = finish(engine, engine.submit_own(PROMPTS[:1], [short]))
     assert 1 <= len(completion.tokens) <= 4
+
+
+SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 48 and 160 columns
+MEMORY = 20 * 48  # columns of the cache
+
+
+@pytest.fixture
+def limited(engine_of, monkeypatch):
+    """(an engine whose cache has MEMORY columns, the shape of the cache in each of its rounds)."""
+    shapes, resize = [], Session._resize
+
+    def recorded(session):
+        resize(session)
+        shapes.append(session._cache.shape)
+        slots, rows, before, after = session._cache.shape
+        assert rows * before + slots * after <= MEMORY
+
+    monkeypatch.setattr(Session, "_resize", recorded)
+    engine = engine_of(max_new_tokens=64)
+    engine._cache_bytes = MEMORY * 256
+    return engine, shapes
+
+
+def asked(*sizes):
+    prompts = [Prompt(0, np.arange(size, dtype=np.int32) % 250, "") for size, _ in sizes]
+    owners = [OwnSampling(Sampling(n=1, max_new_tokens=new), 3, 0, i) for i, (_, new) in enumerate(sizes)]
+    return prompts, owners
+
+
+def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
+    engine, shapes = limited
+
+    def most_at_once(count, *size):
+        shapes.clear()
+        finish(engine, engine.submit_own(*asked(*[size] * count)))
+        return max(shape.slots for shape in shapes)
+
+    # Of one token, which the prefill gives: no decode step is compiled.
+    assert most_at_once(24, 5, 1) == 20
+    assert most_at_once(8, 100, 1) == 6
+    assert most_at_once(1, 700, 1) == 1
+    assert most_at_once(24, 5, 1) == 20
+
+
+def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
+    engine, shapes = limited
+    before = engine.submit_own(*asked(*[SHORT] * 10))
+    engine.advance()
+    [long] = engine.submit_own(*asked(LONG))
+    after = engine.submit_own(*asked(*[SHORT] * 10))
+    while not engine.completion(long).tokens:
+        assert shapes[-1] == (16, 16, 32, 16)
+        assert not any(engine.completion(ticket).tokens for ticket in after)
+        engine.advance()
+    assert len(shapes) > 2
+    assert shapes[-1].slots <= 6
+    assert shapes[-1].prompt_columns == 128
+    assert all(completion.tokens for completion in finish(engine, [long, *before, *after]))
+
+
+def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
+    rng = np.random.default_rng(5)
+    sizes = [(int(rng.choice([4, 100])), int(rng.choice([3, 12]))) for _ in range(20)]
+    prompts, owners = asked(*sizes)
+    engine, tickets = limited[0], []
+    for first in range(0, len(prompts), 4):
+        tickets += engine.submit_own(prompts[first : first + 4], owners[first : first + 4])
+        for _ in range(int(rng.integers(0, 3))):
+            engine.advance()
+    together = [completion.tokens for completion in finish(engine, tickets)]
+    for prompt, own, tokens in zip(prompts[:8], owners[:8], together):
+        [alone] = finish(engine, engine.submit_own([prompt], [own]))
+        assert alone.tokens == tokens

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from functools import partial
 
 import httpx2 as httpx
 import jax
@@ -15,8 +16,10 @@ from servers import MODEL, served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
+from quatrain.models.decoder import forward, logits
 from quatrain.rollout.engine import RolloutEngine
 from quatrain.serve.requests import MOST_SEQUENCES
+from quatrain.serve.service import ServiceFailed
 from quatrain.serve.text import TextStream
 from quatrain.types import Prompt
 from quatrain.weights.hf import save_hf
@@ -120,6 +123,89 @@ def test_a_stop_string_ends_the_text_before_it(client):
         choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
         assert "".join(choice.text for choice in choices) == whole.text[: whole.text.index(stop)]
         assert choices[-1].finish_reason == "stop"
+
+
+@partial(jax.jit, static_argnames="arch")
+def _forward(params, arch, ids, real):
+    return jax.nn.log_softmax(logits(params, arch, forward(params, arch, ids, np.arange(64)[None], real)))[0]
+
+
+def own_logprobs(arch, params, ids):
+    """[T - 1, V]: the model's own distribution after each token but the last."""
+    row, real = np.zeros((2, 1, 64), np.int32)
+    row[0, : len(ids)], real[0, : len(ids)] = ids, 1
+    return np.asarray(_forward(params, arch, row, real))[: len(ids) - 1]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+def test_an_echo_has_the_prompts_log_probabilities(http, small_arch, small_params, tokenizer, num_tokens):
+    prompts = [render(tokenizer, text) for text in ("How much is 12 + 30?", "How much is 7", "x")]
+    body = {"model": MODEL, "prompt": prompts, "max_tokens": num_tokens, "temperature": 0}
+    asked = {**body, "logprobs": 2, "echo": True, "return_token_ids": True}
+    answer = http.post("/v1/completions", json=asked).json()
+    assert answer["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in answer["choices"])
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        ids = [*prompt, *choice["token_ids"]]
+        texts = (tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, choice["token_ids"]))
+        assert choice["text"] == "".join(texts)
+        assert num_tokens or (choice["token_ids"], choice["finish_reason"]) == ([], "length")
+        found, wanted = choice["logprobs"], own_logprobs(small_arch, small_params, ids)
+        assert [found["token_logprobs"][0], found["top_logprobs"][0]] == [None, None]
+        values, alternatives = found["token_logprobs"][1:], found["top_logprobs"][1:]
+        np.testing.assert_allclose(values, wanted[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
+        for value, name, top, row in zip(values, found["tokens"][1:], alternatives, wanted, strict=True):
+            assert top[name] >= value
+            np.testing.assert_allclose(list(top.values())[:2], -np.sort(-row)[: len(top)][:2], atol=1e-5)
+            if row.max() == pytest.approx(value, abs=1e-6):
+                assert value == max(top.values())  # to the bit: so clients see what is greedy
+        assert len(found["text_offset"]) == len(found["tokens"]) == len(ids)
+        assert "".join(found["tokens"][: len(prompt)]) == tokenizer.decode(prompt)
+
+
+def test_an_echoed_text_is_returned_as_it_came(http, tokenizer):
+    body = {"model": MODEL, "prompt": ["1 + 2", "3"], "n": 2, "max_tokens": 3, "echo": True, "seed": 1}
+    plain = http.post("/v1/completions", json={**body, "echo": False}).json()["choices"]
+    echoed = http.post("/v1/completions", json={**body, "logprobs": 0}).json()["choices"]
+    for text, before, after in zip(["1 + 2", "1 + 2", "3", "3"], plain, echoed, strict=True):
+        assert after["text"] == text + before["text"]
+        assert after["logprobs"]["top_logprobs"] is None
+        assert after["logprobs"]["token_logprobs"][0] is None
+        assert len(after["logprobs"]["tokens"]) == len(render(tokenizer, text)) + 3
+        assert len(text) in after["logprobs"]["text_offset"]
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"] is None
+
+
+def test_alternatives_are_those_of_the_models_own_distribution(http, small_arch, small_params):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0.5, "top_p": 0.5, "seed": 2}
+    asked = {**body, "logprobs": 5, "return_token_ids": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    ids = [*PROMPT, *choice["token_ids"]]
+    wanted = own_logprobs(small_arch, small_params, ids)[len(PROMPT) - 1 :]
+    found = choice["logprobs"]
+    np.testing.assert_allclose(
+        found["token_logprobs"], wanted[np.arange(len(wanted)), choice["token_ids"]], atol=1e-5
+    )
+    for name, top, row in zip(found["tokens"], found["top_logprobs"], wanted, strict=True):
+        assert name in top
+        np.testing.assert_allclose(list(top.values())[:5], -np.sort(-row)[:5], atol=1e-5)
+
+
+def test_prompts_are_scored_between_rounds_and_not_while_paused(small_arch, small_params, tokenizer):
+    service = service_of(small_arch, small_params, tokenizer)
+    service.pause()
+    waiting, left = service.score([PROMPT, PROMPT[:2]], 1), service.score([PROMPT], 1)
+    assert left.cancel()
+    time.sleep(0.1)
+    assert not waiting.done()
+    service.resume()
+    assert [len(scores.logprobs) for scores in waiting.result(60)] == [5, 2]
+    service.pause()
+    unanswered = service.score([PROMPT], 0)
+    service.close()
+    for future in (unanswered, service.score([PROMPT], 0)):
+        with pytest.raises(ServiceFailed, match="closed"):
+            future.result(10)
+    assert service.totals.scored_tokens == 7
 
 
 def test_text_offsets_count_in_the_whole_completion_also_in_a_stream(client, tokenizer):
@@ -342,9 +428,16 @@ BAD = {
     "not a number": ({**GOOD, "temperature": "warm"}, 400, "temperature"),
     "top_p": ({**GOOD, "top_p": 0}, 400, "top_p"),
     "no tokens": ({**GOOD, "max_tokens": 0}, 400, "max_tokens"),
+    "no tokens and a long prompt": (
+        {**GOOD, "prompt": [3] * 10**5, "max_tokens": 0, "echo": True},
+        400,
+        "positions",
+    ),
+    "a stream of alternatives": ({**GOOD, "logprobs": 1, "stream": True}, 400, "stream"),
+    "a streamed echo": ({**GOOD, "echo": True, "stream": True}, 400, "stream"),
     "too many samples": ({**GOOD, "n": MOST_SEQUENCES + 1}, 400, "n:"),
     "too many sequences": ({**GOOD, "prompt": [[3]] * 600, "n": 2}, 400, "1200"),
-    "alternatives": ({**GOOD, "logprobs": 5}, 400, "logprobs"),
+    "alternatives": ({**GOOD, "logprobs": 6}, 400, "logprobs"),
     "unknown field": ({**GOOD, "guided_json": {}}, 400, "guided_json is not supported"),
     "not finite": ({**GOOD, "temperature": math.nan}, 400, "temperature"),
     "infinite temperature": ({**GOOD, "temperature": math.inf}, 400, "temperature"),

@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.kv_cache import CachePart, empty_cache
-from quatrain.ops.ladder import power_of_two
+from quatrain.ops.ladder import power_of_two, round_up
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.rollout.decode import Turns, keep_turns, rearrange
+from quatrain.rollout.groups import FEWEST_COLUMNS, prompt_columns
 
 
 class CacheShape(NamedTuple):
@@ -27,6 +28,45 @@ class CacheShape(NamedTuple):
     rows: int
     prompt_columns: int
     generated_columns: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory for the cache of one replica, of which a sequence takes as much as it has columns.
+
+    The prompt cache has at least `fewest_columns`. A sequence may have `more_context` tokens more than its
+    prompt before its last turn, and a turn `more_turn` tokens more than are asked for.
+    """
+
+    num_bytes: int
+    column_bytes: int
+    fewest_columns: int
+    more_context: int = 0
+    more_turn: int = 0
+
+    def columns(self, prompt: int, new: int) -> int:
+        """Columns of a sequence with a prompt of up to `prompt` tokens and a completion of up to `new`."""
+        before = max(prompt_columns(prompt), self.fewest_columns) + self.more_context
+        return prompt_columns(before) + self.ring(new, new)
+
+    def ring(self, needed: int, most: int) -> int:
+        """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
+
+        At most as many as the longest completion has, of `most` tokens. Turns have room for a call more:
+        their keys and values are kept after a call in which other slots went on writing.
+        """
+        columns = FEWEST_COLUMNS
+        while columns < needed:
+            columns *= 2
+        return min(columns, round_up(most + self.more_turn))
+
+    def fitting(self, columns: int) -> int:
+        """How many sequences of so many columns there is room for."""
+        return self.num_bytes // (columns * self.column_bytes)
+
+    def share(self, columns: int) -> str:
+        """The memory that so many columns take, and how much there is, for an error."""
+        return f"{columns * self.column_bytes / 2**20:.1f} MiB of {self.num_bytes / 2**20:.1f} MiB"
 
 
 class Move(NamedTuple):

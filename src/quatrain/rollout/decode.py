@@ -86,6 +86,21 @@ class Program:
         """The partition specs of the parameters."""
         return partition(self.arch, mesh_shape(self.mesh))
 
+    def hidden(self, params: dict, packed: Any) -> tuple[jax.Array, CachePart]:
+        """Hidden states [T, D] of tokens packed as in `Packed`, and their keys and values; of one replica."""
+        return decode_step.prefill(
+            params,
+            self.arch,
+            packed.input_ids,
+            packed.positions,
+            packed.segment_ids,
+            packed.branch_ids,
+            dtype=self.dtype,
+            attention=self.attention,
+            layout=packed.layout,
+            backend=self.backend,
+        )
+
     def draw(
         self,
         token_logits: jax.Array,
@@ -145,18 +160,7 @@ prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate
 def _prefill_shard(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    hidden_TD, new = decode_step.prefill(
-        params,
-        program.arch,
-        packed.input_ids,
-        packed.positions,
-        packed.segment_ids,
-        packed.branch_ids,
-        dtype=program.dtype,
-        attention=program.attention,
-        layout=packed.layout,
-        backend=program.backend,
-    )
+    hidden_TD, new = program.hidden(params, packed)
     columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common
     columns_NS = jnp.where(columns_S < packed.num_common, columns_S, after_N[:, None] + columns_S)
 

@@ -28,9 +28,11 @@ from quatrain.models.lora import adapters_of, apart_from, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
+from quatrain.rollout.decode import Program
 from quatrain.rollout.episodes import EpisodeRules, EpisodeSession
 from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Completion, OnProgress, RolloutProgress, Sampling, rollout_batch
+from quatrain.rollout.scoring import Scores, packs_to_score, score_packs
 from quatrain.rollout.session import Sampler, Session, Tally
 from quatrain.types import Prompt, RolloutBatch
 
@@ -229,6 +231,17 @@ class RolloutEngine:
         assert isinstance(ticket.session, Session)
         with self._interruption():
             ticket.session.cancel(ticket.groups[0])
+
+    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Iterator[list[Scores]]:
+        """Log-probabilities of given tokens, by the weights that are set; the next sequences at each step.
+
+        A step is one call of the device, between two rounds.
+        """
+        program = Program(self.arch, None, self.stop_ids, self.dtype, self._attention, self.mesh)
+        for packs in packs_to_score(sequences, mesh_shape(self.mesh).num_data_shards):
+            with self._between_calls:
+                scores = score_packs(program, self._weights(), packs, num_likeliest)
+            yield scores
 
     def wait(self, ticket: Ticket) -> RolloutBatch:
         """The batch of the prompts that were submitted for `ticket`; decodes all that is in flight meanwhile.

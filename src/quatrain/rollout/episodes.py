@@ -174,7 +174,8 @@ class EpisodeSession:
 
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Begin the episodes of each prompt; their tickets. Raises ValueError if the cache does not fit."""
-        self._session.reserve(prompts, len(self._episodes) + len(prompts) * self.sampling.n)
+        unfinished = [episode.prompt for episode in self._episodes.values()]
+        self._session.reserve([*unfinished, *prompts], len(unfinished) + len(prompts) * self.sampling.n)
         self._patience_s = PATIENCE_S
         first = self._next_ticket
         self._next_ticket += len(prompts)

@@ -144,6 +144,8 @@ class Completion:
     """The index of the first token of each turn of the policy."""
     num_given: int = 0
     """How many of the tokens the policy did not sample."""
+    tail: int = field(default=0, compare=False)
+    """The index of the first token that can still be part of a stop string."""
 
     __repr__ = brief
 
@@ -168,6 +170,7 @@ class Completion:
         self.extend(tokens, [0.0] * len(tokens), -1)
         self.num_given += len(tokens)
         self.turns.append(len(self.tokens))
+        self.tail = len(self.tokens)
         self.finish_reason = "length"
 
     def cut(self, length: int) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from quatrain.ops.ladder import power_of_two, round_up
@@ -68,7 +69,8 @@ class Scheduler:
     Tickets number the groups from 0 in the order of submission. `slots[i]` is the sample that runs in slot i,
     and `rows[i]` is the ticket of the group whose prompt is in row i; the entries of replica 0 come first,
     then those of replica 1, and so on. Only `resize` changes the numbers of slots and rows. `varying`: the
-    demand changes all the time, so that the number of slots is always a power of two.
+    demand changes all the time, so that the number of slots is a power of two or `max_slots`. The queued
+    group `barred`, and those behind it, are not admitted.
     """
 
     max_slots: int
@@ -76,6 +78,7 @@ class Scheduler:
     slots: list[Occupant | None] = field(default_factory=list)
     rows: list[int | None] = field(default_factory=list)
     varying: bool = False
+    barred: int | None = None
 
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
@@ -241,21 +244,32 @@ class Scheduler:
     @property
     def demand(self) -> int:
         """Unfinished samples: those in slots, all that wait, and held ones."""
-        return sum(self._loads()) + sum(len(group.waiting) for group in self._queue) + len(self._held)
+        return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._held)
+
+    @property
+    def queued(self) -> list[int]:
+        """Tickets of groups with samples that are not assigned to a replica yet, in order."""
+        return [group.ticket for group in self._queue]
+
+    @property
+    def in_memory(self) -> set[int]:
+        """Tickets of groups that have rows or may get them now."""
+        return {ticket for ticket in self.rows if ticket is not None} | {g.ticket for g in self._admissible()}
 
     def wanted_slots(self) -> int:
         """The number of slots per replica for the current demand; few if only a few sequences remain.
 
         Each change copies the cache: the number grows when more sequences could run, and shrinks by powers of
-        two.
+        two. It is at most `max_slots`, unless more are in use.
         """
         in_use = self._in_use(self.slots)
-        demand = max(min(max(self._fair_share(), *self._loads()), self.max_slots), *in_use)
-        if self.varying:
-            return max(FEWEST_SLOTS, power_of_two(demand))
-        if demand > self.num_slots:
-            return min(round_up(demand, minimum=1), max(self.max_slots, demand))
-        return min(max(FEWEST_SLOTS, power_of_two(demand)), self.num_slots)
+        demand = max(min(max(self._fair_share(), *self.loads()), self.max_slots), *in_use)
+        if demand > self.num_slots and not self.varying:
+            wanted = round_up(demand, minimum=1)
+        else:
+            wanted = max(FEWEST_SLOTS, power_of_two(demand))
+            wanted = wanted if self.varying else min(wanted, self.num_slots)
+        return min(wanted, max(self.max_slots, *in_use))
 
     def wanted_rows(self, num_slots: int) -> int:
         """Rows per replica that are enough to fill `num_slots` slots: a power of two, never fewer than now.
@@ -300,11 +314,11 @@ class Scheduler:
 
     def _assignments(self, num_slots: int) -> Iterator[tuple[_Group, int, int]]:
         """The assignment of queued samples to replicas with `num_slots` slots: (group, replica, count)."""
-        loads, fair = self._loads(), self._fair_share()
+        loads, fair = self.loads(), self._fair_share()
         all_fit = fair <= num_slots
         most = fair if all_fit else num_slots
         room = [most - load for load in loads]
-        for group in self._queue:
+        for group in self._admissible():
             left = len(group.waiting)
             while left:
                 replica = max(range(self.num_replicas), key=room.__getitem__)
@@ -315,7 +329,11 @@ class Scheduler:
                 room[replica] -= count
                 left -= count
 
-    def _loads(self) -> list[int]:
+    def _admissible(self) -> Iterator[_Group]:
+        """The queued groups before the one that is barred."""
+        return takewhile(lambda group: group.ticket != self.barred, self._queue)
+
+    def loads(self) -> list[int]:
         """Samples of each replica that run or wait for a slot there."""
         loads = self._in_use(self.slots)
         for group in self._open.values():
@@ -324,8 +342,9 @@ class Scheduler:
         return loads
 
     def _fair_share(self) -> int:
-        """Samples per replica if all replicas had equally many, rounded up."""
-        return -(-self.demand // self.num_replicas)
+        """Samples per replica if all replicas had equally many of those not barred, rounded up."""
+        waiting = sum(len(group.waiting) for group in self._admissible())
+        return -(-(sum(self.loads()) + waiting + len(self._held)) // self.num_replicas)
 
     def _on_replica(self, items: list[_T], replica: int) -> list[_T]:
         """The entries of `items` (slots or rows) of one replica."""

@@ -27,9 +27,9 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_column
-from quatrain.ops.ladder import round_up, round_up_coarsely
+from quatrain.ops.ladder import round_up_coarsely
 from quatrain.parallel.mesh import mesh_shape
-from quatrain.rollout.cache import Cache, CacheShape, Move
+from quatrain.rollout.cache import Cache, CacheShape, Move, Room
 from quatrain.rollout.decode import (
     TOKENS_PER_CALL,
     Program,
@@ -39,7 +39,6 @@ from quatrain.rollout.decode import (
     prefill_program,
 )
 from quatrain.rollout.groups import (
-    FEWEST_COLUMNS,
     Admitted,
     Continuation,
     Group,
@@ -54,6 +53,7 @@ from quatrain.rollout.groups import (
 )
 from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.scheduler import Occupant, Scheduler
+from quatrain.rollout.stop_strings import cut_at_stop_strings
 from quatrain.types import Prompt
 
 EXTENDED_TOKENS = 1024
@@ -160,11 +160,18 @@ class Session:
         self._sampler, self._limit = sampler, max_concurrency
         self._program = sampler.program(None if own_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
-        self._scheduler = Scheduler(0, sampler.num_replicas, varying=own_sampling)
+        self._scheduler = Scheduler(int(own_sampling), sampler.num_replicas, varying=own_sampling)
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
-        self._prompt_columns = self._longest_prompt = prompt_columns(sampler.usual_prompt)
+        self._prompt_columns = prompt_columns(sampler.usual_prompt)
+        self._room = Room(
+            sampler.cache_bytes,
+            bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            self._prompt_columns,
+            sampler.more_context,
+            0 if goes_on is None else TOKENS_PER_CALL - 1,
+        )
         self._most_slots = 0
 
     @property
@@ -180,7 +187,9 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
-        self.reserve(prompts, self._scheduler.demand + len(prompts) * self.sampling.n)
+        finished = self._scheduler.is_finished
+        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
+        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
@@ -188,14 +197,16 @@ class Session:
 
         Raises ValueError if the cache of one sequence does not fit.
         """
-        longest = self._most_tokens
-        self._most_tokens = max(longest, *(own.sampling.max_new_tokens for own in owners))
-        try:
-            self.reserve(prompts, self._scheduler.demand + len(prompts))
-        except ValueError:
-            self._most_tokens = longest
-            raise
-        return self.submit_groups(list(map(Group.alone, prompts, owners)))
+        groups = list(map(Group.alone, prompts, owners))
+        for group in groups:
+            columns = self._room.columns(len(group.context), group.limit)
+            if not self._room.fitting(columns):
+                raise ValueError(
+                    "the KV cache of a sequence must fit into the memory for it: a prompt of "
+                    f"{len(group.context)} tokens and a completion of up to {group.limit} need "
+                    f"{self._room.share(columns)}; shorten the prompt or lower max_tokens"
+                )
+        return self.submit_groups(groups)
 
     def completion(self, ticket: int) -> Completion:
         """What there is of the only sample of a group."""
@@ -213,21 +224,17 @@ class Session:
             raise RuntimeError(
                 "call reserve() before submit_groups(): it decides how many sequences run at once"
             )
-        for group in groups:
-            self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
         tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
         self._groups |= zip(tickets, groups, strict=True)
         return tickets
 
     def reserve(self, prompts: Sequence[Prompt], demand: int) -> None:
-        """Decides how many sequences run at once, of `demand` with these prompts among them.
+        """Decides how many sequences run at once, of `demand` with these prompts, those in flight included.
 
         Raises ValueError if the cache does not fit.
         """
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        columns = max(self._longest_prompt, prompt_columns(longest))
-        self._scheduler.max_slots = self._max_concurrent(columns, demand)
-        self._longest_prompt = columns
+        self._scheduler.max_slots = self._max_concurrent(longest, demand)
 
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""
@@ -242,7 +249,6 @@ class Session:
         """
         group = self._groups[held]
         group.begin_turn(tokens, limit)
-        self._prompt_columns = max(self._prompt_columns, prompt_columns(len(group.context)))
         if self._scheduler.resume(held):
             self._resumed.append(held)
 
@@ -301,23 +307,20 @@ class Session:
         """The maximum number of sequences that one replica decodes at once.
 
         `longest` is the length of the longest prompt, `demand` the number of sequences of all replicas.
-        Raises ValueError if the cache of that many
-        sequences, at most `max_concurrency`, does not fit into the memory for it.
+        Raises ValueError if the cache of that many sequences, at most `max_concurrency`, does not fit into
+        the memory for it.
         """
-        sampler, replicas = self._sampler, self._sampler.num_replicas
-        columns = prompt_columns(longest + sampler.more_context)
-        columns += self._ring_columns(self._most_tokens)
-        each = columns * bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp)
-        fitting = sampler.cache_bytes // each
+        replicas = self._sampler.num_replicas
+        columns = self._room.columns(longest, self._most_tokens)
+        fitting = self._room.fitting(columns)
         most = self._limit // replicas if self._limit else max(fitting, 1)
         together = min(most, -(-demand // replicas))
-        if together > fitting and not (fitting and self._own_sampling):
+        if together > fitting:
             each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
             raise ValueError(
                 "the KV cache of all sequences that decode at once must fit into the memory for it: "
                 f"{together} sequences{each_of} of up to {columns} tokens need "
-                f"{together * each / 2**20:.1f} MiB of {sampler.cache_bytes / 2**20:.1f} MiB, "
-                f"which is enough for {fitting}; "
+                f"{self._room.share(together * columns)}, which is enough for {fitting}; "
                 + (
                     f"set rollout.max_concurrency to {fitting * replicas} or fewer"
                     if fitting
@@ -326,27 +329,53 @@ class Session:
             )
         return min(most, max(fitting, 1))
 
-    def _ring_columns(self, needed: int) -> int:
-        """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
+    def _bar(self) -> None:
+        """Lets queued groups wait that need longer caches than there is room for beside what runs.
 
-        At most as many as the longest completion has. Turns have room for a call more: their keys and values
-        are kept after a call in which other slots went on writing.
+        Without a sampling of their own, `reserve` has decided how many sequences run at once, and groups wait
+        as long as more do.
         """
-        columns = FEWEST_COLUMNS
-        while columns < needed:
-            columns *= 2
-        more = 0 if self._goes_on is None else TOKENS_PER_CALL - 1
-        return min(columns, round_up(self._most_tokens + more))
+        scheduler = self._scheduler
+        scheduler.barred = None
+        if self._own_sampling:
+            self._make_room()
+        elif max(scheduler.loads()) > scheduler.max_slots:
+            scheduler.barred = next(iter(scheduler.queued), None)
+
+    def _make_room(self) -> None:
+        """Decides how many sequences run at once, by what those need that run and those that come next.
+
+        A queued sequence that is longer than these, so that fewer would fit than run before it, waits with
+        all behind it until others have ended.
+        """
+        scheduler, replicas = self._scheduler, self._sampler.num_replicas
+        loads, queued = scheduler.loads(), scheduler.queued
+        running = [self._groups[ticket] for ticket in scheduler.in_memory.difference(queued)]
+        prompt = max((len(group.context) for group in running), default=1)
+        new = max((group.limit for group in running), default=1)
+        fitting = self._room.fitting(self._room.columns(prompt, new))
+        for count, ticket in enumerate(queued, sum(loads)):
+            group = self._groups[ticket]
+            longer = max(prompt, len(group.context)), max(new, group.limit)
+            fewer = self._room.fitting(self._room.columns(*longer))
+            if max(loads) > fewer or (fewer < fitting and count >= fewer * replicas):
+                scheduler.barred = ticket
+                break
+            (prompt, new), fitting = longer, fewer
+        self._most_tokens = new
+        scheduler.max_slots = min(fitting, self._limit // replicas) if self._limit else fitting
 
     def _resize(self) -> None:
         """Changes the numbers of slots, rows and columns to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
+        self._bar()
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
         if self._goes_on is not None:
             rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
         used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
-        generated = self._ring_columns(used + TOKENS_PER_CALL)
+        generated = self._room.ring(used + TOKENS_PER_CALL, self._most_tokens)
+        self._prompt_columns = self._wanted_columns(slots)
         shape = CacheShape(slots, rows, self._prompt_columns, generated)
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
@@ -356,6 +385,19 @@ class Session:
             self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, rows), used)
         elif self._cache.shape != shape:
             self._cache = self._cache.resized(shape, used)
+
+    def _wanted_columns(self, slots: int) -> int:
+        """Columns of the prompt cache, which holds every context of groups that run or may begin to.
+
+        As many as before, where these suffice and `slots` sequences fit: another size is another program.
+        Requests of all lengths come to a server, which does not keep four times the columns that it needs.
+        """
+        groups = [self._groups[ticket] for ticket in self._scheduler.in_memory]
+        longest = max((max(len(group.context), group.kept) for group in groups), default=1)
+        needed = max(self._room.fewest_columns, prompt_columns(longest))
+        kept = max(needed, self._prompt_columns)
+        fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
+        return kept if fits and not (self._own_sampling and kept >= 4 * needed) else needed
 
     def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
         """For each prefill call, one pack per replica, empty if a replica has fewer packs than others."""
@@ -498,7 +540,7 @@ class Session:
         assert self._cache is not None
         needed = prompt_columns(max(move.num_tokens + move.num_before for move in moves))
         if needed > self._cache.shape.prompt_columns:
-            self._prompt_columns = max(needed, self._prompt_columns)
+            self._prompt_columns = needed
             self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
         self._cache = self._cache.kept(moves)
 
@@ -518,7 +560,8 @@ class Session:
             (group.completions[index], stop) for group, index in samples if (stop := self._stop(group))
         ]
         if with_stop:
-            self._cut_at_stop_strings(with_stop)
+            for completion in cut_at_stop_strings(self._sampler.tokenizer, with_stop):
+                completion.finish_reason = "stop"
         ended = []
         for i, (group, index) in enumerate(samples):
             completion = group.completions[index]
@@ -532,24 +575,6 @@ class Session:
     def _stop(self, group: Group) -> tuple[str, ...]:
         """The strings that end a completion of the group."""
         return self.sampling.stop if group.own is None else group.own.sampling.stop
-
-    def _cut_at_stop_strings(self, with_stop: list[tuple[Completion, tuple[str, ...]]]) -> None:
-        """Truncates each completion after the token that completes one of its stop strings."""
-
-        def matches(text: str, strings: tuple[str, ...]) -> bool:
-            return any(string in text for string in strings)
-
-        tokenizer = self._sampler.tokenizer
-        texts = tokenizer.batch_decode([completion.last_turn for completion, _ in with_stop])
-        for (completion, strings), text in zip(with_stop, texts, strict=True):
-            if not matches(text, strings):
-                continue
-            turn = completion.last_turn
-            length = len(turn)
-            while length > 1 and matches(tokenizer.decode(turn[: length - 1]), strings):
-                length -= 1
-            completion.cut(completion.turns[-1] + length)
-            completion.finish_reason = "stop"
 
     def _live(self) -> list[_Live]:
         """The slots in use, each with the group and the index of its sample."""

@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain.data.tokenizer import render
+from quatrain.rollout.scoring import Scores
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
 from quatrain.serve.service import Progress, Service, ServiceFailed
@@ -54,6 +55,10 @@ class _Choice:
     text: TextStream
     token_texts: TokenTexts
     prompt_ids: Sequence[int]
+    echoed: str | None = None
+    """The text of the prompt, if the answer begins with it."""
+    scores: Scores | None = None
+    """Of the tokens of the prompt, and of the completion if there are alternatives to each."""
     progress: list[Progress] = field(default_factory=list)
     unlisted: deque[tuple[TokenText, float]] = field(default_factory=deque)
     """Tokens of a chat whose text was not returned yet, each with its log-probability."""
@@ -183,6 +188,7 @@ class Api:
             "sequences_cancelled_total": ("counter", totals.cancelled),
             "prompt_tokens_total": ("counter", totals.prompt_tokens),
             "sampled_tokens_total": ("counter", totals.sampled_tokens),
+            "scored_tokens_total": ("counter", totals.scored_tokens),
             "weight_loads_total": ("counter", totals.weight_loads),
         }
         lines = [
@@ -246,12 +252,12 @@ class Api:
             raise BadRequest("a request has at least one prompt; got an empty list", "prompt")
         owners = asked.sequences(list(map(len, prompts)), self._max_positions)
         repeated = [prompt for prompt in prompts for _ in range(asked.n)]
-        queued = await self._queued(repeated, owners)
+        queued = await self._queued(repeated[: len(owners)], owners)
         choices = [
             _Choice(TextStream(self._tokenizer, asked.stop_strings), TokenTexts(self._vocabulary), prompt)
             for prompt in repeated
         ]
-        answer = _Answer(asked, self._model, choices, prompts)
+        answer = _Answer(asked, self._model, choices, prompts, self._vocabulary)
         if asked.stream:
             return StreamingResponse(
                 self._stream(answer, queued), media_type="text/event-stream", headers=_NO_CACHE
@@ -259,7 +265,25 @@ class Api:
         async with self._events(queued, request.is_disconnected) as events:
             async for number, progress in events:
                 choices[number].progress.append(progress)
+        if not owners:
+            for choice in choices:
+                choice.progress.append(Progress(finish_reason="length"))
+        if asked.num_likeliest is not None:
+            await self._score(request, choices, asked.num_likeliest)
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(self._service.version)))
+
+    async def _score(self, request: Request, choices: Sequence[_Choice], num_likeliest: int) -> None:
+        """Gives each choice the scores of its tokens; without alternatives, those of its prompt suffice."""
+        ids = [[*choice.prompt_ids, *(choice.tokens if num_likeliest else ())] for choice in choices]
+        scoring = asyncio.wrap_future(self._service.score(ids, num_likeliest))
+        try:
+            while not (await asyncio.wait({scoring}, timeout=LOOK_S))[0]:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+            for choice, scores in zip(choices, scoring.result(), strict=True):
+                choice.scores = scores
+        finally:
+            scoring.cancel()
 
     async def _stream(self, answer: _Answer, queued: _Queued) -> AsyncIterator[str]:
         """The events of a stream, the last of which is `[DONE]`, or an error."""
@@ -343,8 +367,9 @@ class _Answer:
         model: str,
         choices: Sequence[_Choice],
         prompts: Sequence[Sequence[int]],
+        vocabulary: Vocabulary,
     ):
-        self._asked, self._choices = asked, choices
+        self._asked, self._choices, self._vocabulary = asked, choices, vocabulary
         self._is_chat = isinstance(asked, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         kind = "chatcmpl" if self._is_chat else "cmpl"
@@ -356,11 +381,19 @@ class _Answer:
         for index, choice in enumerate(self._choices):
             content = choice.text.push(choice.tokens, finished=True)
             message = {"message": {"role": "assistant", "content": content}}
-            said = message if self._is_chat else {"text": content}
+            choice.echoed = self._echoed(index)
+            said = message if self._is_chat else {"text": (choice.echoed or "") + content}
             choices.append({"index": index, **said, **self._facts(choice, choice.progress)})
         kind = "chat.completion" if self._is_chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
         return {**body, "weight_version": version}
+
+    def _echoed(self, index: int) -> str | None:
+        """The text of a choice's prompt: as it came, or that of its ids without special tokens."""
+        if not (isinstance(self._asked, CompletionRequest) and self._asked.echo):
+            return None
+        prompt = self._asked.prompts[index // self._asked.n]
+        return prompt if isinstance(prompt, str) else self._vocabulary.text(prompt)
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The events before the first token: in a chat, who speaks."""
@@ -407,8 +440,7 @@ class _Answer:
     def _logprobs(self, choice: _Choice, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
         texts = list(map(choice.token_texts.push, tokens))
         if not self._is_chat:
-            named = {"tokens": [text.name for text in texts], "token_logprobs": list(values)}
-            return {**named, "top_logprobs": None, "text_offset": [text.start for text in texts]}
+            return self._named(choice, texts, list(values))
         choice.unlisted += zip(texts, values, strict=True)
         return {
             "content": [
@@ -416,6 +448,43 @@ class _Answer:
                 for text, value in self._listed(choice)
             ]
         }
+
+    def _named(self, choice: _Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:
+        """The log-probabilities of a completion, scored ones if each token has alternatives."""
+        scores, num_prompt, num_likeliest = choice.scores, len(choice.prompt_ids), self._asked.num_likeliest
+        known: list[float | None] = [*values]
+        if scores is not None and not np.isfinite(scores.logprobs[1:]).all():
+            raise BadRequest("the model's logits are not finite; load other weights", status=500)
+        if scores is not None and num_likeliest:
+            known = scores.logprobs[num_prompt:].tolist()
+        names = [text.name for text in texts]
+        offsets = [text.start + len(choice.echoed or "") for text in texts]
+        if scores is not None and choice.echoed is not None:
+            prompt = list(map(TokenTexts(self._vocabulary).push, choice.prompt_ids))
+            names = [*(text.name for text in prompt), *names]
+            offsets = [*(text.start for text in prompt), *offsets]
+            known = [None, *scores.logprobs[1:num_prompt].tolist(), *known]
+        top = None
+        if scores is not None and num_likeliest:
+            pairs = scores.pairs()[len(scores.logprobs) - len(names) :]
+            first = [choice.echoed is None, *[False] * len(names)]
+            top = list(map(self._alternatives, names, known, pairs, first))
+        return {"tokens": names, "token_logprobs": known, "top_logprobs": top, "text_offset": offsets}
+
+    def _alternatives(
+        self, name: str, value: float | None, likeliest: list[tuple[int, float]], first: bool
+    ) -> dict[str, float] | None:
+        """The likeliest tokens in the place of one, and that token; None where nothing stands before it.
+
+        Of tokens with the same name, the likeliest counts. `first`: whether a text begins here.
+        """
+        if value is None:
+            return None
+        named: dict[str, float] = {}
+        for token, logprob in likeliest:
+            named.setdefault(self._vocabulary.name(token, first), logprob)
+        named.setdefault(name, value)
+        return named
 
     def _listed(self, choice: _Choice) -> Iterator[tuple[TokenText, float]]:
         """The tokens of which the text returned so far consists; with `return_token_ids`, every token."""

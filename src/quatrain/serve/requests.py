@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from quatrain.config.errors import shown
 from quatrain.rollout.groups import OwnSampling
 from quatrain.rollout.interface import Sampling
+from quatrain.rollout.scoring import MOST_LIKELIEST
 
 MOST_SEQUENCES = 1024
 """Sequences of one request."""
@@ -149,6 +150,11 @@ class _Request(_Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def num_likeliest(self) -> int | None:
+        """Alternatives to return for each token, from a pass that scores the tokens; None: no such pass."""
+        return None
+
+    @property
     @abstractmethod
     def wanted_tokens(self) -> int | None:
         """The most tokens of a completion, if the request says so."""
@@ -157,7 +163,8 @@ class _Request(_Strict):
         """The sampling of each completion, of prompts of these `lengths`: those of a prompt adjacent.
 
         A completion has at most as many tokens as the prompt leaves of the model's `max_positions`, also if
-        the request asks for more. Raises BadRequest if the prompt leaves none.
+        the request asks for more. Raises BadRequest if the prompt leaves none. None are sampled for a request
+        that asks for 0 tokens.
         """
         count = self.n * len(lengths)
         if count > MOST_SEQUENCES:
@@ -169,9 +176,13 @@ class _Request(_Strict):
                 "quatrain",
             )
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
+        for length in lengths:
+            self._check_room(max_positions - length, length)
+        if self.wanted_tokens == 0:
+            return []
         return [
             OwnSampling(
-                self._sampling(lengths[number // self.n], max_positions),
+                self._sampling(max_positions - lengths[number // self.n]),
                 seed,
                 0 if self.quatrain is None else self.quatrain.step,
                 number if self.quatrain is None else self.quatrain.sequence_id,
@@ -179,14 +190,16 @@ class _Request(_Strict):
             for number in range(count)
         ]
 
-    def _sampling(self, length: int, max_positions: int) -> Sampling:
-        room, wanted = max_positions - length, self.wanted_tokens
-        if room < 1:
+    def _check_room(self, room: int, length: int) -> None:
+        if room < (self.wanted_tokens != 0):
             raise BadRequest(
-                f"a prompt must leave room for a token in the model's {max_positions} positions; it has "
+                f"a prompt must leave room for a token in the model's {length + room} positions; it has "
                 f"{length} tokens; shorten it",
                 "messages" if isinstance(self, ChatRequest) else "prompt",
             )
+
+    def _sampling(self, room: int) -> Sampling:
+        wanted = self.wanted_tokens
         return Sampling(
             n=1,
             max_new_tokens=room if wanted is None else min(room, wanted),
@@ -202,10 +215,19 @@ class CompletionRequest(_Request):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: Annotated[int, Field(ge=1)] | None = DEFAULT_TOKENS
-    logprobs: Literal[0] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = DEFAULT_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     best_of: int | None = None
-    echo: Literal[False] | None = None
+    echo: Annotated[bool | None, Field(validate_default=True)] = None
+
+    @field_validator("echo")
+    @classmethod
+    def _fits_the_other_fields(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if info.data.get("stream") and (value or info.data.get("logprobs")):
+            raise ValueError("neither echo nor logprobs above 0 can be streamed; leave out stream")
+        if info.data.get("max_tokens") == 0 and not value:
+            raise ValueError("max_tokens 0 returns the prompt alone, with echo; set echo to true")
+        return value
 
     @field_validator("best_of")
     @classmethod
@@ -230,8 +252,13 @@ class CompletionRequest(_Request):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether `logprobs` is 0, which asks for those of the sampled tokens alone."""
+        """Whether `logprobs` is given; 0 asks for those of the tokens alone."""
         return self.logprobs is not None
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """`logprobs`, if the prompt is echoed or there are alternatives."""
+        return self.logprobs if self.echo or self.logprobs else None
 
 
 class ChatRequest(_Request):

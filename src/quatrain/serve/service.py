@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from quatrain.rollout.engine import RolloutEngine, Ticket
 from quatrain.rollout.groups import OwnSampling
+from quatrain.rollout.scoring import Scores
 from quatrain.types import Prompt
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Totals:
     cancelled: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
+    scored_tokens: int = 0
     weight_loads: int = 0
 
 
@@ -67,6 +69,15 @@ class _Command:
     result: Future[Any] = field(default_factory=Future)
 
 
+@dataclass(frozen=True)
+class _Scoring:
+    """Sequences to score, some of them between any two rounds, and where their scores go."""
+
+    parts: Iterator[list[Scores]]
+    scores: list[Scores] = field(default_factory=list)
+    result: Future[list[Scores]] = field(default_factory=Future)
+
+
 class ServiceFailed(RuntimeError):
     """The engine failed, or the service was closed; no request can be answered any more."""
 
@@ -83,6 +94,7 @@ class Service:
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._running: dict[int, _Running] = {}
+        self._scoring: deque[_Scoring] = deque()
         self._next = 0
         self._paused = self._closed = False
         self._error: str | None = None
@@ -124,6 +136,13 @@ class Service:
         """Forget sequences; those that have finished are ignored."""
         self._between_rounds(lambda: self._cancel(tuple(keys)))
 
+    def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
+        """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
+
+        Others decode meanwhile; a future that is cancelled ends the work.
+        """
+        return self._queue(self._scoring, _Scoring(self._engine.score(sequences, num_likeliest)))
+
     def load(self, path: str, version: int) -> int:
         """Sample from the weights in the folder `path` from the next round on; the version of the weights.
 
@@ -151,20 +170,24 @@ class Service:
             self._thread.join()
 
     def _between_rounds(self, do: Callable[[], T]) -> Future[T]:
-        command = _Command(do)
+        return self._queue(self._commands, _Command(do))
+
+    def _queue(self, queue: deque[Any], item: _Command | _Scoring) -> Future[Any]:
         with self._changed:
             if self._error is not None:
-                command.result.set_exception(ServiceFailed(self._error))
+                item.result.set_exception(ServiceFailed(self._error))
             else:
-                self._commands.append(command)
+                queue.append(item)
                 self._changed.notify_all()
-        return command.result
+        return item.result
 
     def _work(self) -> None:
         error = "the server was closed"
         try:
             while self._wait():
                 self._carry_out()
+                if self._scoring and not self._paused:
+                    self._score_some()
                 if self._running and not self._paused:
                     self._engine.advance()
                     self._report()
@@ -177,7 +200,9 @@ class Service:
         """Waits until there is something to do; False if the service was closed."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._commands or (self._running and not self._paused)
+                lambda: (
+                    self._closed or self._commands or ((self._running or self._scoring) and not self._paused)
+                )
             )
             return not self._closed
 
@@ -190,6 +215,18 @@ class Service:
                 command.result.set_result(command.do())
             except Exception as error:
                 command.result.set_exception(error)
+
+    def _score_some(self) -> None:
+        """Scores the next sequences of the request that waits the longest, in one call of the device."""
+        scoring = self._scoring[0]
+        part = None if scoring.result.cancelled() else next(scoring.parts, None)
+        if part is not None:
+            scoring.scores.extend(part)
+            self.totals.scored_tokens += sum(len(scores.logprobs) for scores in part)
+            return
+        self._scoring.popleft()
+        if scoring.result.set_running_or_notify_cancel():
+            scoring.result.set_result(scoring.scores)
 
     def _submit(
         self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
@@ -239,11 +276,12 @@ class Service:
     def _fail(self, error: str) -> None:
         with self._changed:
             self._error = error
-            commands, self._commands = list(self._commands), deque()
-        for command in commands:
-            if command.result.set_running_or_notify_cancel():
-                command.result.set_exception(ServiceFailed(error))
+        unanswered: list[_Command | _Scoring] = [*self._commands, *self._scoring]
+        for waiting in unanswered:
+            if waiting.result.set_running_or_notify_cancel():
+                waiting.result.set_exception(ServiceFailed(error))
         for running in self._running.values():
             running.listener(running.number, Progress(error=error))
-        self._running.clear()
+        for done in (self._running, self._commands, self._scoring):
+            done.clear()
         self._engine.close()

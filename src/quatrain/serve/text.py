@@ -87,6 +87,11 @@ class Vocabulary:
         self._before = tokenizer.encode("a", add_special_tokens=False)
         self.bytes_of, self.name = cache(self._bytes_of), cache(self._name)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens without special ones."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
     def _bytes_of(self, token: int, first: bool) -> bytes:
         """The bytes that a token adds to a text, perhaps part of a character; none if it is special."""
         before = [] if first else self._before
