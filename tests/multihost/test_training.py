@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_rows
 from quatrain.report.metrics import read_metrics
@@ -28,7 +29,6 @@ SETTINGS = (
     "update.kl_coef=0",
     "update.max_tokens_per_device=128",
     "optimizer.eps=1e-3",
-    "optimizer.learning_rate=5e-4",
     "model.tokenizer=builtin:tiny",
 )
 # What depends on how the devices are arranged, or on the time.
@@ -57,7 +57,7 @@ def alone(tmp_path_factory, settings):
 
 def _train(folder, settings, resume=None):
     overrides = (*settings, f"run.dir={folder}", "run.name=run", f"run.steps={STEPS + 1}")
-    return train(load_config(None, overrides, environ={}), resume=resume)
+    return train(load_config(QUICKSTART, overrides, environ={}), resume=resume)
 
 
 def _launch(folder, settings, *more, resume=None):
@@ -66,7 +66,7 @@ def _launch(folder, settings, *more, resume=None):
     return subprocess.run(
         [
             *(sys.executable, "-m", "quatrain.cli", "launch", "--processes", "2"),
-            *("--devices-per-process", "4", "--", "train", *arguments),
+            *("--devices-per-process", "4", "--", "train", str(QUICKSTART), *arguments),
             *(("--resume", resume) if resume else ()),
         ],
         env={name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")},
