@@ -39,7 +39,8 @@ metric_list: [{metric: word_perplexity}]
 }
 SENTENCES = (
     "The sun rises in the east and sets in the west. "
-    "Water boils at a hundred degrees at the level of the sea. Paris is the capital of France, and Rome is the capital of Italy. "
+    "Water boils at a hundred degrees at the level of the sea. "
+    "Paris is the capital of France, and Rome is the capital of Italy. "
     "A week has seven days. "
     "Bees make honey from the nectar of flowers. The moon goes around the earth in about a month. "
     "Plants need light, water and air to grow. A triangle has three sides and three corners. "
