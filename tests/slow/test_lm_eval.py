@@ -37,6 +37,19 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}]
 """,
 }
+SENTENCES = (
+    "The sun rises in the east and sets in the west. "
+    "Water boils at a hundred degrees at the level of the sea. "
+    "Paris is the capital of France, and Rome is the capital of Italy. "
+    "A week has seven days. "
+    "Bees make honey from the nectar of flowers. The moon goes around the earth in about a month. "
+    "Plants need light, water and air to grow. A triangle has three sides and three corners. "
+    "Ice is water that is frozen. Cows give milk, and hens lay eggs. Iron rusts when it is wet. "
+    "The heart pumps blood through the body. Sound is slower than light. There are sixty minutes in an hour. "
+    "Whales live in the sea but breathe air. Leaves fall from many trees in autumn. "
+    "A year on Mars is almost twice as long as a year on Earth. Salt dissolves in warm water. "
+    "The longest river of Africa is the Nile. Most birds can fly, but penguins can only swim"
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,9 +69,8 @@ def folder(tmp_path):
         {"question": question, "choices": [f" {right + by}" for by in (0, 1, -10, 100)], "answer": 0}
         for question, right in questions
     ]
-    written = " ".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    pages = [{"text": text} for text in written.split(". ") if 60 < len(text) < 100][:NUM_ITEMS]
-    assert len(pages) == NUM_ITEMS
+    pages = [{"text": sentence + "."} for sentence in SENTENCES.split(". ")]
+    assert len(choices) == len(pages) == NUM_ITEMS
     for name, rows in {"choices": choices, "pages": pages}.items():
         data = tmp_path / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
