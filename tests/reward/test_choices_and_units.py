@@ -1,4 +1,4 @@
-r"""Verdicts on whole completions with letters of a choice and with units.
+r"""Verdicts on whole completions with letters of a choice, units, dates and times.
 
 A row is the gold answer, the completion, and whether it is right; None: not judged.
 """
@@ -389,7 +389,61 @@ UNITS = [
     (r"4\pi\ \mathrm{rad/s}", r"4\pi", True),
 ]
 
+MOMENTS = [
+    ("2021-01-02", "2018", False),
+    ("2021-01-02", "2021-02-01", False),
+    ("2021-01-02", "The date is 2021-01-02.", True),
+    ("2021-01-02", "2021/1/2", True),
+    ("2021-01-02", "January 2, 2021", True),
+    ("2021-01-02", "2 January 2020", False),
+    ("2021-01-02", "not 2021-01-02", False),
+    ("2021-01-03", "from 2021-01-02 to 2021-01-03", False),
+    ("2021-01-03", "2021-01-02 plus one day is 2021-01-03", True),
+    ("2021-01", "2020", False),
+    ("1999/12/31", "5.3737", False),
+    ("31.12.1999", "12.31.1999", False),
+    ("31.12.1999", "31.12.1999", True),
+    ("2021-01-02 10:00", "2021-01-02T10:00", True),
+    ("2021-01-02 10:00", "2021-01-02 11:00", False),
+    ("2021-01-02 10:00", "2021-01-02", False),
+    ("June 5", "July 5", False),
+    ("June 5", "the 5th of June", True),
+    ("June 5, 2021", "June 5", False),
+    ("Monday, June 5", "Tuesday, July 5", False),
+    ("12:30", "0.4", False),
+    ("12:30", "2/5", False),
+    ("12:30", "6:15", False),
+    ("12:30", "The time is 12:30 PM.", True),
+    ("12:30", "12:30 or 12:45", False),
+    ("12:45", "It leaves at 12:30 and takes 15 minutes, so 12:45.", True),
+    ("9:05 am", "09:05", True),
+    ("9:05 am", "9:05 pm", False),
+    ("3:30 pm", "15:30", True),
+    ("12:00 a.m.", "0:00", True),
+    ("12:30:05", "12:30", False),
+    ("3:4", "0.75", True),
+    ("3:4", "6:8", True),
+    ("1 : 10", "0.1", True),
+    ("3", "It may be 3", True),
+]
+NOT_READ_BEFORE = [
+    (r"\{1, 2\}", "(1, 2)", False),
+    (r"\{x, y\}", "(y, x)", False),
+    (r"\{1, 2\}", r"\{2, 1\}", True),
+    ("{1,2}", "(1,2)", False),
+    ("5", "5‰", False),
+    ("5", "The answer is not 5", False),
+    ("5", "twice 5", False),
+    ("7", "5 out of 7", False),
+    ("5", "3 by 5", False),
+    (r"\sin(30^\circ)", "1/2", True),
+    (r"\sin(30^\circ)", "-0.988032", False),
+    (r"\tan 45°", r"\tan 45", False),
+    (r"\cos^2 30^\circ", "0.75", True),
+    ("-0.988032", r"\sin 30°", False),
+]
 
-@pytest.mark.parametrize(("gold", "completion", "right"), [*CHOICES, *UNITS])
+
+@pytest.mark.parametrize(("gold", "completion", "right"), [*CHOICES, *UNITS, *MOMENTS, *NOT_READ_BEFORE])
 def test_verdicts_on_whole_completions(gold, completion, right):
     assert is_correct(completion, gold) is right

@@ -1,8 +1,8 @@
 """Decides whether a completion's answer equals the gold answer; text is parsed, never evaluated as code.
 
 Used by the reward `correct` (`reward/functions.py`) and by the accuracy in evaluation. `reward/extract.py`
-finds the answer. Numbers are compared exactly, as fractions (`reward/exact.py`); words and letters of a
-choice by `reward/texts.py`, all other answers by `reward/expressions.py`.
+finds the answer. Numbers are compared exactly, as fractions (`reward/exact.py`); words, dates and
+letters of a choice by `reward/texts.py`, all other answers by `reward/expressions.py`.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     If the gold answer is a number, the answer is the last number, unless that is a part of an expression, a
     list or an inequality. Signs, thousands separators, fractions, mixed numbers, percents (50% equals both 50
     and 0.5), powers and decimals are understood; a decimal equals a fraction or a root to six digits. Units
-    are ignored. Up to three words are compared as text, letters of a choice as letters, and all other answers
-    by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
+    are ignored. Dates and clock times are compared by their parts: 12:30 is no ratio. Up to three words are
+    compared as text, letters of a choice as letters, and all other answers by math-verify. A gold answer
+    cannot be judged if it is a longer text or not parsed.
 
     Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or
     its process fails. `####` follows GSM8K; the other rules are quatrain's.
@@ -175,10 +176,12 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
         if chosen or not rest or texts.split_label(rest)[0]:
             return chosen == label
         return bool(_verdict(said, rest, boxed))
+    line = said if boxed else _last_line(said)
+    if moment := texts.moment_of(gold):
+        return texts.same_moment(line, moment)
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
-    line = said if boxed else _last_line(said)
     words = texts.words_of(gold)
     if words:
         return texts.same_words(line, words) if texts.is_short(words) else None

@@ -24,6 +24,7 @@ _SYMBOLS = {
     "º": "°",
     "∗": "*",
     **dict.fromkeys("∕⁄", "/"),
+    **dict.fromkeys("‰‱", r"\unknown "),
     "⋅": r"\cdot ",
     "≤": r"\le ",
     "≥": r"\ge ",
@@ -80,6 +81,11 @@ _MAX_FONTS = 4
 _FONT_SWITCH = re.compile(
     r"\\(?:text)?color\s?\{[A-Za-z]+\}|\\(?:bf|rm|it|bfseries|large|Large|huge|Huge|small|boldmath)(?![A-Za-z])\s?"
 )
+# An angle of a function: its degree sign is no unit that may be left out.
+_ANGLE = re.compile(
+    r"(?<![A-Za-z])(?P<function>(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\s?\{?[0-9]\}?)?)\s?[({]?\s?(?P<angle>-?[0-9.]+)\s?"
+    r"(?:\^\s?\{?\\circ\b\s?\}?|°|degrees?\b)\s?[)}]?"
+)
 _DEGREES = re.compile(
     r"(?:\^\s?\{?\\circ\b\s?\}?|°)(?:\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![A-Za-z])\}?)?"
 )
@@ -103,6 +109,7 @@ def uniform(text: str) -> str:
         text = _one_spelling(text)
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
     text = re.sub(r"(?:-{1,2}|=)>", r"\\Rightarrow ", text)
+    text = _ANGLE.sub(r"\g<function>(\\frac{\g<angle> \\pi}{180})", text)
     text = _DEGREES.sub(lambda match: " degrees" if match[1] else "", text)
     return re.sub(r"\\([$%])", r"\1", text)
 
