@@ -17,6 +17,7 @@ _LABEL = re.compile(r"\s*(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)|(?=\s
 _ONE = (
     r"(?!\)?\s*(?:(?:/|&|or\b|and\b)\s*\(?[A-J](?![A-Za-z'])"
     r"|[,;]\s*(?:or\s|and\s)?\(?[A-J]\)?(?=\s*(?:[,.;]|\Z|and\b|or\b))))"
+    r"(?!\)?\s+(?:is|was)(?:n't\b|\s+(?:clearly\s|also\s)?(?:not|wrong|incorrect|false|invalid|impossible)\b))"
 )
 _LETTER = (
     r"(?:\((?P<a>[A-J])\)|(?P<b>[B-HJ]|[AI](?!\s+(?!because|since|as\b|and\b|or\b|is\b)[a-z]))(?![A-Za-z0-9'(])(?!\s?[=+*/^_<>]|-[A-Za-z0-9]))"
@@ -31,12 +32,18 @@ _ANSWERED = re.compile(
 )
 _FIRST = re.compile(
     rf"[\s.:#>-]*(?:(?:{_CHOICE}|(?i:answer))[\s:]{{1,3}})?(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)"
-    rf"|(?=\s*[.!]?\s*\Z|{_RIGHT}|\s+-\s|,?\s+(?:because|since)\b))){_ONE}"
+    rf"|(?=\s*[.!]?\s*\Z|{_RIGHT}|\s+[-—]\s|,?\s+(?:because|since)\b))){_ONE}"
+)
+# Without a word or brackets, a small letter is a variable or an article.
+_SMALL = re.compile(
+    rf"(?i:(?:the\s)?(?:(?:correct|right|best|final)\s)?(?:answer|ans|{_CHOICE})\b\s?(?:{_IS})?[\s:=.-]{{0,3}})?"
+    rf"(?:\((?P<a>[a-j])\)|(?<=[:\s])(?<!\bis )(?P<b>[b-hj]))[.!]?"
 )
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
 _BESIDE = re.compile(rf"\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
 _LAST = re.compile(
-    rf"(?:\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus|therefore)[\s:,]{{1,3}}{_LETTER}"
+    rf"(?:(?<!not )(?<!n't )\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus"
+    rf"|therefore)[\s:,]{{1,3}}{_LETTER}"
     r"|(?<!or )(?<!and )(?<!, )\((?P<c>[A-J])\))[\s.!]*\Z"
 )
 _TAIL_CHARS = 300
@@ -94,9 +101,13 @@ def choice_of(said: str) -> str:
     answered = _letters(_ANSWERED, text)
     if answered:
         return answered[-1]
-    for line in (without_text(said.strip().rpartition("\n")[2]), text):
+    lines = [without_text(line) for line in said.strip().split("\n")]
+    listed = len({label for line in lines if (label := split_label(line)[0])}) > 1
+    for line in lines[-1:] if listed else (lines[-1], lines[0], text):  # not the first of the options
         if first := _FIRST.match(line):
             return first["a"] or first["b"]
+        if small := _SMALL.fullmatch(line):
+            return (small["a"] or small["b"]).upper()
     for pattern in (_CALLED_RIGHT, _BESIDE, _LAST):
         if letters := set(_letters(pattern, text[-_TAIL_CHARS:])):
             return letters.pop() if len(letters) == 1 else ""
