@@ -74,7 +74,8 @@ _NO_NUMBER = re.compile(r"[<>,;]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # What may stand before the last number of a list: another number, and a comma, "and" or "or" after it; or of
 # a quantity in two units (5 ft 12 in): a number and its unit.
 _LIST_BEFORE = re.compile(
-    r"(?<![_0-9])[0-9]+[ \t]?(?:(?:ft|feet|foot|yards?|hours?|hrs?|h|min|minutes?|lbs?|pounds?)\b)?[ \t]{1,4}\Z|"
+    r"(?<![_0-9])[0-9]+[ \t]?(?:(?:ft|feet|foot|yards?|hours?|hrs?|h|min|minutes?|lbs?|pounds?)\b)?"
+    r"[ \t]{1,4}\Z|"
     r"[0-9)\]}%$](?:\s?[A-Za-z]{1,15}\b){0,2}[\s$)}\]]{0,4}(?:[,;&]|,?\s{0,2}\b(?:and|or)\b)[\s$({\[\\+-]{0,6}"
     r"(?:[A-Za-z](?:_\{?[0-9]\}?)?\s?=\s?)?[\s$£€({\[\\+-]{0,6}\Z"
 )
@@ -181,6 +182,8 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     line = said if boxed else _last_line(said)
     if moment := texts.moment_of(gold):
         return texts.same_moment(line, moment)
+    if texts.has_moment(gold):  # several, or with other text
+        return _as_text(line) == _as_text(gold)
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))

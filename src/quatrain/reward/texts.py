@@ -150,6 +150,12 @@ def moment_of(text: str) -> Moment | None:
     return Moment(_day(dates[0]) if dates else None, clocks[0] if clocks else None)
 
 
+def has_moment(text: str) -> bool:
+    """Whether a date or several clock times are a part of `text`."""
+    text = _with_month_numbers(text)
+    return bool(_DATE.search(text)) or len(_CLOCK.findall(text)) > 1
+
+
 def same_moment(said: str, gold: Moment) -> bool:
     """Whether the last date and time of `said` are those of `gold`, and no alternatives stand beside them.
 
