@@ -153,7 +153,9 @@ def moment_of(text: str) -> Moment | None:
 def has_moment(text: str) -> bool:
     """Whether a date or several clock times are a part of `text`."""
     text = _with_month_numbers(text)
-    return bool(_DATE.search(text)) or len(_CLOCK.findall(text)) > 1
+    return (
+        bool(_DATE.search(text)) or len(re.findall(r"(?<![0-9:])[0-9]{1,2}:[0-5][0-9](?![0-9:])", text)) > 1
+    )
 
 
 def same_moment(said: str, gold: Moment) -> bool:
