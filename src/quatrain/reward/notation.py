@@ -108,6 +108,7 @@ def uniform(text: str) -> str:
     text = re.sub(r"(?<=[*`$\"])!", ".", text).replace("`", "")
     text = _RAISED.sub(lambda m: f"{'^' if m['kind'] in ('sup', 'SUP') else '_'}{{{m['text']}}}", text)
     text = _TIMES.sub(r"\\times ", text)
+    text = re.sub(r"(?<=[0-9)])\*\*(?=-[0-9])", "^", text)
     text = _BOLD.sub("", _CALCULATION.sub("", text))
     text = re.sub(r",\\!\s?| ?\{ ?, ?\} ?", ",", text)
     text = _SIZES.sub(" ", re.sub(r"(?<!\\)\\[,!;:]", "", text))

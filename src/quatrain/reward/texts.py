@@ -17,7 +17,8 @@ _LABEL = re.compile(r"\s*(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)|(?=\s
 _ONE = (
     r"(?!\)?\s*(?:(?:/|&|or\b|and\b)\s*\(?[A-J](?![A-Za-z'])"
     r"|[,;]\s*(?:or\s|and\s)?\(?[A-J]\)?(?=\s*(?:[,.;]|\Z|and\b|or\b))))"
-    r"(?!\)?\s+(?:is|was)(?:n't\b|\s+(?:clearly\s|also\s)?(?:not|wrong|incorrect|false|invalid|impossible)\b))"
+    r"(?!\)?\s+(?:(?:is|was|seems|looks)(?:n't\b|\s+(?:clearly\s|also\s)?(?:not|wrong|incorrect|false|invalid"
+    r"|impossible|eliminated|excluded|out)\b)|(?:does|can|could|would)\s?n[o']t\b|can\sbe\s(?:el|excl|ruled)|fails\b))"
 )
 _LETTER = (
     r"(?:\((?P<a>[A-J])\)|(?P<b>[B-HJ]|[AI](?!\s+(?!because|since|as\b|and\b|or\b|is\b)[a-z]))(?![A-Za-z0-9'(])(?!\s?[=+*/^_<>]|-[A-Za-z0-9]))"
@@ -31,7 +32,7 @@ _ANSWERED = re.compile(
     rf"(?:(?i:clearly|thus|therefore|simply|just|indeed)\s)?(?:{_CHOICE}[\s:]{{1,3}})?{_LETTER}"
 )
 _FIRST = re.compile(
-    rf"[\s.:#>-]*(?:(?:{_CHOICE}|(?i:answer))[\s:]{{1,3}})?(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)"
+    rf"[\s.:#>-]*(?:(?:{_CHOICE}|(?i:answer|final))[\s:]{{1,3}})?(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)"
     rf"|(?=\s*[.!]?\s*\Z|{_RIGHT}|\s+[-—]\s|,?\s+(?:because|since)\b))){_ONE}"
 )
 # Without a word or brackets, a small letter is a variable or an article.
@@ -40,11 +41,11 @@ _SMALL = re.compile(
     rf"(?:\((?P<a>[a-j])\)|(?<=[:\s])(?<!\bis )(?P<b>[b-hj]))[.!]?"
 )
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
-_BESIDE = re.compile(rf"\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
+_BESIDE = re.compile(rf"(?<!out )(?<!reject )(?<!eliminate )\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
 _LAST = re.compile(
-    rf"(?:(?<!not )(?<!n't )\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus"
+    rf"(?:(?<!not )(?<!n't )\b(?i:is|be|choose|chose|select|selected|pick|picked|so|hence|thus|go\swith"
     rf"|therefore)[\s:,]{{1,3}}{_LETTER}"
-    r"|(?<!or )(?<!and )(?<!, )\((?P<c>[A-J])\))[\s.!]*\Z"
+    r"|(?<!or )(?<!and )(?<!, )(?<!not )(?<!not be )(?<!n't be )\((?P<c>[A-J])\))[\s.!]*\Z"
 )
 _TAIL_CHARS = 300
 _EMPHASIS = re.compile(r"[$*`\"]|\\[()\[\]]")
