@@ -37,6 +37,7 @@ from quatrain.reward.words import (
 # Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000
 _NUMBER_CHARS = 300
+_MOST_PARTS = 4  # of a text with several times, which a longer sentence may say in many ways
 
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -180,10 +181,12 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
             return chosen == label
         return bool(_verdict(said, rest, boxed))
     line = said if boxed else _last_line(said)
+    if (choices := texts.choices_of(gold)) and texts.choices_of(line) == choices:
+        return True
     if moment := texts.moment_of(gold):
         return texts.same_moment(line, moment)
     if texts.has_moment(gold):  # several, or with other text
-        return _as_text(line) == _as_text(gold)
+        return _as_text(line) == _as_text(gold) if len(gold.split()) <= _MOST_PARTS else None
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))

@@ -40,6 +40,10 @@ _SMALL = re.compile(
     rf"(?i:(?:the\s)?(?:(?:correct|right|best|final)\s)?(?:answer|ans|{_CHOICE})\b\s?(?:{_IS})?[\s:=.-]{{0,3}})?"
     rf"(?:\((?P<a>[a-j])\)|(?<=[:\s])(?<!\bis )(?P<b>[b-hj]))[.!]?"
 )
+_SEVERAL = re.compile(
+    rf"(?:(?i:the\s)?(?i:correct\s)?(?:(?i:answers?)|{_CHOICE})\s?(?:{_IS})?[\s:]{{0,3}})?"
+    r"(?P<letters>(?:\([A-J]\)|[A-J])(?:\s?(?:[,;&]|,?\s?and\b)?\s?(?:\([A-J]\)|[A-J])){1,9})[.!]?"
+)
 _CALLED_RIGHT = re.compile(rf"(?<![A-Za-z]){_LETTER}(?={_RIGHT})")
 _BESIDE = re.compile(rf"(?<!out )(?<!reject )(?<!eliminate )\b{_CHOICE}[\s:]{{1,3}}{_LETTER}")
 _LAST = re.compile(
@@ -113,6 +117,12 @@ def choice_of(said: str) -> str:
         if letters := set(_letters(pattern, text[-_TAIL_CHARS:])):
             return letters.pop() if len(letters) == 1 else ""
     return ""
+
+
+def choices_of(said: str) -> list[str]:
+    """The letters, in order, if `said` chooses several: `BD`, `B, D` and `The answers are (B) and (D)`."""
+    match = _SEVERAL.fullmatch(without_text(said))
+    return sorted(set(re.findall("[A-J]", match["letters"]))) if match else []
 
 
 def _letters(pattern: re.Pattern[str], text: str) -> list[str]:
