@@ -476,6 +476,8 @@ NOT_READ_BEFORE = [
     ("5", "It takes 12 hours 5 minutes.", False),
     ("234", "The answer is 1 234", False),
     ("5", r"x \not= 5", False),
+    ("5", "P(X = 5)", False),
+    ("5", "the solution (x = 5)", True),
     ("5", "2<sup>5</sup>", False),
     ("32", "2<sup>5</sup>", True),
     ("5", "H<sub>5</sub>", False),

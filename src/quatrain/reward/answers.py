@@ -73,10 +73,11 @@ _NOT_COMPUTED = re.compile(
 # Relations and lists are no numbers, so that math-verify need not be asked about them.
 _NO_NUMBER = re.compile(r"[<>,;]|\\(?:le|ge|ne|in)(?![A-Za-z])")
 # What may stand before the last number of a list: another number, and a comma, "and" or "or" after it; or of
-# a quantity in two units (5 ft 12 in): a number and its unit.
+# a quantity in two units (5 ft 12 in): a number and its unit; or the argument of a function: P(X = 5).
 _LIST_BEFORE = re.compile(
     r"(?<![_0-9])[0-9]+[ \t]?(?:(?:ft|feet|foot|yards?|hours?|hrs?|h|min|minutes?|lbs?|pounds?)\b)?"
     r"[ \t]{1,4}\Z|"
+    r"[A-Za-z][(\[][^()\[\]]{0,20}=\s?\Z|"
     r"[0-9)\]}%$](?:\s?[A-Za-z]{1,15}\b){0,2}[\s$)}\]]{0,4}(?:[,;&]|,?\s{0,2}\b(?:and|or)\b)[\s$({\[\\+-]{0,6}"
     r"(?:[A-Za-z](?:_\{?[0-9]\}?)?\s?=\s?)?[\s$£€({\[\\+-]{0,6}\Z"
 )
