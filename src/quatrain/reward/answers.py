@@ -1,8 +1,8 @@
 """Decides whether a completion's answer equals the gold answer; text is parsed, never evaluated as code.
 
 Used by the reward `correct` (`reward/functions.py`) and by the accuracy in evaluation. `reward/extract.py`
-finds the answer. Numbers are compared exactly, as fractions (`reward/exact.py`); words and letters of a
-choice by `reward/texts.py`, all other answers by `reward/expressions.py`.
+finds the answer. Numbers are compared exactly, as fractions (`reward/exact.py`); words, dates and
+letters of a choice by `reward/texts.py`, all other answers by `reward/expressions.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from quatrain.reward.words import (
 # Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000
 _NUMBER_CHARS = 300
+_MOST_PARTS = 4  # of a text with several times, which a longer sentence may say in many ways
 
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -71,8 +72,12 @@ _NOT_COMPUTED = re.compile(
 )
 # Relations and lists are no numbers, so that math-verify need not be asked about them.
 _NO_NUMBER = re.compile(r"[<>,;]|\\(?:le|ge|ne|in)(?![A-Za-z])")
-# What may stand before the last number of a list: another number, and a comma, "and" or "or" after it.
+# What may stand before the last number of a list: another number, and a comma, "and" or "or" after it; or of
+# a quantity in two units (5 ft 12 in): a number and its unit; or the argument of a function: P(X = 5).
 _LIST_BEFORE = re.compile(
+    r"(?<![_0-9])[0-9]+[ \t]?(?:(?:ft|feet|foot|yards?|hours?|hrs?|h|min|minutes?|lbs?|pounds?)\b)?"
+    r"[ \t]{1,4}\Z|"
+    r"[A-Za-z][(\[][^()\[\]]{0,20}=\s?\Z|"
     r"[0-9)\]}%$](?:\s?[A-Za-z]{1,15}\b){0,2}[\s$)}\]]{0,4}(?:[,;&]|,?\s{0,2}\b(?:and|or)\b)[\s$({\[\\+-]{0,6}"
     r"(?:[A-Za-z](?:_\{?[0-9]\}?)?\s?=\s?)?[\s$£€({\[\\+-]{0,6}\Z"
 )
@@ -149,8 +154,9 @@ def is_correct(completion: str, answer: Any) -> bool | None:
     If the gold answer is a number, the answer is the last number, unless that is a part of an expression, a
     list or an inequality. Signs, thousands separators, fractions, mixed numbers, percents (50% equals both 50
     and 0.5), powers and decimals are understood; a decimal equals a fraction or a root to six digits. Units
-    are ignored. Up to three words are compared as text, letters of a choice as letters, and all other answers
-    by math-verify. A gold answer cannot be judged if it is a longer text or not parsed.
+    are ignored. Dates and clock times are compared by their parts: 12:30 is no ratio. Up to three words are
+    compared as text, letters of a choice as letters, and all other answers by math-verify. A gold answer
+    cannot be judged if it is a longer text or not parsed.
 
     Raises ValueError for a gold answer without text, and `grader.Unjudged` if math-verify takes too long or
     its process fails. `####` follows GSM8K; the other rules are quatrain's.
@@ -175,10 +181,16 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
         if chosen or not rest or texts.split_label(rest)[0]:
             return chosen == label
         return bool(_verdict(said, rest, boxed))
+    line = said if boxed else _last_line(said)
+    if (choices := texts.choices_of(gold)) and texts.choices_of(line) == choices:
+        return True
+    if moment := texts.moment_of(gold):
+        return texts.same_moment(line, moment)
+    if texts.has_moment(gold):  # several, or with other text
+        return _as_text(line) == _as_text(gold) if len(gold.split()) <= _MOST_PARTS else None
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
-    line = said if boxed else _last_line(said)
     words = texts.words_of(gold)
     if words:
         return texts.same_words(line, words) if texts.is_short(words) else None

@@ -60,7 +60,7 @@ _RISING = {">": "<", "\\ge": "\\le "}
 _INLINE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _BETWEEN_INLINE = re.compile(r"\s*(?:,|;|,?\s?(?:and|or)\b)[\s,]*")
 _BASE = re.compile(r"\s*([0-9A-F.]+)\s?_\s?\{?\s?([0-9]{1,2})\s?\}?\s*")
-_BRACKETED = re.compile(r"\s*([(\[]|\\\{)([^()\[\]]*)([)\]])\s*")
+_BRACKETED = re.compile(r"\s*(?:\\(?=\{))?([(\[{])([^()\[\]]*?)\\?([)\]}])\s*")
 
 
 def same_expression(said: str, gold: str) -> bool:
@@ -181,7 +181,7 @@ def _same_brackets(gold: str, said: str) -> bool:
     """Whether the brackets of an interval, tuple or set agree: (1, 2) is neither [1, 2] nor {1, 2}."""
     one, other = _BRACKETED.fullmatch(gold), _BRACKETED.fullmatch(said)
     if one and "," in one[2] and not other and "," in said and not _RELATION.search(said):
-        return one[1] == "\\{"
+        return one[1] == "{"
     return not (one and other and "," in one[2]) or one[1] + one[3] == other[1] + other[3]
 
 

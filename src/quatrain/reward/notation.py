@@ -24,6 +24,7 @@ _SYMBOLS = {
     "º": "°",
     "∗": "*",
     **dict.fromkeys("∕⁄", "/"),
+    **dict.fromkeys("‰‱", r"\unknown "),
     "⋅": r"\cdot ",
     "≤": r"\le ",
     "≥": r"\ge ",
@@ -79,10 +80,21 @@ _NESTED_FONT = re.compile(rf"{_FONT}\s?\{{\s?({_FONT}\s?\{{[^{{}}]*\}})\s?\}}")
 _MAX_FONTS = 4
 _FONT_SWITCH = re.compile(
     r"\\(?:text)?color\s?\{[A-Za-z]+\}|\\(?:bf|rm|it|bfseries|large|Large|huge|Huge|small|boldmath)(?![A-Za-z])\s?"
+    r"|\\(?:mathbf|mathrm|mathit|mathsf|boldsymbol|bm)\s?(?=[0-9])"
+)
+# An angle of a function: its degree sign is no unit that may be left out.
+_ANGLE = re.compile(
+    r"(?<![A-Za-z])(?P<function>(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\s?\{?[0-9]\}?)?)\s?[({]?\s?(?P<angle>-?[0-9.]+)\s?"
+    r"(?:\^\s?\{?\\circ\b\s?\}?|°|degrees?\b)\s?[)}]?"
 )
 _DEGREES = re.compile(
     r"(?:\^\s?\{?\\circ\b\s?\}?|°)(?:\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![A-Za-z])\}?)?"
 )
+_ORDINAL = re.compile(
+    r"(?<=[0-9])\s?\^\s?\{?\s?\\(?:text|textrm|mathrm)\s?\{\s?(?:st|nd|rd|th)\s?\}(?:\s?\})?"
+)
+_EQUATIONS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|gather|gathered|equation|eqnarray|split)\*?\}")
+_RAISED = re.compile(r"<(?P<kind>su[bp])>(?P<text>[^<>\n]{1,40})</(?P=kind)>", re.IGNORECASE)
 _STYLED_AND = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s?\{[\s,]{0,3}(and|or)\s{0,3}\}")
 
 
@@ -94,7 +106,9 @@ def uniform(text: str) -> str:
     """
     text = text if text.isascii() else _ascii_symbols(text)
     text = re.sub(r"(?<=[*`$\"])!", ".", text).replace("`", "")
+    text = _RAISED.sub(lambda m: f"{'^' if m['kind'] in ('sup', 'SUP') else '_'}{{{m['text']}}}", text)
     text = _TIMES.sub(r"\\times ", text)
+    text = re.sub(r"(?<=[0-9)])\*\*(?=-[0-9])", "^", text)
     text = _BOLD.sub("", _CALCULATION.sub("", text))
     text = re.sub(r",\\!\s?| ?\{ ?, ?\} ?", ",", text)
     text = _SIZES.sub(" ", re.sub(r"(?<!\\)\\[,!;:]", "", text))
@@ -103,6 +117,7 @@ def uniform(text: str) -> str:
         text = _one_spelling(text)
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
     text = re.sub(r"(?:-{1,2}|=)>", r"\\Rightarrow ", text)
+    text = _ANGLE.sub(r"\g<function>(\\frac{\g<angle> \\pi}{180})", text)
     text = _DEGREES.sub(lambda match: " degrees" if match[1] else "", text)
     return re.sub(r"\\([$%])", r"\1", text)
 
@@ -111,6 +126,9 @@ def _one_spelling(text: str) -> str:
     """`text` with one spelling for each command, and without those that only set a font."""
     text = _SPELLED.sub(lambda match: "\\" + _SPELLINGS[match[1]], text)
     text = re.sub(r"\\lt(?![A-Za-z])", "<", re.sub(r"\\gt(?![A-Za-z])", ">", text))
+    if _EQUATIONS.search(text):
+        text = re.sub(r"&\s?(?==|\\)", "", _EQUATIONS.sub("\n", text).replace("\\\\", "\n"))
+    text = _ORDINAL.sub("", re.sub(r"\\not\s?=", r"\\ne ", text))
     text = _FONT_SWITCH.sub("", _LATEX_MICRO.sub(r" u\1", _LATEX_OHM.sub(" ohm", text)))
     for _ in range(_MAX_FONTS):
         text = _NESTED_FONT.sub(r"\1", text)

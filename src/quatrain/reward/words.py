@@ -79,7 +79,8 @@ _CHANGED_AFTER = re.compile(
 _CHANGED = re.compile(rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern})", re.IGNORECASE)
 _LAST_LETTER = re.compile(rf"(?P<short>(?<=[0-9}}])\s{{1,2}}{_LETTER_UNIT}[\s.]*\Z)")
 _CHANGED_BEFORE = re.compile(
-    r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|half\sof|times)\s?"
+    r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|(?:half|third|quarter|fourth|fifth|tenth)\sof"
+    r"|times|twice|not|[0-9]\s(?:by|out\sof))\s?"
     r"|[〇零一二三四五六七八九十百千万萬亿億兆])\Z",
     re.IGNORECASE,
 )
