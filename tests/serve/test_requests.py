@@ -59,7 +59,9 @@ def test_values_that_change_nothing(kind):
             {"include_usage": False},
             {"include_usage": None, "include_obfuscation": True},
         ),
-        **({"logprobs": (False,)} if kind is ChatRequest else {"best_of": (1,), "echo": (False,)}),
+        "echo": (False,),
+        "add_special_tokens": (kind is CompletionRequest,),
+        **({"logprobs": (False,)} if kind is ChatRequest else {"best_of": (1,)}),
     }
     for name, values in same.items():
         for value in values:
@@ -80,13 +82,18 @@ REFUSED = {
     "repetition_penalty": 1.1,
     "length_penalty": 2,
     "min_tokens": 1,
+    "priority": 1,
     "bad_words": ["x"],
+    "logits_processors": ["f"],
+    "documents": [{"text": "x"}],
     "stop_token_ids": [3],
     "ignore_eos": True,
     "use_beam_search": True,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
+    "include_reasoning": False,
+    "return_tokens_as_token_ids": True,
     "add_generation_prompt": False,
     "continue_final_message": True,
     "chat_template_kwargs": {"enable_thinking": False},
@@ -111,6 +118,14 @@ def test_what_is_not_supported_is_refused_by_name_with_the_remedy(kind, name):
     assert (error.value.field, error.value.status) == (name, 400)
     for value in UNCHANGING[name]:
         assert json.dumps(value) in str(error.value)
+
+
+def test_a_text_gets_the_special_tokens_and_a_chat_those_of_its_template():
+    for kind in GOOD:
+        with pytest.raises(BadRequest, match="add_special_tokens: Input should be"):
+            asked(kind, add_special_tokens=kind is ChatRequest)
+    with pytest.raises(BadRequest, match="echo: Input should be False"):
+        asked(ChatRequest, echo=True)
 
 
 def test_unknown_fields_are_refused_unless_they_are_null():

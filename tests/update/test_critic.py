@@ -158,6 +158,13 @@ def test_a_critic_of_the_policys_weights_starts_at_zero_and_learns(
     assert state.metrics["critic/explained_variance"].result() < 1
 
 
+def test_a_critic_needs_parameters_of_its_own(make_learner, small_params):
+    with pytest.raises(
+        ValueError, match=r"update\.init got none; call update\.init\(params, critic_params\)"
+    ):
+        make_learner(critic={}).init(small_params)
+
+
 def test_the_policy_rests_while_the_critic_warms_up(make_learner, make_batch, small_params, value_params):
     learner, batch = make_learner(critic={"warmup_steps": 1}), make_batch(2)
     state = learner.init(_copy(small_params), _copy(value_params))

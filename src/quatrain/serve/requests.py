@@ -44,13 +44,18 @@ UNCHANGING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "min_tokens": (0,),
+    "priority": (0,),
     "bad_words": ([],),
+    "logits_processors": ([],),
+    "documents": ([],),
     "stop_token_ids": ([],),
     "ignore_eos": (False,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+    "include_reasoning": (True,),
+    "return_tokens_as_token_ids": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
@@ -219,6 +224,7 @@ class CompletionRequest(_Request):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     best_of: int | None = None
     echo: Annotated[bool | None, Field(validate_default=True)] = None
+    add_special_tokens: Literal[True] | None = None
 
     @field_validator("echo")
     @classmethod
@@ -269,6 +275,8 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -137,14 +137,18 @@ class Learner:
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).
 
-        `critic_params` are needed with a critic.
+        Raises ValueError if there is a critic, and no `critic_params`.
         """
         check_held(params, "the parameters for update.init", "load them again")
+        if self.critic is not None and critic_params is None:
+            raise ValueError(
+                "a critic needs parameters of its own, and update.init got none; "
+                "call update.init(params, critic_params)"
+            )
         policy = self.trainer.init(params)
         coef = self.kl_reward.coef if self.kl_reward else 0.0
         critic = None
         if self.critic is not None:
-            assert critic_params is not None, "a critic needs parameters"
             critic = self.critic.init(critic_params)
         waiting = to_memory(self.policy_memory, policy.params)
         return TrainState(waiting, policy.opt_state, critic=critic, reward_kl_coef=coef)
@@ -232,8 +236,9 @@ class Learner:
                 "tokens must be sampled from the weights that are trained, unless the difference is "
                 f"corrected: {int(stale.sum())} of {len(stale)} tokens have policy_version "
                 f"{int(versions[stale].min())} to {int(versions[stale].max())}, and the training step begins "
-                f"with version {state.step}; sample with current weights, or set update.correction to "
-                "truncate or mask (or update.old_logprobs to rollout, for a loss with a ratio)"
+                f"with version {state.step}; call sync_weights(state.params, state.step) before each "
+                "rollout, or set update.correction to truncate or mask (or update.old_logprobs to rollout, "
+                "for a loss with a ratio)"
             )
         return int(stale.sum())
 
