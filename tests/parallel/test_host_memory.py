@@ -67,7 +67,8 @@ def test_the_peak_of_a_cpu_is_the_largest_resident_set_of_the_process():
     run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     before, held, after = map(int, run.stdout.split())
     assert 2**25 < before < ballast.nbytes
-    assert after >= held >= before + 2**26
+    # Linux counts resident pages in batches of each thread, so that a reading may be a little too high.
+    assert after + 2**22 >= held >= before + 2**26
 
 
 def test_the_peak_of_accelerators_is_that_of_the_fullest_device(monkeypatch):
