@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 _OPEN, _CLOSE, _THOUGHTS_END = "<answer>", "</answer>", "</think>"
+_TEXT = re.compile(r"[^\s\ufffd]")  # U+FFFD is a part of a character
 _BOX = re.compile(r"\\(?:f?boxed|f(?:rame)?box)\s*\{")
 # A box without braces holds what follows up to white space, and not the end of the sentence.
 _BARE_BOX = re.compile(
@@ -30,12 +31,14 @@ _GAP = re.compile(
 def answer_of(completion: str) -> tuple[str, bool]:
     r"""The answer in `completion`, and whether it was in a `\boxed`.
 
-    It is looked for after the last `</think>`, if there is text. The answer is the content of the last
-    `<answer>…</answer>`, or else the whole text; if that contains a `\boxed{…}`, the answer is the content of
-    the last one. Several boxes with nothing, "and", "or" or a comma between them are one list.
+    It is looked for after the last `</think>`, if there is text beside the tags of an answer. The answer is
+    the content of the last `<answer>…</answer>`, or else the whole text; if that contains a `\boxed{…}`, the
+    answer is the content of the last one. Several boxes with nothing, "and", "or" or a comma between them are
+    one list.
     """
     after_thoughts = completion.rpartition(_THOUGHTS_END)[2]
-    completion = after_thoughts if after_thoughts.strip() else completion
+    if _TEXT.search(after_thoughts.replace(_OPEN, "").replace(_CLOSE, "")):
+        completion = after_thoughts
     end = completion.rfind(_CLOSE)
     start = completion.rfind(_OPEN, 0, max(end, 0))
     answer = completion[start + len(_OPEN) : end] if start >= 0 else completion
