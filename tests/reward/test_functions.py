@@ -3,7 +3,9 @@ from decimal import Decimal
 
 import pytest
 
+from quatrain.reward import functions
 from quatrain.reward.functions import correct, format, has_format, overlong, tag_count, why_unjudged
+from quatrain.reward.pool import Failure
 
 CHAT = [{"role": "user", "content": "3+4?"}]
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
@@ -121,6 +123,12 @@ NAN = float("nan")
 def test_the_kinds_of_gold_answers(gold, said, reward):
     assert correct(["q"], [f"<answer>{said}</answer>"], answer=[gold]) == [reward]
     assert (why_unjudged(gold) is None) == (reward is not None)
+
+
+def test_a_gold_answer_whose_comparison_fails_is_not_one_that_nobody_can_judge(monkeypatch):
+    failure = Failure("crash", "the process of math-verify failed")
+    monkeypatch.setattr(functions, "judge", lambda completions, answers, timeout_s: [failure])
+    assert why_unjudged(r"\sqrt{x} + 1") is None
 
 
 def test_correct_is_lenient_about_the_format_and_abstains_without_a_gold_answer():

@@ -78,7 +78,9 @@ def why_unjudged(answer: Any) -> str | None:
     if not accepted:
         return kind
     verdicts = judge([""] * len(accepted), accepted, CPU_LIMIT_S)
-    return None if False in verdicts else "text or notation that cannot be compared"
+    # A failure of math-verify's process is not an abstention: it is counted where it happens.
+    abstains = all(verdict is None for verdict in verdicts)
+    return "text or notation that cannot be compared" if abstains else None
 
 
 def correct(
