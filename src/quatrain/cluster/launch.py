@@ -36,11 +36,12 @@ FOLLOWED = (ANOTHER_FAILED, 128 + signal.SIGABRT)
 GRACE_S = 10.0
 POLL_S = 0.1
 # Message printed by JAX's CPU collectives when devices connect; no setting turns it off. Several threads
-# print it at once, piece by piece, so that a line may hold pieces of several messages.
+# print it at once, piece by piece, so that a line may hold pieces of several messages, or a number alone.
 GLOO_PIECES = (
     r"\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer|ranks is :|ranks|\d+|\s"
 )
-GLOO_LINE = re.compile(rf"(?=.*(Gloo|connected|ranks))(?:{GLOO_PIECES})*")
+GLOO_LINE = re.compile(rf"(?:{GLOO_PIECES})*")
+GLOO_START = "[Gloo] Rank "
 
 
 def launch(
@@ -175,11 +176,16 @@ class _Child:
         self.ended_at = time.monotonic()
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
+        unended = 0  # messages of Gloo of which the first piece has come, and not yet the end of the line
         with source:
             for line in source:
-                if not GLOO_LINE.fullmatch(line.rstrip()):
-                    target.write(f"[{self.process}] {line.rstrip()}\n")
-                    target.flush()
+                text = line.rstrip()
+                unended += text.count(GLOO_START) if GLOO_LINE.fullmatch(text) else 0
+                if unended and GLOO_LINE.fullmatch(text):
+                    unended -= 1
+                    continue
+                target.write(f"[{self.process}] {text}\n")
+                target.flush()
 
 
 def _started(function: Callable[..., None], *arguments: object) -> threading.Thread:

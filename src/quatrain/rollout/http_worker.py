@@ -110,7 +110,7 @@ class HttpWorker:
         self._finished: list[FinishedGroup] = []
         self._error: Exception | None = None
         self._progressed = 0.0
-        self._loading = self._closed = False
+        self._loading = self._closed = self._asked_all = False
         headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
         options: dict[str, Any] = {
             "base_url": address,
@@ -157,7 +157,7 @@ class HttpWorker:
         finally:
             with self._changed:
                 self._loading = False
-                if self._closed:
+                if self._asked_all:
                     self._client.close()
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
@@ -196,7 +196,6 @@ class HttpWorker:
             self._closed, loading = True, self._loading
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         if not loading:
-            self._client.close()
             return
         # `load` does so too, but its thread may end with this process. If it is faster, the client is closed.
         with suppress(WorkerLost, Refusal, RuntimeError):
@@ -206,6 +205,11 @@ class HttpWorker:
         self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+        # Only now: a connection that one of the executor's threads opens in a closed client stays open.
+        with self._changed:
+            self._asked_all = True
+            if not self._loading:
+                self._client.close()
 
     async def _end(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
