@@ -45,6 +45,8 @@ import numpy as np
 
 from quatrain.backend import this_backend
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.engine.decode import TOKENS_PER_CALL
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.decoder import REMAT
@@ -52,9 +54,7 @@ from quatrain.models.flops import forward_flops
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
 from quatrain.parallel.compilations import COMPILE_EVENT
-from quatrain.rollout.decode import TOKENS_PER_CALL
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt, RolloutBatch
+from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.cuts import Cut, describe_cuts
 from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
 from quatrain.update.micro_batch import MicroBatch, fill

@@ -3,8 +3,8 @@
     python benchmarks/ahead.py schedule
     python benchmarks/ahead.py overlap --steps 12 --figure timeline.svg
 
-`schedule` runs `quatrain.ahead.Ahead` with stages that sleep, for constant and for random times, and compares
-the time of the whole run with that of the ideal schedule for the times that were drawn (`ideal_makespan`).
+`schedule` runs `Ahead` with stages that sleep, for constant and for random times, and compares the
+time of the whole run with that of the ideal schedule for the times that were drawn (`ideal_makespan`).
 
 `overlap` trains the quickstart on two simulated CPU devices with one thread each, rollout and training on a
 device of their own, in processes one after the other: with `rollout.max_staleness` 0 (each stage runs alone),
@@ -31,10 +31,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.ahead import Ahead
-from quatrain.report.metrics import read_metrics
+from quatrain.loop.asynchronous import Ahead
 from quatrain.report.plot import can_plot, style_axes
-from quatrain.types import PromptPlace, RewardedBatch, RolloutBatch
+from quatrain.run.metrics import read_metrics
+from quatrain.types.batches import PromptPlace, RewardedBatch, RolloutBatch
 
 STEPS = 24
 """Training steps of a run of `schedule`."""

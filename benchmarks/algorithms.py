@@ -46,8 +46,8 @@ from typing import Any
 
 from quatrain.config.layers import file_layer, override_layer
 from quatrain.config.schema import ADVANTAGE_SCALES, POLICY_LOSSES
-from quatrain.report.metrics import read_metrics
 from quatrain.report.plot import can_plot, style_axes
+from quatrain.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 ACCURACY = "eval/accuracy_strict"

@@ -38,8 +38,8 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.checkpoint import Checkpointer, DamagedCheckpoint
-from quatrain.report.run_dir import checkpoint_steps
+from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint
+from quatrain.run.run_dir import checkpoint_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "tests", "tests/fuzz")]

@@ -29,13 +29,13 @@ import numpy as np
 from quatrain.backend import this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
+from quatrain.engine.decode import TOKENS_PER_CALL
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.scheduler import Scheduler
 from quatrain.models.decoder import logits
 from quatrain.models.families import Architecture
 from quatrain.models.layers import linear
-from quatrain.rollout.decode import TOKENS_PER_CALL
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.rollout.scheduler import Scheduler
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 from quatrain.weights.load import load_model
 
 

@@ -32,8 +32,8 @@ from typing import Any
 from algorithms import append, commit, read_rows, say
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.report.metrics import read_metrics
 from quatrain.report.plot import can_plot, style_axes
+from quatrain.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -31,12 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.data.tokenizer import load_tokenizer
+from quatrain.engine.groups import Group
+from quatrain.engine.scheduler import Scheduler
+from quatrain.engine.session import Sampler, Session, Tally
 from quatrain.parallel.mesh import one_device
-from quatrain.rollout.groups import Group
-from quatrain.rollout.interface import Completion, Sampling
-from quatrain.rollout.scheduler import Scheduler
-from quatrain.rollout.session import Sampler, Session, Tally
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Completion, Sampling
 from quatrain.weights.load import Model, load_model
 
 CACHE_BYTES = 2 << 30

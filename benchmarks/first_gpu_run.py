@@ -56,7 +56,7 @@ from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
 from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import sample
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 from quatrain.update.micro_batch import fill
 from quatrain.update.specs import head_logprobs
 

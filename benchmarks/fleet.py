@@ -30,11 +30,11 @@ import numpy as np
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config
 from quatrain.data.prompts import load_prompts
-from quatrain.policy import LoadedPolicy, build_engine, load_policy, local_engine
+from quatrain.loop.build import LoadedPolicy, build_engine, load_policy, local_engine
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.interface import RolloutProgress
-from quatrain.types import Prompt, RolloutBatch
+from quatrain.types.batches import Prompt, RolloutBatch
+from quatrain.types.rollouts import RolloutProgress
 
 LARGEST_GAP = 1e-3
 """Log-probabilities of the same tokens differ by less, in nats."""

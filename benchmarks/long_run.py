@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 
 FIRST = (1, 2, 5, 10, 20)
 """Steps in the table besides every fiftieth."""

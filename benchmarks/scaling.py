@@ -565,9 +565,9 @@ class Programs:
         import jax.numpy as jnp
         from jax.sharding import NamedSharding
 
+        from quatrain.engine.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
         from quatrain.models.kv_cache import CACHE_SPEC, CachePart, cached_heads
-        from quatrain.rollout.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
-        from quatrain.rollout.interface import Sampling
+        from quatrain.types.rollouts import Sampling
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
         replicas = case.rollout.num_data_shards

@@ -26,12 +26,12 @@ from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config, RewardConfig
 from quatrain.data.prompts import load_prompts
+from quatrain.engine.engine import RolloutEngine
+from quatrain.loop.build import build_engine, build_policy_spec, load_policy
 from quatrain.parallel.compilations import num_compilations
-from quatrain.policy import build_engine, build_policy_spec, load_policy
-from quatrain.report.metrics import StageTimer, reduce_metrics
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt, RolloutBatch
+from quatrain.run.metrics import StageTimer, reduce_metrics
+from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.learner import Learner, TrainState
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gsm8k_smollm2_cpu.yaml"

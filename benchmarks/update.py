@@ -22,8 +22,8 @@ import numpy as np
 from quatrain.config.load import load_config
 from quatrain.config.schema import Config
 from quatrain.data.prompts import load_prompts
-from quatrain.policy import build_policy_spec, load_policy
-from quatrain.types import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
+from quatrain.loop.build import build_policy_spec, load_policy
+from quatrain.types.batches import AdvantagedBatch, Prompt, RewardedBatch, RolloutBatch
 from quatrain.update.learner import Learner
 
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quatrain.bench import bench
+from quatrain.cli.bench import bench
 from quatrain.config.load import load_config
-from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 CHECKED = (RolloutBatch, RewardedBatch, AdvantagedBatch)
 

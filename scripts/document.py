@@ -12,7 +12,7 @@ from typing import Any
 
 from quatrain.config.layers import sections
 from quatrain.config.schema import Config, Section
-from quatrain.report.catalogue import CATALOGUE
+from quatrain.run.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -91,7 +91,7 @@ No secrets are switches (`true`), numbers of up to 5 digits, ordinary words of u
 also lists of numbers and what a configuration key has by default or offers for a choice (`bfloat16`). A
 secret is also found line by line, escaped as in JSON or Python, and with the escapes of a URL; it is not
 found in pieces, in other encodings, in what other programs print, or in what a program of yours prints
-beside the run that it started with `quatrain.train.train`. W&B gets neither the
+beside the run that it started with `quatrain.loop.train.train`. W&B gets neither the
 console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
 the `config.yaml` of a run, can be used again once `--set` or the environment gives the key its value.
 
@@ -105,7 +105,7 @@ With `QUATRAIN_DEBUG=1`, every error is printed with its traceback.
 METRICS_INTRODUCTION = """\
 # Metrics
 
-<!-- Written by `make docs` (scripts/document.py) from src/quatrain/report/catalogue.py. Edit that file. -->
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/run/catalogue.py. Edit that file. -->
 
 A run writes one JSON object (one line) per training step to `metrics.jsonl`. It also sends the metrics to
 Weights & Biases and TensorBoard if these are enabled. Step 0 is the state before training. Each line is on

@@ -18,7 +18,7 @@ from compiling import CHEAP_COMPILATION
 from quatrain.data.builtin import builtin_tokenizer
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
-from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test reads programs that an earlier run kept, but those that ask for a folder; nor do their processes.
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = (
-    "rollout/test_engine.py",
+    "engine/test_engine.py",
     "e2e/test_quickstart.py",
     "update/test_learner.py",
     "equivalence/test_partition.py",
@@ -56,7 +56,7 @@ LONG_FILES = (
     "ops/test_logprobs.py",
     "update/test_residuals.py",
     "plan/test_placement.py",
-    "test_cli.py",
+    "cli/test_cli.py",
     "fuzz/test_fuzz.py",
 )
 

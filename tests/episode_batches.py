@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.types import AdvantagedBatch, RewardedBatch, RolloutBatch
+from quatrain.types.batches import AdvantagedBatch, RewardedBatch, RolloutBatch
 
 PROMPT = ({"role": "system", "content": "Use the tool."}, {"role": "user", "content": "6 times 7?"})
 TURNS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.types import AdvantagedBatch, RolloutBatch
+from quatrain.types.batches import AdvantagedBatch, RolloutBatch
 
 
 def make_rollouts(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 from quatrain.update.learner import Learner
 
 SMALL = (

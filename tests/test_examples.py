@@ -19,12 +19,12 @@ from quatrain.config.load import load_config
 from quatrain.data.builtin import EOS
 from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
+from quatrain.environments.load_environment import load_environment, load_tools
 from quatrain.parallel.mesh import one_device
 from quatrain.reward.functions import has_format
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.load_environment import load_environment, load_tools
-from quatrain.types import RolloutBatch
+from quatrain.types.batches import RolloutBatch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

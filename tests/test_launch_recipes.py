@@ -15,7 +15,7 @@ import pytest
 import typer
 import yaml
 
-from quatrain import cli
+from quatrain.cli import main as cli
 from quatrain.cluster.detect import Place, detect
 from quatrain.config.load import load_config
 

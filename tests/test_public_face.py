@@ -15,7 +15,7 @@ light = not {"jax", "numpy", "transformers", "pydantic"} & set(sys.modules)
 quatrain.load_config
 without_jax = "jax" not in sys.modules
 print(json.dumps([light, without_jax, all(callable(getattr(quatrain, name)) for name in quatrain.__all__)]))
-import quatrain.train
+import quatrain.loop.train
 assert callable(quatrain.train)
 """
 

@@ -50,8 +50,8 @@ def test_the_reward_function_in_the_readme_scores(tmp_path):
 
 
 def test_the_four_lines_in_the_readme_are_those_of_the_training_step():
-    from quatrain.ahead import Ahead
-    from quatrain.train import train_step
+    from quatrain.loop.asynchronous import Ahead
+    from quatrain.loop.train import train_step
 
     (stanza,) = [block for block in blocks(README, "python") if "def " not in block]
     shown = [line.split("#")[0].strip() for line in stanza.splitlines()]

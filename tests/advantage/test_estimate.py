@@ -8,7 +8,7 @@ from episode_batches import episodes
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.config.schema import ADVANTAGE_SCALES, AdvantageConfig
-from quatrain.types import RewardedBatch, RolloutBatch
+from quatrain.types.batches import RewardedBatch, RolloutBatch
 
 
 def rewarded(rewards, group_ids, mask, **columns):

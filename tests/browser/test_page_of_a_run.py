@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.report.metrics import read_metrics
 from quatrain.report.page import Page
+from quatrain.run.metrics import read_metrics
 
 RUN = os.environ.get("QUATRAIN_RUN")
 pytestmark = [

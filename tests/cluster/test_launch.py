@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quatrain import cli
+from quatrain.cli import main as cli
 from quatrain.cluster import launch as launch_module
 from quatrain.cluster.launch import launch
 

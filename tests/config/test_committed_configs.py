@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain import cli
+from quatrain.cli import main as cli
 from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
 

@@ -1,6 +1,7 @@
 import pytest
 
 from quatrain.config import secrets
+from quatrain.config.environment import values_of_keys
 from quatrain.config.errors import shown
 from quatrain.config.secrets import (
     comparable,
@@ -119,7 +120,7 @@ def test_values_of_a_dotenv_file(value):
     ["short", "1", "12345", "1e-4", "true", "0,1,2,3,4,5", "2026-01-01", "/tmp", "bfloat16", "online"],
 )
 def test_ordinary_values_of_a_dotenv_file(value):
-    remember_dotenv({"SOMETHING": value})
+    remember_dotenv({"SOMETHING": value}, values_of_keys())
     assert redact(f"a {value} b", {}) == f"a {value} b"
 
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 from runs import small_run
 
-from quatrain import cli
-from quatrain.policy import load_policy
-from quatrain.train import dry_run
+from quatrain.cli import main as cli
+from quatrain.loop.build import load_policy
+from quatrain.loop.train import dry_run
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

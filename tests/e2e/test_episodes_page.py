@@ -7,10 +7,10 @@ import pytest
 from runs import small_run
 from test_readme import ROOT, blocks, commands
 
-from quatrain.report.catalogue import unknown_metrics
-from quatrain.report.metrics import read_metrics
-from quatrain.rollout.load_environment import load_environment
-from quatrain.train import train
+from quatrain.environments.load_environment import load_environment
+from quatrain.loop.train import train
+from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.metrics import read_metrics
 
 PAGE = ROOT / "docs" / "episodes.md"
 

@@ -7,8 +7,8 @@ import pytest
 from runs import interrupted_after, small_run, steady_metrics
 
 from quatrain.config.errors import ConfigError
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.loop.train import train
+from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

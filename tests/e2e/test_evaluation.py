@@ -6,12 +6,12 @@ from contextlib import closing
 import pytest
 from runs import interrupted_after, small_run
 
-from quatrain.evaluate import Evaluator, evaluate_run
+from quatrain.engine.engine import RolloutEngine
+from quatrain.loop.build import build_scorer, load_policy
+from quatrain.loop.evaluate import Evaluator, evaluate_run
+from quatrain.loop.train import train
 from quatrain.ops.fingerprint import tree_fingerprint
-from quatrain.policy import build_scorer, load_policy
-from quatrain.report.metrics import read_metrics
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.train import train
+from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

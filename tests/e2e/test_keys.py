@@ -8,9 +8,9 @@ import pytest
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
 
-from quatrain.export import export
-from quatrain.report.run_dir import checkpoint_steps
-from quatrain.train import train
+from quatrain.loop.export import export
+from quatrain.loop.train import train
+from quatrain.run.run_dir import checkpoint_steps
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 OPTIONS = (

@@ -8,11 +8,11 @@ import pytest
 from runs import interrupted_after, small_run, steady_metrics
 from safetensors.numpy import load_file
 
-from quatrain import run as run_module
-from quatrain.checkpoint import Checkpointer
-from quatrain.export import export
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.loop import run as run_module
+from quatrain.loop.export import export
+from quatrain.loop.train import train
+from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import load_hf
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -77,8 +77,8 @@ def test_the_exported_adapter_and_the_merged_model_are_the_same_model(whole, tmp
 def _base_of(run, folder):
     """The tensors of the run's base, exported without adapters."""
     from quatrain.config.load import load_config
-    from quatrain.export import export_policy
-    from quatrain.policy import load_policy
+    from quatrain.loop.build import load_policy
+    from quatrain.loop.export import export_policy
 
     loaded = load_policy(load_config(run / "config.yaml", environ={}).config, adapters=False)
     export_policy(folder / "base", loaded.arch, loaded.params, loaded.tokenizer)
@@ -115,7 +115,7 @@ def test_adapters_of_another_base_are_refused_with_both_fingerprints(whole, tmp_
     known = json.loads((whole / "final" / "adapter" / "base.json").read_text())["fingerprint"]
     assert Checkpointer(whole / "checkpoints").read_host()["base"] == known
     monkeypatch.setattr(run_module, "tree_fingerprint", lambda tree: "0123456789abcdef")
-    monkeypatch.setattr("quatrain.export.tree_fingerprint", lambda tree: "0123456789abcdef")
+    monkeypatch.setattr("quatrain.loop.export.tree_fingerprint", lambda tree: "0123456789abcdef")
     both = f"fingerprint {known}, and builtin:tiny has 0123456789abcdef"
     with pytest.raises(ValueError, match=both):
         export(whole, tmp_path / "other")

@@ -3,8 +3,8 @@
 import pytest
 from runs import interrupted_after, small_run, steady_metrics
 
-from quatrain.checkpoint import Checkpointer
-from quatrain.train import train
+from quatrain.loop.train import train
+from quatrain.run.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

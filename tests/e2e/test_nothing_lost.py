@@ -5,9 +5,9 @@ import shutil
 import pytest
 from runs import interrupted_after, small_run, steady_metrics
 
-from quatrain.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
-from quatrain.report.metrics import read_metrics
-from quatrain.train import supervise, train
+from quatrain.loop.train import supervise, train
+from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState, SaveFailed
+from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 OPTIONS = ("checkpoint.every_steps=1", "eval.every_steps=0", "update.kl_coef=0.1")

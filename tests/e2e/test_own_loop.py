@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import quatrain
-from quatrain.types import brief
+from quatrain.types.batches import brief
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

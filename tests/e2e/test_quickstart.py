@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 
 ACCURACY = "eval/accuracy_strict"
 

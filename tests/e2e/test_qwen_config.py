@@ -10,10 +10,10 @@ import pytest
 
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_tokenizer
-from quatrain.export import export_policy
+from quatrain.loop.export import export_policy
+from quatrain.loop.train import train
 from quatrain.models.params import init_params
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gsm8k_qwen25_0p5b.yaml"

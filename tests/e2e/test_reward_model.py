@@ -7,11 +7,11 @@ import pytest
 from classifiers import save_classifier
 
 from quatrain.config.load import load_config
-from quatrain.evaluate import evaluate_run
+from quatrain.loop.evaluate import evaluate_run
+from quatrain.loop.train import train
 from quatrain.models import families
-from quatrain.report.catalogue import unknown_metrics
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.metrics import read_metrics
 
 SMALL = (
     "data.batch_size=4",

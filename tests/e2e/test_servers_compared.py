@@ -3,12 +3,12 @@
 import pytest
 from runs import small_run
 
-from quatrain import run as run_module
-from quatrain.policy import engine_worker
+from quatrain.loop import run as run_module
+from quatrain.loop.build import engine_worker
+from quatrain.loop.train import train
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import InMemory
-from quatrain.train import train
+from quatrain.types.rollouts import Sampling
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 SERVERS = ("http://127.0.0.1:1", "http://127.0.0.1:2")

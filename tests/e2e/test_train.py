@@ -16,23 +16,23 @@ import numpy as np
 import pytest
 from runs import SMALL, interrupted_after, small_run, steady_metrics
 
-from quatrain import cli
-from quatrain import run as run_module
-from quatrain.checkpoint import Checkpointer
+from quatrain.cli import main as cli
 from quatrain.cluster.stop import Stopped
 from quatrain.config import secrets
 from quatrain.config.load import load_config
-from quatrain.draw import NoSignal
-from quatrain.evaluate import evaluate_run, finite_numbers
-from quatrain.export import export
-from quatrain.metrics import Metric
+from quatrain.engine.engine import RolloutEngine
+from quatrain.loop import run as run_module
+from quatrain.loop.evaluate import evaluate_run, finite_numbers
+from quatrain.loop.export import export
+from quatrain.loop.prompts import NoSignal
+from quatrain.loop.run import logprob_diff_warning
+from quatrain.loop.train import supervise, train
 from quatrain.report import progress
-from quatrain.report.catalogue import unknown_metrics
-from quatrain.report.metrics import read_metrics
-from quatrain.report.run_lock import FILES as LOCK_FILES
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.run import logprob_diff_warning
-from quatrain.train import supervise, train
+from quatrain.run.catalogue import unknown_metrics
+from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.metrics import read_metrics
+from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.types.metrics import Metric
 from quatrain.update.learner import Learner, TooManyBadSteps
 from quatrain.update.sft import SupervisedLearner
 
@@ -185,7 +185,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     assert _checkpoints(run) == [1]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
     log = (run / "run.log").read_text()
-    assert f"INFO quatrain.report.sinks: stopped: {first.value}" in log
+    assert f"INFO quatrain.report.recorder: stopped: {first.value}" in log
     assert "Traceback" not in log
     assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
 
@@ -351,7 +351,7 @@ def _reward_workers():
     """The worker processes that this process has started and that have not ended."""
     children = Path("/proc/self/task").glob("*/children")
     processes = [Path("/proc", child) for path in children for child in path.read_text().split()]
-    return [process for process in processes if b"reward/worker.py" in (process / "cmdline").read_bytes()]
+    return [process for process in processes if b"workers/worker.py" in (process / "cmdline").read_bytes()]
 
 
 def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):

@@ -8,11 +8,11 @@ import numpy as np
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
 from quatrain.models.params import ADAPTED, init_params
 from quatrain.parallel.mesh import make_mesh, to_host
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens, sum_gradients
 from quatrain.update.micro_batch import micro_batches

@@ -28,13 +28,13 @@ from quatrain.config.schema import (
     RolloutConfig,
     UpdateConfig,
 )
+from quatrain.engine.engine import RolloutEngine
+from quatrain.loop.build import role_meshes
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
 from quatrain.parallel.mesh import to_host, to_memory
-from quatrain.policy import role_meshes
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt, RewardedBatch, RolloutBatch
+from quatrain.types.batches import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
 from quatrain.update.critic import Critic
 from quatrain.update.learner import KLReward, Learner

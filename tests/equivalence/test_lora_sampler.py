@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, with_adapters, with_trained
 from quatrain.models.params import ADAPTED
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import PolicySpec

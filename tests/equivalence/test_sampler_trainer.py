@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import RolloutConfig
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt
+from quatrain.engine.engine import RolloutEngine
+from quatrain.types.batches import Prompt
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import PolicySpec

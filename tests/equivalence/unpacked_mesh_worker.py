@@ -13,13 +13,13 @@ import numpy as np
 from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models import attention
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens, sum_gradients
 from quatrain.update.micro_batch import micro_batches

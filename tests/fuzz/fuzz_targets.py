@@ -97,7 +97,7 @@ def dotenv(folder: Path) -> None:
 
 def metrics(folder: Path) -> None:
     """The metrics of a run that is resumed."""
-    from quatrain.report.metrics import MetricsFile, read_metrics
+    from quatrain.run.metrics import MetricsFile, read_metrics
 
     read_metrics(folder / "metrics.jsonl")
     file = MetricsFile(folder / "metrics.jsonl")
@@ -108,8 +108,8 @@ def metrics(folder: Path) -> None:
 def saved_state(folder: Path) -> None:
     """The host data of a checkpoint."""
     from quatrain.config.files import read_json
-    from quatrain.saved_state import check_saved_state
-    from quatrain.types import PromptPlace
+    from quatrain.run.saved_state import check_saved_state
+    from quatrain.types.batches import PromptPlace
 
     host = read_json(folder / "host.json")
     check_saved_state(host, folder)

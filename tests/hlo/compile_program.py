@@ -112,8 +112,8 @@ class Programs:
         return CachePart(keys, values)
 
     def _sampler(self) -> Any:
-        from quatrain.rollout.decode import Program
-        from quatrain.rollout.interface import Sampling
+        from quatrain.engine.decode import Program
+        from quatrain.types.rollouts import Sampling
 
         sampling = Sampling(1, OWN)
         return Program(self.arch, sampling, (1,), self.dtype, self.attention, self.mesh, self.backend)
@@ -122,8 +122,8 @@ class Programs:
         """A call of the sampler: several tokens of every slot."""
         import jax.numpy as jnp
 
+        from quatrain.engine.decode import Slots, decode_program
         from quatrain.models.decode_step import Sharing
-        from quatrain.rollout.decode import Slots, decode_program
 
         prompts = SLOTS // GROUP
         integers, flags = self._array(jnp.int32, SLOTS), self._array(jnp.bool_, SLOTS)
@@ -146,10 +146,10 @@ class Programs:
         import jax.numpy as jnp
         import numpy as np
 
+        from quatrain.engine.decode import prefill_program
+        from quatrain.engine.groups import Admitted, Group, pack_prompts
         from quatrain.models.attention import unpacks
-        from quatrain.rollout.decode import prefill_program
-        from quatrain.rollout.groups import Admitted, Group, pack_prompts
-        from quatrain.types import Prompt
+        from quatrain.types.batches import Prompt
 
         ids = np.arange(8 * PROMPT, dtype=np.int32).reshape(8, PROMPT)
         pack = [

@@ -17,7 +17,7 @@ import pytest
 from compile_program import LARGE_MIB, compiled
 from devices import TARGETS
 
-from quatrain.rollout.decode import TOKENS_PER_CALL
+from quatrain.engine.decode import TOKENS_PER_CALL
 
 pytestmark = pytest.mark.hlo
 

@@ -33,7 +33,7 @@ def differing():
 
 def save_twice():
     """Checkpoints of an array on all devices; the last process cannot write its part of the second."""
-    from quatrain.checkpoint import Checkpointer, SaveFailed
+    from quatrain.run.checkpoint import Checkpointer, SaveFailed
 
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.loop.train import train
+from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import save_hf
 
 pytestmark = pytest.mark.slow

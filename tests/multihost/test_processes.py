@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.checkpoint import Checkpointer
+from quatrain.run.checkpoint import Checkpointer
 
 MEMBER = Path(__file__).with_name("member.py")
 # Of a test that fails; none waits that long.

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from quatrain.config.layers import QUICKSTART
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_rows
-from quatrain.report.metrics import read_metrics
-from quatrain.train import train
+from quatrain.loop.train import train
+from quatrain.run.metrics import read_metrics
 from quatrain.weights.hf import save_hf
 
 # Of a test that fails; none waits that long.

@@ -225,7 +225,7 @@ import json, sys
 import jax
 events = []
 jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
-from quatrain import cli
+from quatrain.cli import main as cli
 from quatrain.parallel.compilations import num_compilations
 try:
     cli.main()

@@ -4,7 +4,7 @@ from bisect import bisect
 
 import pytest
 
-from quatrain import cli
+from quatrain.cli import main as cli
 from quatrain.config.load import load_config
 from quatrain.plan.fit import ROOM, fit, render
 from quatrain.plan.placement import placement

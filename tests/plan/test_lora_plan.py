@@ -8,6 +8,7 @@ from test_placement import MIDDLE, QWEN_7B, SMALL, compiled_bytes, on_a_cpu
 
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_lora, without_adapters
@@ -15,7 +16,6 @@ from quatrain.models.params import ADAPTED, init_params
 from quatrain.plan.activations import activations
 from quatrain.plan.fit import fit
 from quatrain.plan.placement import placement
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.update.gradient import init_optimizer
 from quatrain.update.optimizer import build_optimizer
 

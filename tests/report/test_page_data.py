@@ -6,7 +6,7 @@ import pytest
 from page_runs import make_run, write_rows
 
 from quatrain.report.page_data import columns, config_rows, described, differing, run_data
-from quatrain.report.run_dir import find_run
+from quatrain.run.run_dir import find_run
 
 
 def by_key(rows):

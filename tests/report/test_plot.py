@@ -1,8 +1,8 @@
 import pytest
 
 from quatrain.report import plot as module
-from quatrain.report.metrics import MetricsFile
 from quatrain.report.plot import plot_run, plotted
+from quatrain.run.metrics import MetricsFile
 
 
 def test_reward_and_accuracy_become_a_picture(tmp_path):

@@ -5,7 +5,7 @@ from rollouts import make_rollouts
 from quatrain.config.schema import RewardConfig
 from quatrain.reward.forms import prepared
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 
 SOURCE = """
 import statistics

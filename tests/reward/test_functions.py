@@ -5,7 +5,7 @@ import pytest
 
 from quatrain.reward import functions
 from quatrain.reward.functions import correct, format, has_format, overlong, tag_count, why_unjudged
-from quatrain.reward.pool import Failure
+from quatrain.workers.pool import Failure
 
 CHAT = [{"role": "user", "content": "3+4?"}]
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"

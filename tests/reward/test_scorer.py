@@ -18,7 +18,7 @@ from quatrain.data.prompts import load_prompts
 from quatrain.reward import calls
 from quatrain.reward import scorer as scorer_module
 from quatrain.reward.scorer import RewardScorer
-from quatrain.types import RolloutBatch
+from quatrain.types.batches import RolloutBatch
 
 GOOD = "<think>3+4=7</think>\n<answer>7</answer>"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"

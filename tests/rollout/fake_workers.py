@@ -6,8 +6,8 @@ import zlib
 
 import numpy as np
 
-from quatrain.rollout.interface import Completion
 from quatrain.rollout.worker import FinishedGroup, WorkerLost
+from quatrain.types.rollouts import Completion
 
 
 def sample(spec, index, version):

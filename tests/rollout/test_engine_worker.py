@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from quatrain.config.schema import LoraConfig, RolloutConfig
+from quatrain.engine.engine import RolloutEngine
 from quatrain.models.lora import with_adapters, with_lora
 from quatrain.parallel.mesh import one_device
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
-from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import Folder, InMemory, gathered
 from quatrain.rollout.worker import GroupSpec, WorkerLost
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 
 LENGTHS = (5, 2, 17, 9, 3)
 PROMPTS = [

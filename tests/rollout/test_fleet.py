@@ -14,10 +14,10 @@ from quatrain.rollout import crew
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
-from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import InMemory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, WorkerRefused
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 
 SAMPLING = Sampling(n=2, max_new_tokens=5)
 PARAMS = {"embed": jnp.ones((2, 3)), "norm": jnp.ones(3), "layers": []}

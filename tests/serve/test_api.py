@@ -16,12 +16,12 @@ from servers import MODEL, served, service_of
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import ServiceFailed
 from quatrain.models.decoder import forward, logits
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.serve.requests import MOST_SEQUENCES
-from quatrain.serve.service import ServiceFailed
 from quatrain.serve.text import TextStream
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 from quatrain.weights.hf import save_hf
 
 TOKEN = "the-token-of-the-tests"

@@ -16,20 +16,20 @@ from fleets import closing
 from runs import small_run
 from servers import served, service_of
 
-from quatrain import run
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer
+from quatrain.engine.engine import RolloutEngine
+from quatrain.loop import run
+from quatrain.loop.train import train
 from quatrain.rollout.crew import CrewLost
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
-from quatrain.rollout.interface import Sampling
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.rollout.server_kinds import Refusal
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
-from quatrain.train import train
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
 
 TOKEN = "the-token-of-the-tests"
 LENGTHS = (5, 2, 17, 9, 3)

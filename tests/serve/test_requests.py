@@ -8,8 +8,8 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
-from quatrain.rollout.interface import Sampling
 from quatrain.serve.requests import IGNORED, UNCHANGING, BadRequest, ChatRequest, CompletionRequest, parsed
+from quatrain.types.rollouts import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 GOOD = {

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from quatrain.config.load import load_config
-from quatrain.policy import load_policy
+from quatrain.loop.build import load_policy
 from quatrain.weights.hf import save_hf
 
 QUATRAIN = (sys.executable, "-m", "quatrain.cli")

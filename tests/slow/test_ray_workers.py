@@ -15,7 +15,7 @@ import pytest
 
 from quatrain.config.load import load_config
 from quatrain.data.prompts import load_prompts
-from quatrain.policy import build_engine, load_policy, local_engine
+from quatrain.loop.build import build_engine, load_policy, local_engine
 from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.worker import WorkerLost
 

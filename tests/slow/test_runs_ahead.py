@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs import steady_metrics
 
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

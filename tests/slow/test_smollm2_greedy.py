@@ -10,8 +10,8 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import load_tokenizer, render
-from quatrain.rollout.engine import RolloutEngine
-from quatrain.types import Prompt
+from quatrain.engine.engine import RolloutEngine
+from quatrain.types.batches import Prompt
 from quatrain.weights.gguf import load_gguf
 
 ROOT = Path(__file__).parents[2]

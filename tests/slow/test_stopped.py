@@ -22,7 +22,7 @@ SETTINGS = (
 TWO = ("launch", "--processes", "2", "--devices-per-process", "1", "--")
 QUATRAIN = (  # where a shell had SIGINT ignored, too
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from quatrain.cli import main; main()"
+    "from quatrain.cli.main import main; main()"
 )
 TIMEOUT_S = 600.0
 ENDS_WITHIN_S = 60.0

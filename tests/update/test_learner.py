@@ -14,7 +14,7 @@ from quatrain.models.lora import with_adapters
 from quatrain.ops.losses import LOSS_AGGREGATIONS
 from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import to_memory
-from quatrain.types import AdvantagedBatch
+from quatrain.types.batches import AdvantagedBatch
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.learner import Learner, TooManyBadSteps

@@ -12,15 +12,15 @@ import numpy as np
 
 from quatrain.advantage.turns import turn_rewards
 from quatrain.config.schema import AdvantageConfig
-from quatrain.metrics import Metric, describe
 from quatrain.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     ADVANTAGE_SCALES,
     TokenAdvantages,
     check_scale,
 )
-from quatrain.types import AdvantagedBatch, RewardedBatch
-from quatrain.user_code import find_function, own_arguments
+from quatrain.types.batches import AdvantagedBatch, RewardedBatch
+from quatrain.types.metrics import Metric, describe
+from quatrain.workers.user_code import find_function, own_arguments
 
 INPUTS = ("rewards", "group_ids", "completion_mask", "token_rewards", "values", "baseline_rewards")
 """What an estimator may name: [B] float32, NaN where nothing was scored; [B] int64; [B, T] bool; both [B, T]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quatrain.types import ENVIRONMENT, FAULTS, RewardedBatch
+from quatrain.types.batches import ENVIRONMENT, FAULTS, RewardedBatch
 
 
 def turn_rewards(rewarded: RewardedBatch) -> np.ndarray:

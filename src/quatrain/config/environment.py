@@ -10,8 +10,10 @@ import os
 import stat
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from dotenv.parser import parse_stream
+from pydantic import BaseModel
 
 from quatrain.config.errors import ConfigError
 from quatrain.config.secrets import remember_dotenv
@@ -64,10 +66,31 @@ def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: the file is not UTF-8 text") from None
     variables = parse_dotenv(text, str(path))
-    remember_dotenv(variables)
+    remember_dotenv(variables, values_of_keys())
     for name, value in variables.items():
         environ.setdefault(name, value)
     return path
+
+
+def values_of_keys() -> set[str]:
+    """The texts that configuration keys have by default or offer for a choice: no secrets."""
+    from quatrain.config.schema import Config  # only with a file: commands without one start faster
+
+    return _texts(Config().model_dump()) | _choices(Config)
+
+
+def _texts(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return {text for inner in value.values() for text in _texts(inner)}
+    return {value} if isinstance(value, str) else set()
+
+
+def _choices(annotation: Any) -> set[str]:
+    if get_origin(annotation) is Literal:
+        return {value for value in get_args(annotation) if isinstance(value, str)}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {text for field in annotation.model_fields.values() for text in _choices(field.annotation)}
+    return {text for inner in get_args(annotation) for text in _choices(inner)}
 
 
 def warn_if_others_can_read(path: Path) -> str | None:

@@ -1,7 +1,7 @@
 """The exception for invalid configurations, the words of its messages, and the search for the nearest key.
 
 Used for every configuration source: YAML files, `--set`, the environment and `.env` files. The words are also
-those of messages about other files (`config/files.py`).
+those of messages about other files (`files.py`).
 """
 
 from __future__ import annotations

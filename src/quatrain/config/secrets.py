@@ -21,12 +21,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 from urllib.parse import quote, unquote
-
-from pydantic import BaseModel
 
 REDACTED = "[redacted]"
 SHORTEST_SECRET = 4
@@ -70,14 +68,17 @@ def is_secret_name(name: str) -> bool:
     return not config and name.upper() not in _NO_SECRET_NAMES and _NAME.search(name) is not None
 
 
-def remember_dotenv(variables: Mapping[str, str]) -> None:
-    """Have the secrets among `variables`, those of a `.env` file, redacted from now on."""
+def remember_dotenv(variables: Mapping[str, str], ordinary: Collection[str] = ()) -> None:
+    """Have the secrets among `variables`, those of a `.env` file, redacted from now on.
+
+    Texts in `ordinary` are none, unless the name of their variable is that of a secret.
+    """
     _of_dotenv.update(*(_secrets_of_variable(name, value) for name, value in variables.items()))
     _of_dotenv.update(
         value.strip()
         for name, value in variables.items()
         if not name.upper().startswith(CONFIG_PREFIX) and len(value.strip()) >= SHORTEST_VALUE
-        if not _NUMBERS.fullmatch(value.strip()) and value.strip() not in _values_of_keys()
+        if not _NUMBERS.fullmatch(value.strip()) and value.strip() not in ordinary
     )
 
 
@@ -168,25 +169,3 @@ def _is_ordinary(value: str) -> bool:
 def _is_word(text: str) -> bool:
     """Whether `text` consists of letters, of one case after the first."""
     return not text or (text.isalpha() and text in (text.lower(), text.upper(), text.capitalize()))
-
-
-@cache
-def _values_of_keys() -> frozenset[str]:
-    """The texts that configuration keys have by default or offer for a choice."""
-    from quatrain.config.schema import Config  # here, because commands that fail early do not need it
-
-    return frozenset(_texts(Config().model_dump()) | _choices(Config))
-
-
-def _texts(value: Any) -> set[str]:
-    if isinstance(value, dict):
-        return {text for inner in value.values() for text in _texts(inner)}
-    return {value} if isinstance(value, str) else set()
-
-
-def _choices(annotation: Any) -> set[str]:
-    if get_origin(annotation) is Literal:
-        return {value for value in get_args(annotation) if isinstance(value, str)}
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {text for field in annotation.model_fields.values() for text in _choices(field.annotation)}
-    return {text for inner in get_args(annotation) for text in _choices(inner)}

@@ -1,6 +1,6 @@
 """Values of configuration keys that have several written forms, brought into one before they are typed.
 
-Used by `config/schema.py`, whose fields name these functions as validators. Each raises PydanticCustomError
+Used by `schema.py`, whose fields name these functions as validators. Each raises PydanticCustomError
 with the rule: one error where a union of types would raise one for each type.
 """
 

@@ -1,6 +1,6 @@
 """The built-in offline task: arithmetic word problems, demonstrations of solutions, and a tokenizer for them.
 
-`data/rows.py` uses the rows and `data/tokenizer.py` the tokenizer. Needs no file and no network.
+`rows.py` uses the rows and `tokenizer.py` the tokenizer. Needs no file and no network.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The chat template of a run: the tokenizer's own or `data.chat_template`, and the variables passed to it.
 
-Data flow: tokenizer (`data/tokenizer.py`) -> `with_chat_template` -> prompts, and the exported model.
+Data flow: tokenizer (`tokenizer.py`) -> `with_chat_template` -> prompts, and the exported model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 def with_chat_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> PreTrainedTokenizerFast:
     """`tokenizer` with the template and the variables of `data`; it is changed in place.
 
-    `tokenizer.template_variables` are the variables that every rendering passes (`data/tokenizer.py`). Raises
+    `tokenizer.template_variables` are the variables that every rendering passes (`tokenizer.py`). Raises
     ValueError if the file is missing, the template is not valid, or it does not read a variable.
     """
     if data.chat_template is not None:

@@ -1,6 +1,6 @@
 """Brings the columns of a data set into the form that is tokenised: `prompt`, `answer` and `completion`.
 
-Data flow: rows (`data/rows.py`) -> `prepared` -> `data/prompts.py`. A column `messages`, as in data sets for
+Data flow: rows (`rows.py`) -> `prepared` -> `prompts.py`. A column `messages`, as in data sets for
 supervised training, becomes the prompt and, if it ends with the assistant's message, the demonstration.
 """
 

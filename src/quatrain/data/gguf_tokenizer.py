@@ -1,6 +1,6 @@
 """Builds the tokenizer that a GGUF file describes: vocabulary, merges, splitting rule, special tokens.
 
-Data flow: `GGUFHeader.metadata` -> `gguf_tokenizer` -> `data/tokenizer.py`. The splitting rules and their
+Data flow: `GGUFHeader.metadata` -> `gguf_tokenizer` -> `tokenizer.py`. The splitting rules and their
 names are those of llama.cpp's `llama-vocab.cpp`, which match the `tokenizer.json` of each model.
 """
 

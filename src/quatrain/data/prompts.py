@@ -1,6 +1,6 @@
 """Tokenised prompts and demonstrations, addressed by their index in an endless shuffled stream.
 
-Second step of the data flow: rows (`data/rows.py`) -> `Prompt`s for rollout and evaluation, token pairs for
+Second step of the data flow: rows (`rows.py`) -> `Prompt`s for rollout and evaluation, token pairs for
 the supervised warm start.
 """
 
@@ -30,7 +30,7 @@ from quatrain.data.columns import MESSAGES, check_answer_column, prepared
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import checked_messages, render, unfit_text
-from quatrain.types import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
+from quatrain.types.batches import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

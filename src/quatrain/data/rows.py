@@ -1,6 +1,6 @@
 """Reads a data set as rows (one dict each) from a file, the Hub or a built-in task.
 
-First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `data/prompts.py`.
+First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `prompts.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quatrain.cluster.processes import gather_objects
-from quatrain.types import Prompt, PromptText
+from quatrain.types.batches import Prompt, PromptText
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

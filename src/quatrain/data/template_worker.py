@@ -1,9 +1,9 @@
 """A child process that renders chat templates, which are programs from a model's folder.
 
-A template can take any time and memory (`{{ 'a' * 10**10 }}`). `data/tokenizer.py` runs this script as a
-`quatrain.child.Child`; a timer signal kills it on a slow template. It reads lines with a JSON list [template,
-special tokens and other variables (schemas of tools among them), messages, add_generation_prompt], and writes
-[true, text] or [false, reason] for each. It imports nothing from quatrain.
+A template can take any time and memory (`{{ 'a' * 10**10 }}`). `tokenizer.py` runs this script as a
+`Child` (`workers/child.py`); a timer signal kills it on a slow template. It reads lines with a JSON list
+[template, special tokens and other variables (schemas of tools among them), messages, add_generation_prompt],
+and writes [true, text] or [false, reason] for each. It imports nothing from quatrain.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quatrain.child import Child, ChildError
 from quatrain.config.errors import shown
 from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, too_deep
 from quatrain.config.places import HUB_ID, local_path
@@ -23,11 +22,12 @@ from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
+from quatrain.workers.child import Child, ChildError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from quatrain.types import PromptText
+    from quatrain.types.batches import PromptText
 
 MAX_TEXT_CHARS = 4_000_000
 """Length of the longest text that is tokenised: about a million tokens."""

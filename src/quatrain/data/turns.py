@@ -21,7 +21,7 @@ from quatrain.data.tokenizer import checked_messages, encode, fill_template, ren
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from quatrain.types import Message, PromptText
+    from quatrain.types.batches import Message, PromptText
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The forward passes of the sampler: prefill of prompts, decode steps, and tokens after cached ones.
 
-Data flow: `rollout/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
+Data flow: `engine/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
 that writes and reads the KV cache. The cache has two parts: the prompt cache, with one row per prompt, shared
 by all its completions, and the completion cache `generated`, with one row per sequence. The columns of
 `generated` are a ring buffer: in a decode step, all sequences write the same column.

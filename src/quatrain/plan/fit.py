@@ -1,7 +1,7 @@
 """Searches for the mesh and the switches with which a run fits into the memory of its devices.
 
 Data flow: a configuration and changes to it -> `placement` of each -> `fit`, for `quatrain plan --fit`. Only
-shapes are used, as in `plan/placement.py`.
+shapes are used, as in `placement.py`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from quatrain.config.roles import Roles, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, UpdateConfig
 from quatrain.data.tokenizer import load_tokenizer
+from quatrain.engine.decode import TOKENS_PER_CALL
+from quatrain.engine.engine import CACHE_SHARE
+from quatrain.engine.groups import prompt_columns
 from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.lora import trained_part, with_lora
@@ -46,9 +49,6 @@ from quatrain.plan.device_memory import (
     format_mesh,
     in_units,
 )
-from quatrain.rollout.decode import TOKENS_PER_CALL
-from quatrain.rollout.engine import CACHE_SHARE
-from quatrain.rollout.groups import prompt_columns
 from quatrain.update.optimizer import build_optimizer
 from quatrain.weights.load import BUILTIN, classifier_architecture, load_architecture
 
@@ -489,7 +489,7 @@ class _Plan:
 
 @lru_cache(maxsize=8)
 def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.GradientTransformation, Any]:
-    """The optimizer, and its state as shapes and dtypes; `plan/fit.py` asks for the same few many times."""
+    """The optimizer, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
     optimizer = build_optimizer(config, total_steps=1)
     return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
 

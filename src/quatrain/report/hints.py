@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quatrain.config.schema import Config
-from quatrain.types import ENVIRONMENT
+from quatrain.types.batches import ENVIRONMENT
 
 TRUNCATED, REWARD_SHARE, PADDING = 0.5, 0.3, 0.3
 """Fractions of completions cut, of a step spent on rewards, and of padding, above which there is a hint."""

@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quatrain.report.metrics import is_finite
-from quatrain.types import FAULTS
+from quatrain.run.metrics import is_finite
+from quatrain.types.batches import FAULTS
 
 STEP, EVAL = "step", "eval"
 CAP_BYTES = {STEP: 96 * 2**20, EVAL: 32 * 2**20}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quatrain.report.metrics import read_metrics
+from quatrain.run.metrics import read_metrics
 
 REWARD = "reward/mean"
 LENGTHS = {

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from quatrain.report.page_samples import EVAL, STEP, by_group, read_samples, sample_files
-from quatrain.report.samples import ASSISTANT, ENDINGS, num_turns, turn_heading
+from quatrain.run.samples import ASSISTANT, ENDINGS, num_turns, turn_heading
 
 # Control characters of a completion could move the cursor, or rename the terminal: they are shown as symbols.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}

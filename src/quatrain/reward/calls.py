@@ -1,7 +1,7 @@
 """Calls of one reward function on the samples of a batch, and what a sample costs on which it fails.
 
-Data flow: `RolloutBatch` -> `Samples` -> `score_function`, for `reward/scorer.py`. A function is called in a
-worker process (`reward/pool.py`) or, if it is built in or `reward.workers` is 0, in this process.
+Data flow: `RolloutBatch` -> `Samples` -> `score_function`, for `scorer.py`. A function is called in a
+worker process (`workers/pool.py`) or, if it is built in or `reward.workers` is 0, in this process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from quatrain.reward.functions import RewardFunction
-from quatrain.reward.pool import Failure, Kind, Pool
 from quatrain.reward.values import plain_rewards
-from quatrain.reward.worker import failure
-from quatrain.types import FAULTS, RolloutBatch
-from quatrain.worker_process import pickled
+from quatrain.types.batches import FAULTS, RolloutBatch
+from quatrain.workers.pool import Failure, Kind, Pool
+from quatrain.workers.process import pickled
+from quatrain.workers.worker import failure
 
 logger = logging.getLogger(__name__)
 

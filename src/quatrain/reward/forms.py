@@ -1,7 +1,7 @@
 """The forms in which a reward function may be written, brought into the one in which it is called.
 
 Data flow: a function named in `reward.functions` (`user_code.find_function`) -> `prepared` ->
-`reward/calls.py`, in a worker process or in the process of the run. It imports neither JAX nor numpy.
+`calls.py`, in a worker process or in the process of the run. It imports neither JAX nor numpy.
 Functions are called as in TRL, `f(completions=[…], …) -> [number]`. verl's form, `f(data_source,
 solution_str, ground_truth, extra_info)` for one sample, is recognised by its parameter `solution_str`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any
 
-from quatrain.user_code import VARIADIC, check_arguments
+from quatrain.workers.user_code import VARIADIC, check_arguments
 
 INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments that every call in TRL's form may get, beside the columns."""

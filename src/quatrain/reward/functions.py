@@ -1,6 +1,6 @@
 """The built-in reward functions.
 
-`reward/scorer.py` calls every reward function, built-in or not, as f(prompts, completions, **columns); it
+`scorer.py` calls every reward function, built-in or not, as f(prompts, completions, **columns); it
 returns one number per completion, or None to abstain. Prompts are strings or lists of messages, completions
 are strings, and each data column is a list with one item per completion.
 """
@@ -15,9 +15,9 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any
 
-from quatrain.reward.answers import gold_text, judge
-from quatrain.reward.grader import CPU_LIMIT_S
-from quatrain.reward.pool import Failure
+from quatrain.reward.math.answers import gold_text, judge
+from quatrain.reward.math.grader import CPU_LIMIT_S
+from quatrain.workers.pool import Failure
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -97,7 +97,7 @@ def correct(
 
 
 def graded(completions: list[str], answer: list[Any], timeout_s: float) -> list[float | Failure | None]:
-    """`correct` with the reason why a completion is not judged, for `reward/calls.py`."""
+    """`correct` with the reason why a completion is not judged, for `calls.py`."""
     accepted = [accepted_answers(gold) for gold in answer]
     texts = [text for text, golds in zip(completions, accepted, strict=True) for _ in golds]
     verdicts = iter(judge(texts, [gold for golds in accepted for gold in golds], timeout_s))

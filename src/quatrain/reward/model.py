@@ -32,8 +32,8 @@ from quatrain.parallel.collectives import all_gather_shards, from_first_device, 
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import DATA_AXES, data_sharding, mesh_shape, one_device, place, to_memory
-from quatrain.reward.scorer import Scores
-from quatrain.types import PromptText, RolloutBatch
+from quatrain.reward.values import Scores
+from quatrain.types.batches import PromptText, RolloutBatch
 from quatrain.weights.load import load_classifier
 
 logger = logging.getLogger(__name__)

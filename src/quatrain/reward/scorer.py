@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quatrain.config.errors import listed
 from quatrain.config.schema import RewardConfig, RewardEntry
-from quatrain.metrics import Metric, combine, describe
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
@@ -44,8 +43,8 @@ from quatrain.reward.functions import (
     why_unjudged,
 )
 from quatrain.reward.functions import format as format_reward
-from quatrain.reward.pool import Failure, Pool, default_workers
-from quatrain.types import (
+from quatrain.reward.values import Scores
+from quatrain.types.batches import (
     ENVIRONMENT,
     EPISODE_COLUMNS,
     FAULTS,
@@ -55,8 +54,10 @@ from quatrain.types import (
     RewardedBatch,
     RolloutBatch,
 )
-from quatrain.user_code import find_function, parameters_of
-from quatrain.worker_process import log_output
+from quatrain.types.metrics import Metric, combine, describe
+from quatrain.workers.pool import Failure, Pool, default_workers
+from quatrain.workers.process import log_output
+from quatrain.workers.user_code import find_function, parameters_of
 
 if TYPE_CHECKING:
     from quatrain.data.prompts import PromptSource
@@ -74,17 +75,6 @@ MADE_UP = "<think>1 + 1 = 2</think>\n<answer>2</answer>"
 """The completion on which users' functions are tried before the first rollout."""
 _CUTS = (0, len(TAGS[0]), MADE_UP.index("\n"), MADE_UP.index(TAGS[2]))
 _OF_ENVIRONMENT = ("environment_reward", "turn_rewards")
-
-
-class Scores(NamedTuple):
-    """What one reward function or reward model says of B sequences."""
-
-    values: Sequence[float] | np.ndarray
-    """[B] raw rewards, NaN for an abstention."""
-    counts: Mapping[str, int]
-    """Numbers of sequences or tokens, by the last part of the metric `reward/<name>/…`."""
-    seconds: float = 0.0
-    """Seconds that it took."""
 
 
 class RewardScorer:

@@ -1,15 +1,29 @@
-"""What reward functions return, as plain numbers.
+"""What reward functions return, as plain numbers, and what the stage keeps of one function.
 
-Used where a function is called: in a worker process by `reward/worker.py`, or in the process of the run.
+Used where a function is called: in a worker process by `workers/worker.py`, or in the process of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LONGEST_SHOWN_VALUE = 80
 _NOT_LISTS = (str, bytes, bytearray, Mapping, Set)
+
+
+class Scores(NamedTuple):
+    """What one reward function or reward model says of B sequences."""
+
+    values: Sequence[float] | np.ndarray
+    """[B] raw rewards, NaN for an abstention."""
+    counts: Mapping[str, int]
+    """Numbers of sequences or tokens, by the last part of the metric `reward/<name>/…`."""
+    seconds: float = 0.0
+    """Seconds that it took."""
 
 
 def plain_rewards(returned: Any) -> list[float | None] | str:

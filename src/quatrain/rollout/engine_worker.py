@@ -16,12 +16,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.parallel.mesh import mesh_shape, place, shardings
-from quatrain.rollout.engine import RolloutEngine, Ticket, work_metrics
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
 from quatrain.weights.hf import load_hf
 

@@ -21,13 +21,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.metrics import Metric, Metrics, combine
 from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory, place_of
 from quatrain.rollout.group_table import GroupTable
-from quatrain.rollout.interface import Completion, RolloutProgress, Sampling, rollout_batch
 from quatrain.rollout.publish import Publisher, gathered
 from quatrain.rollout.worker import GroupSpec, Worker
-from quatrain.types import EPISODE_COLUMNS, Prompt, RolloutBatch
+from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
+from quatrain.types.metrics import Metric, Metrics, combine
+from quatrain.types.rollouts import Completion, RolloutProgress, Sampling, rollout_batch
 
 LOOK_S = 0.2
 """Seconds between two looks at the deadlines of workers."""

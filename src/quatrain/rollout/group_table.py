@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 
 SUSPECT = 2
 """From this many failures on, a group is given to a worker that has no other group."""

@@ -22,7 +22,6 @@ import httpx2 as httpx
 import numpy as np
 
 from quatrain.rollout.crew import WorkerFactory
-from quatrain.rollout.interface import Completion, Sampling
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,
@@ -34,6 +33,7 @@ from quatrain.rollout.server_kinds import (
     shortened,
 )
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
+from quatrain.types.rollouts import Completion, Sampling
 
 CONNECT_S = 10.0
 """Seconds in which a server must accept a connection."""

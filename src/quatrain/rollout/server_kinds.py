@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from quatrain.rollout.interface import Sampling
 from quatrain.rollout.worker import WorkerLost, WorkerRefused
+from quatrain.types.rollouts import Sampling
 
 TOKEN = "QUATRAIN_SERVE_TOKEN"
 """The environment variable with the token that servers are sent, and that `quatrain serve` asks for."""

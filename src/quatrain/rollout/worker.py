@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from quatrain.metrics import Metrics
-from quatrain.rollout.interface import Completion, Sampling
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
+from quatrain.types.metrics import Metrics
+from quatrain.types.rollouts import Completion, Sampling
 
 State = Literal["starting", "compiling", "idle", "busy"]
 """What a worker does; each state has a deadline of its own."""

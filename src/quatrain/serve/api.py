@@ -31,12 +31,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quatrain.data.tokenizer import render
-from quatrain.rollout.scoring import Scores
+from quatrain.engine.scoring import Scores
+from quatrain.engine.service import Progress, Service, ServiceFailed
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
-from quatrain.serve.service import Progress, Service, ServiceFailed
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
-from quatrain.types import Prompt
+from quatrain.types.batches import Prompt
 
 MOST_BYTES = 32 * 2**20
 """Bytes of the body of a request."""

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from quatrain.config.errors import shown
-from quatrain.rollout.groups import OwnSampling
-from quatrain.rollout.interface import Sampling
-from quatrain.rollout.scoring import MOST_LIKELIEST
+from quatrain.engine.groups import OwnSampling
+from quatrain.engine.scoring import MOST_LIKELIEST
+from quatrain.types.rollouts import Sampling
 
 MOST_SEQUENCES = 1024
 """Sequences of one request."""

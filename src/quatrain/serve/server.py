@@ -15,12 +15,12 @@ from typing import Any
 import uvicorn
 
 from quatrain.config.schema import Config
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.service import Service
+from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
 from quatrain.models.architecture import Architecture
-from quatrain.policy import LoadedPolicy, load_policy, local_engine
-from quatrain.rollout.engine import RolloutEngine
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.api import Api
-from quatrain.serve.service import Service
 from quatrain.weights.hf import load_hf
 
 CLOSE_S = 5

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
-from quatrain.metrics import Metric
 from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
 from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory, unshared
+from quatrain.types.metrics import Metric
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.specs import CriticSpec
 from quatrain.update.table import TokenTable

@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 
 from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
-from quatrain.metrics import Metric
 from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import (
     DEFAULT_COST,
@@ -24,6 +23,7 @@ from quatrain.ops.packing import (
     plan_packing,
     useful_common_prefix,
 )
+from quatrain.types.metrics import Metric
 from quatrain.update.table import TokenTable
 
 T = TypeVar("T")

@@ -18,13 +18,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from quatrain.metrics import Metric
 from quatrain.ops.rounding import round_tree
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import DATA_AXES, full, reshard, shardings, to_memory
+from quatrain.types.metrics import Metric
 from quatrain.update.cuts import Cutting
 from quatrain.update.micro_batch import MicroBatch, micro_batches
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
-from quatrain.metrics import Metric
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, to_memory
-from quatrain.types import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
+from quatrain.types.batches import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
+from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective

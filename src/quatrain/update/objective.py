@@ -20,7 +20,7 @@ from quatrain.ops.corrections import Correction, behaviour_weights
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES
 from quatrain.ops.tokens import MiniBatchColumns, ScoredTokens, TokenLoss
-from quatrain.user_code import find_function, own_arguments, tokens_parameter
+from quatrain.workers.user_code import find_function, own_arguments, tokens_parameter
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
-from quatrain.metrics import Metric
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
-from quatrain.types import Demonstration
+from quatrain.types.batches import Demonstration
+from quatrain.types.metrics import Metric
 from quatrain.update.cuts import Cutting
 from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.metrics import Metric, combine
 from quatrain.parallel.mesh import to_memory
-from quatrain.types import brief
+from quatrain.types.batches import brief
+from quatrain.types.metrics import Metric, combine
 from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
 from quatrain.update.micro_batch import fill

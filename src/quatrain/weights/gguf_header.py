@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: metadata, and type, shape and offset of each tensor.
 
-Data flow: a `.gguf` path -> `GGUFHeader` -> `weights/gguf.py` (weights) and `data/gguf_tokenizer.py`. This
+Data flow: a `.gguf` path -> `GGUFHeader` -> `gguf.py` (weights) and `data/gguf_tokenizer.py`. This
 module reads no weights and needs neither JAX nor the `gguf` package. A model split into several files is read
 like one file.
 """

@@ -1,0 +1,1 @@
+"""Commands: they read arguments, call `loop` or `report`, and print."""

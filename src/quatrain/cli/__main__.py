@@ -1,0 +1,6 @@
+"""`python -m quatrain.cli` is the command `quatrain`."""
+
+from quatrain.cli.main import main
+
+if __name__ == "__main__":
+    main()

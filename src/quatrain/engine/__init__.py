@@ -1,0 +1,1 @@
+"""The rollout engine of this process: prefill, decode, KV cache, scheduler."""

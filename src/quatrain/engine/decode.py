@@ -1,0 +1,420 @@
+"""The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
+
+For further turns of an episode: `keep_turns` moves keys and values of a turn to the row of the prompt cache
+that has those before it, and the extension computes the tokens that follow a row.
+
+Called by `session.py`. Shapes: B slots, R rows of S columns in the prompt cache, C columns per slot in the
+cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens, and n
+samples per prompt.
+
+These are the sizes on one replica of the sampler; each data shard of the mesh is one replica. Arrays hold the
+entries of all replicas, concatenated along the first dimension; indices of slots and rows count from 0 on
+each replica. Results for the host hold the entries of all replicas and are replicated on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from quatrain.backend import Backend, this_backend
+from quatrain.models import decode_step
+from quatrain.models.architecture import Architecture
+from quatrain.models.attention.unpacking import Unpacking
+from quatrain.models.decode_step import Continued, Sharing
+from quatrain.models.decoder import logits
+from quatrain.models.kv_cache import CACHE_SPEC, CachePart
+from quatrain.models.params import partition
+from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
+from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
+from quatrain.parallel.compilations import jit_for_backend
+from quatrain.parallel.mesh import DATA_AXES, mesh_shape
+from quatrain.types.rollouts import Sampling
+
+EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
+TOKENS_PER_CALL = 8
+"""Decode steps per call; a slot whose sequence ends waits for the rest of the call, half of it on average."""
+
+
+class Packed(NamedTuple):
+    """N prompts packed into one row of T tokens, and the samples that start from them.
+
+    A common prefix of all prompts may stand in the row once, first; the rest of prompt i begins at
+    `starts[i]`.
+    """
+
+    input_ids: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    segment_ids: jax.Array  # [T] int32, 0 is padding
+    branch_ids: jax.Array  # [T] int32
+    num_common: jax.Array  # [1] int32, tokens of the common prefix; 0 where there is none
+    starts: jax.Array  # [N] int32
+    lengths: jax.Array  # [N] int32, prompt tokens including the common prefix, at least 1
+    rows: jax.Array  # [N] int32, row of the prompt cache; out of range for padding
+    sequence_ids: jax.Array  # [N, n] uint32
+    steps: jax.Array  # [N] uint32
+    offsets: jax.Array  # [N] uint32, index of the next token in the completion
+    layout: Unpacking | None = None  # of [1, T] tokens
+    sampling: EachSampling | None = None  # [N], if each prompt has its own
+
+
+@dataclass(frozen=True)
+class Program:
+    """The static argument of the compiled functions: model, sampling, dtype, attention and mesh.
+
+    `sampling` holds only what one token depends on (`Sampling.of_one_token`); it is None if each sequence has
+    its own, which is data. A completion ends with the first token that is in `stop_ids`.
+    """
+
+    arch: Architecture
+    sampling: Sampling | None
+    stop_ids: tuple[int, ...]
+    dtype: jnp.dtype
+    attention: str
+    mesh: Mesh
+    backend: Backend = field(default_factory=this_backend)
+
+    @property
+    def params(self) -> Any:
+        """The partition specs of the parameters."""
+        return partition(self.arch, mesh_shape(self.mesh))
+
+    def hidden(self, params: dict, packed: Any) -> tuple[jax.Array, CachePart]:
+        """Hidden states [T, D] of tokens packed as in `Packed`, and their keys and values; of one replica."""
+        return decode_step.prefill(
+            params,
+            self.arch,
+            packed.input_ids,
+            packed.positions,
+            packed.segment_ids,
+            packed.branch_ids,
+            dtype=self.dtype,
+            attention=self.attention,
+            layout=packed.layout,
+            backend=self.backend,
+        )
+
+    def draw(
+        self,
+        token_logits: jax.Array,
+        seed: jax.Array,
+        steps: jax.Array,
+        sequence_ids: jax.Array,
+        positions: jax.Array,
+        each: EachSampling | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Samples tokens from logits [B, V]: (tokens, log-probabilities), each [B].
+
+        `positions` [B] are the indices of the tokens in their completions, from which their randomness
+        derives. `each`: the sampling and the seed of each sequence, instead of `sampling` and `seed`.
+        """
+        seeds, seed_axis = (seed, None) if each is None else (each.seeds, 0)
+        by_row = jax.vmap(token_uniforms, (seed_axis, 0, 0, 0))
+        uniforms = by_row(seeds, steps, sequence_ids[:, None], positions[:, None])[:, 0]
+        by_word = self.backend.vocabulary_first
+        sampling = self.sampling
+        if sampling is None:
+            assert each is not None, "without a sampling of all, each sequence has its own"
+            tokens, logprobs = sample_each(token_logits, uniforms, each, vocabulary_first=by_word)
+        else:
+            tokens, logprobs = sample(
+                token_logits,
+                uniforms,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                vocabulary_first=by_word,
+            )
+        return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
+
+    def stops(self, tokens: jax.Array) -> jax.Array:
+        """[B] bool: which `tokens` end a completion."""
+        return jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
+
+
+def _prefill(
+    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, *, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    """(prompt cache with the new prompts in their rows, first tokens [N, n], their log-probabilities [N, n]).
+
+    Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
+    """
+    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
+    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
+    per_shard = partial(_prefill_shard, program=program)
+    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
+
+
+prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
+"""`prefill_program(backend)` is the jitted `_prefill`."""
+
+
+def _prefill_shard(
+    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    hidden_TD, new = program.hidden(params, packed)
+    columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common
+    columns_NS = jnp.where(columns_S < packed.num_common, columns_S, after_N[:, None] + columns_S)
+
+    def insert(buffer: jax.Array, new_TKH: jax.Array, order: tuple[int, ...]) -> jax.Array:
+        new_NSKH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip")
+        return buffer.at[packed.rows].set(new_NSKH.transpose(order).astype(buffer.dtype), mode="drop")
+
+    prompts = CachePart(
+        jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
+        jax.tree.map(partial(insert, order=(0, 2, 1, 3)), prompts.values, new.values),
+    )
+    n = packed.sequence_ids.shape[1]
+    last_ND = hidden_TD[after_N + packed.lengths - 1]
+    last_logits = logits(params, program.arch, last_ND, backend=program.backend)
+    tokens, logprobs = program.draw(
+        jnp.repeat(last_logits, n, axis=0),
+        seed,
+        jnp.repeat(packed.steps, n),
+        packed.sequence_ids.reshape(-1),
+        jnp.repeat(packed.offsets, n),
+        packed.sampling,
+    )
+    return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
+
+
+class Extended(NamedTuple):
+    """N sequences that go on after rows of the prompt cache: tokens, and what one more is drawn from."""
+
+    continued: Continued
+    sequence_ids: jax.Array  # [N] uint32
+    steps: jax.Array  # [N] uint32
+    offsets: jax.Array  # [N] uint32, index of the next token in the completion
+
+
+def _extend(
+    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, *, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    """(prompt cache with the tokens in their rows, next tokens [N], their log-probabilities [N])."""
+    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
+    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
+    per_shard = partial(_extend_shard, program=program)
+    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, extended, seed)
+
+
+extend_program = jit_for_backend(_extend, static_argnames=("program",), donate_argnames=("prompts",))
+"""`extend_program(backend)` is the jitted `_extend`."""
+
+
+def _extend_shard(
+    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
+) -> tuple[CachePart, jax.Array, jax.Array]:
+    hidden_ND, prompts = decode_step.extend(
+        params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
+    )
+    tokens, logprobs = program.draw(
+        logits(params, program.arch, hidden_ND, backend=program.backend),
+        seed,
+        extended.steps,
+        extended.sequence_ids,
+        extended.offsets,
+    )
+    return prompts, *all_gather_shards((tokens, logprobs))
+
+
+class Slots(NamedTuple):
+    """The sequences in the slots, [B] each; values are valid but arbitrary where `live` is False."""
+
+    tokens: jax.Array  # int32, the last one sampled
+    lengths: jax.Array  # int32, tokens of this turn so far, at least 1
+    limits: jax.Array  # int32, the most tokens that this turn may have
+    prompt_lengths: jax.Array  # int32, tokens before this turn
+    offsets: jax.Array  # uint32, completion tokens before this turn; 0 in the first turn
+    sequence_ids: jax.Array  # uint32
+    steps: jax.Array  # uint32
+    live: jax.Array  # bool
+    sampling: EachSampling | None = None  # if each sequence has its own
+
+
+class Decoded(NamedTuple):
+    """The result of a decode call: tokens and log-probabilities [B, TOKENS_PER_CALL].
+
+    Of each slot, the first `counts` [B] are valid. `num_steps` is the number of decode steps.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    num_steps: jax.Array
+
+
+_Carry = tuple[CachePart, jax.Array, jax.Array, Decoded]
+"""Cache of generated tokens, last tokens, live slots, sampled tokens."""
+
+
+def _decode(
+    params: dict,
+    generated: CachePart,
+    prompts: CachePart,
+    slots: Slots,
+    sharing: Sharing,
+    column: jax.Array | np.int32,
+    seed: jax.Array,
+    *,
+    program: Program,
+) -> tuple[CachePart, Decoded]:
+    """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
+
+    With `Backend.decode_ends_early`, ends once no slot of any replica is live; otherwise slots whose sequence
+    has ended compute on, and what they sample does not count. The first decode step writes `column` of the
+    ring buffer `generated`, which must have enough columns for the tokens that a slot has and will get.
+    """
+    in_specs = (program.params, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
+    run = shard_mapped(
+        partial(_decode_shard, program=program), program.mesh, in_specs, (CACHE_SPEC, EVERYWHERE)
+    )
+    return run(params, generated, prompts, slots, sharing, column, seed)
+
+
+decode_program = jit_for_backend(_decode, static_argnames=("program",), donate_argnames=("generated",))
+"""`decode_program(backend)` is the jitted `_decode`."""
+
+
+def _decode_shard(
+    params: dict,
+    generated: CachePart,
+    prompts: CachePart,
+    slots: Slots,
+    sharing: Sharing,
+    column: jax.Array,
+    seed: jax.Array,
+    program: Program,
+) -> tuple[CachePart, Decoded]:
+    arch = program.arch
+    shape = (len(slots.tokens), TOKENS_PER_CALL)
+    zeros = jnp.zeros(shape, jnp.int32)
+    empty = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], jnp.int32(0))
+
+    def advance(carry: _Carry) -> _Carry:
+        generated, tokens, live, decoded = carry
+        now = decoded.num_steps
+        lengths = slots.lengths + now
+        hidden, generated = decode_step.decode(
+            params,
+            arch,
+            tokens,
+            slots.prompt_lengths + lengths - 1,
+            prompts,
+            generated,
+            lengths,
+            (column + now) % generated.columns,
+            sharing,
+            dtype=program.dtype,
+            backend=program.backend,
+        )
+        tokens, logprobs = program.draw(
+            logits(params, arch, hidden, backend=program.backend),
+            seed,
+            slots.steps,
+            slots.sequence_ids,
+            slots.offsets + lengths.astype(jnp.uint32),
+            slots.sampling,
+        )
+        decoded = Decoded(
+            jax.lax.dynamic_update_slice(decoded.tokens, tokens[:, None], (0, now)),
+            jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[:, None], (0, now)),
+            decoded.counts + live,
+            now + 1,
+        )
+        live = live & ~program.stops(tokens) & (lengths + 1 < slots.limits)
+        return generated, tokens, live, decoded
+
+    begin = (generated, slots.tokens, slots.live, empty)
+    generated, _, _, decoded = _repeated(advance, begin, program)
+    tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
+    return generated, Decoded(tokens, logprobs, counts, decoded.num_steps)
+
+
+def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:
+    """The decode steps of a call."""
+    if not program.backend.decode_ends_early:
+        longest = TOKENS_PER_CALL if program.sampling is None else program.sampling.max_new_tokens - 1
+        steps = min(TOKENS_PER_CALL, max(longest, 1))
+        return jax.lax.fori_loop(0, steps, lambda _, carry: advance(carry), begin)
+
+    def any_live(carry: _Carry) -> jax.Array:
+        return any_shard(carry[2].any())
+
+    def unfinished(state: tuple[_Carry, jax.Array]) -> jax.Array:
+        (*_, decoded), more = state
+        return (decoded.num_steps < TOKENS_PER_CALL) & more
+
+    def advance_all(state: tuple[_Carry, jax.Array]) -> tuple[_Carry, jax.Array]:
+        carry = advance(state[0])
+        return carry, any_live(carry)
+
+    return jax.lax.while_loop(unfinished, advance_all, (begin, any_live(begin)))[0]
+
+
+class Turns(NamedTuple):
+    """Turns of N sequences whose keys and values are moved to rows of the prompt cache; [N] int32 each."""
+
+    slots: np.ndarray
+    columns: np.ndarray  # column of a turn's first token in its slot, modulo their number
+    counts: np.ndarray  # tokens of the turn whose keys and values are moved
+    sources: np.ndarray  # row of the prompt cache with the tokens before the turn
+    lengths: np.ndarray  # tokens before the turn
+    rows: np.ndarray  # the row that all are moved to; out of range for padding
+
+
+def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mesh) -> CachePart:
+    """`prompts` with tokens before these turns, and those of the turns, in their rows.
+
+    Indices count from 0 on each replica; one small program serves all arrays.
+    """
+    keys, values = (
+        tuple(_keep(to, by, turns, axis, mesh) for to, by in zip(rows, slots, strict=True))
+        for rows, slots, axis in ((prompts.keys, generated.keys, 3), (prompts.values, generated.values, 2))
+    )
+    return CachePart(keys, values)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
+def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mesh: Mesh) -> jax.Array:
+    def keep_shard(prompts: jax.Array, generated: jax.Array, turns: Turns) -> jax.Array:
+        lengths_N1, columns_N1 = (jnp.asarray(x)[:, None] for x in (turns.lengths, turns.columns))
+        after_NS = jnp.arange(prompts.shape[axis]) - lengths_N1
+        columns_NS = (columns_N1 + after_NS) % generated.shape[axis]
+
+        def per_column(x_NS: jax.Array) -> jax.Array:
+            return x_NS[:, None, None] if axis == 3 else x_NS[:, None, :, None]
+
+        turn = jnp.take_along_axis(generated[turns.slots], per_column(columns_NS), axis=axis)
+        moved = jnp.where(per_column(after_NS) < 0, prompts[turns.sources], turn)
+        return prompts.at[turns.rows].set(moved, mode="drop")
+
+    return shard_mapped(keep_shard, mesh, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC)(
+        prompts, generated, turns
+    )
+
+
+def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:
+    """`part` with these `rows` (indices per replica) and `columns`; one small program serves all arrays."""
+    keys, values = (
+        tuple(_pick(x, rows, columns, axis, mesh) for x in xs)
+        for xs, axis in ((part.keys, 3), (part.values, 2))
+    )
+    return CachePart(keys, values)
+
+
+@partial(jax.jit, static_argnames=("axis", "mesh"))
+def _pick(x: jax.Array, rows: np.ndarray, columns: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
+    def pick_shard(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
+
+    return shard_mapped(pick_shard, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(
+        x, rows, columns
+    )

@@ -1,0 +1,261 @@
+"""Groups of samples, and the packing of their prompts into rows for the prefill.
+
+Data flow: `Prompt` -> `Group` -> `Packed` -> `decode.prefill_program`; `session.py` appends the sampled
+tokens. Turns that go on after a row of the prompt cache: `Group` -> `Extended` -> `decode.extend_program`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
+
+import jax
+import numpy as np
+
+from quatrain.engine.decode import Extended, Packed
+from quatrain.models.attention.unpacking import unpacking
+from quatrain.models.decode_step import Continued
+from quatrain.ops.ladder import power_of_two, round_up_coarsely
+from quatrain.ops.packing import useful_common_prefix
+from quatrain.ops.sampling import EachSampling
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Completion, Sampling
+
+PREFILL_TOKENS = 2048
+"""Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
+FEWEST_COLUMNS = 32
+"""Least number of columns of a cache; the cache of generated tokens starts with it and grows by doubling."""
+
+
+@dataclass(frozen=True)
+class OwnSampling:
+    """The sampling of one sequence, of which `sampling.n` is 1, and what its randomness derives from."""
+
+    sampling: Sampling
+    seed: int
+    step: int
+    sequence_id: int
+
+
+@dataclass
+class Group:
+    """Samples with the same tokens before their turn: those of a prompt, or one that was resumed.
+
+    `step` is the training step that their randomness is derived from. `numbers` are the numbers of the
+    samples among those of the prompt. `limit` is the most tokens that a completion may have, of those that
+    the policy samples. `context` [P] int32 are the tokens before the turn, of which the last `offset` are
+    tokens of the completion. Keys and values of the first `kept` of them are in a row of the prompt cache.
+    `own` is the sampling of its only sample, if it differs from group to group.
+    """
+
+    prompt: Prompt
+    step: int
+    completions: list[Completion]
+    numbers: Sequence[int]
+    limit: int
+    context: np.ndarray
+    offset: int = 0
+    kept: int = 0
+    own: OwnSampling | None = None
+
+    @classmethod
+    def alone(cls, prompt: Prompt, own: OwnSampling) -> Group:
+        """One sample with a sampling of its own; the prompt's `group_id` is 0."""
+        group = cls.of(prompt, own.step, (own.sequence_id,), own.sampling.max_new_tokens)
+        return replace(group, own=own)
+
+    @classmethod
+    def of(cls, prompt: Prompt, step: int, numbers: Sequence[int], limit: int) -> Group:
+        """The samples with these numbers, in their first turn."""
+        return cls(prompt, step, [Completion() for _ in numbers], numbers, limit, prompt.input_ids)
+
+    def held(self, index: int) -> Group:
+        """One of its samples as a group of its own, between two turns."""
+        kept = len(self.context) + self.turn_length(index) - 1  # the last token was never an input
+        return replace(self, completions=[self.completions[index]], numbers=(self.numbers[index],), kept=kept)
+
+    def begin_turn(self, tokens: Sequence[int], limit: int) -> None:
+        """The held sample goes on after `tokens`, which the policy did not sample."""
+        [completion] = self.completions
+        completion.begin_turn(tokens)
+        self.limit = limit
+        self.offset = len(completion.tokens)
+        self.context = np.array([*self.prompt.input_ids, *completion.tokens], np.int32)
+
+    def sequence_ids(self, n: int) -> list[int]:
+        """The ids that the randomness of its samples derives from, `n` for each prompt."""
+        return [(self.prompt.group_id * n + number) % 2**32 for number in self.numbers]
+
+    def turn_length(self, index: int) -> int:
+        """Tokens that a sample has in this turn."""
+        return len(self.completions[index].tokens) - self.offset
+
+    def left(self, index: int) -> int:
+        """Tokens that the policy may still sample for a sample."""
+        return self.limit - self.completions[index].num_sampled
+
+
+class Admitted(NamedTuple):
+    """A group whose prompt is to be prefilled, its ticket, and its row of the prompt cache on its replica."""
+
+    group: Group
+    ticket: int
+    row: int
+
+
+Pack = list[Admitted]
+
+
+def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
+    """Splits the groups, in order, into packs of at most PREFILL_TOKENS prompt tokens.
+
+    A prompt with more tokens is a pack of its own. The common prefix of all prompts counts once per pack.
+    """
+    num_common = _common_prefix(admitted)
+    packs: list[Pack] = []
+    room = 0
+    for item in admitted:
+        length = len(item.group.context) - num_common
+        if not packs or length > room:
+            packs.append([])
+            room = PREFILL_TOKENS - num_common
+        packs[-1].append(item)
+        room -= length
+    return packs
+
+
+def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, unpack: bool) -> Packed:
+    """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
+
+    The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
+    programs are compiled. A common prefix of all prompts of a pack is stored once. `unpack`: with the layout
+    that puts each prompt in a row of its own.
+    """
+    count = power_of_two(max(map(len, packs)))
+    num_common = [_common_prefix(pack) for pack in packs]
+    most = max(map(_num_tokens, packs, num_common))
+    tokens = prompt_columns(most)
+    each = [
+        _packed_row(pack, n, num_rows, count, tokens, common)
+        for pack, common in zip(packs, num_common, strict=True)
+    ]
+    arrays = list(map(np.concatenate, zip(*each, strict=True)))
+    layout = None
+    if unpack:
+        _, _, segment_ids, branch_ids, *_ = (array.reshape(len(packs), -1) for array in arrays)
+        layout = unpacking(segment_ids, branch_ids)
+    owners = [[item.group.own for item in pack] + [None] * (count - len(pack)) for pack in packs]
+    sampling = each_sampling([own for row in owners for own in row])
+    return Packed._make([*as_jit_arguments(*arrays), layout, sampling])
+
+
+def _common_prefix(pack: Pack) -> int:
+    """Tokens of the common prefix of all prompts of `pack`; 0 if it is too short to be worth sharing."""
+    if len(pack) < 2:
+        return 0
+    prompts = [item.group.context for item in pack]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return useful_common_prefix(np.array([prompt[: lengths.min()] for prompt in prompts]), lengths)
+
+
+def _num_tokens(pack: Pack, num_common: int) -> int:
+    return num_common + sum(len(item.group.context) - num_common for item in pack)
+
+
+def _packed_row(
+    pack: Pack, n: int, num_rows: int, count: int, tokens: int, num_common: int
+) -> tuple[np.ndarray, ...]:
+    """The fields of `Packed` for one replica, padded to `count` prompts and `tokens` tokens."""
+    input_ids, positions, segment_ids, branch_ids = (np.zeros(tokens, np.int32) for _ in range(4))
+    starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
+    rows = np.full(count, num_rows, np.int32)
+    sequence_ids = np.zeros((count, n), np.uint32)
+    steps, offsets = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+    first = num_common
+    if num_common:
+        input_ids[:first], positions[:first] = pack[0].group.context[:first], np.arange(first)
+        segment_ids[:first] = 1
+    for i, (group, _, row) in enumerate(pack):
+        prompt = group.context
+        size = len(prompt)
+        span = slice(first, first + size - num_common)
+        input_ids[span], positions[span] = prompt[num_common:], np.arange(num_common, size)
+        segment_ids[span], branch_ids[span] = (1, i + 1) if num_common else (i + 1, 0)
+        starts[i], lengths[i], rows[i] = first, size, row
+        steps[i], offsets[i] = group.step, group.offset
+        sequence_ids[i, : len(group.numbers)] = group.sequence_ids(n)
+        first += size - num_common
+    common = np.array([num_common], np.int32)
+    ids = sequence_ids, steps, offsets
+    return input_ids, positions, segment_ids, branch_ids, common, starts, lengths, rows, *ids
+
+
+@dataclass
+class Continuation:
+    """A resumed group whose context is in a row of the prompt cache up to its first `done` tokens."""
+
+    group: Group
+    ticket: int
+    row: int
+    done: int
+
+    @property
+    def left(self) -> int:
+        """Tokens of the context that are not computed yet."""
+        return len(self.group.context) - self.done
+
+
+def extension(batch: list[list[Continuation]], n: int, tokens: int, num_rows: int) -> Extended:
+    """The next `tokens` tokens of each continuation; one list for each replica, padded to the longest.
+
+    `n` is the number of samples of a prompt.
+    """
+    count = power_of_two(max(map(len, batch)))
+    shape = (len(batch), count)
+    input_ids = np.zeros((*shape, tokens), np.int32)
+    starts, counts, rows = (np.full(shape, fill, np.int32) for fill in (0, 0, num_rows))
+    sequence_ids, steps, offsets = (np.zeros(shape, np.uint32) for _ in range(3))
+    for replica, items in enumerate(batch):
+        for i, item in enumerate(items):
+            at, group = (replica, i), item.group
+            part = group.context[item.done : item.done + tokens]
+            input_ids[at][: len(part)] = part
+            starts[at], counts[at], rows[at] = item.done, len(part), item.row
+            [sequence_ids[at]] = group.sequence_ids(n)
+            steps[at], offsets[at] = group.step, group.offset
+    arrays = (input_ids, starts, counts, rows, sequence_ids, steps, offsets)
+    *continued, ids, step, offset = as_jit_arguments(*(np.concatenate(array) for array in arrays))
+    return Extended(Continued(*continued), ids, step, offset)
+
+
+def each_sampling(owners: Sequence[OwnSampling | None]) -> EachSampling | None:
+    """The parameters of each sequence, those of `sample` without filters for None; None if all are None."""
+    if not any(owners):
+        return None
+    count = len(owners)
+    seeds, top_k = np.zeros(count, np.uint32), np.zeros(count, np.int32)
+    temperature, top_p = (np.ones(count, np.float32) for _ in range(2))
+    log_min_p = np.full(count, -np.inf, np.float32)
+    for i, own in enumerate(owners):
+        if own is not None:
+            seeds[i], top_k[i] = own.seed, own.sampling.top_k
+            temperature[i], top_p[i] = own.sampling.temperature, own.sampling.top_p
+            log_min_p[i] = math.log(own.sampling.min_p) if own.sampling.min_p else -np.inf
+    return EachSampling(*as_jit_arguments(seeds, temperature, top_k, top_p, log_min_p))
+
+
+def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:
+    """Host arrays, typed as arguments of a jitted function; putting them on a device would compile more."""
+    return cast(list[jax.Array], list(arrays))
+
+
+def prompt_columns(tokens: int) -> int:
+    """Columns for prompts of `tokens` tokens: the next 2 or 3 times a power of two, at least FEWEST_COLUMNS.
+
+    There are few such sizes, for the columns of the prompt cache and for packed rows of prompts, because each
+    compiles a program. The size depends only on the prompts, not on earlier calls, so that a resumed run sums
+    floating-point numbers in the same order.
+    """
+    return round_up_coarsely(tokens, FEWEST_COLUMNS)

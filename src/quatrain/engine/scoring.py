@@ -1,0 +1,137 @@
+"""Log-probabilities of given tokens, and the likeliest tokens in their place: the prompt's in an answer.
+
+Data flow: token ids -> packed like prompts (`groups.py`) -> one forward pass -> `Scores`, for `engine.score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from quatrain.engine.decode import EACH_REPLICA, EVERYWHERE, Program
+from quatrain.engine.groups import Admitted, Group, Pack, as_jit_arguments, pack_prompts, split_into_packs
+from quatrain.models.attention import unpacks
+from quatrain.models.attention.unpacking import Unpacking
+from quatrain.models.decoder import logits
+from quatrain.ops.logprobs import even_parts
+from quatrain.parallel.collectives import all_gather_shards, shard_mapped
+from quatrain.parallel.compilations import jit_for_backend
+from quatrain.types.batches import Prompt
+
+MOST_LIKELIEST = 5
+"""Most alternatives to a token, as in OpenAI's completions."""
+LOGITS_AT_ONCE = 2**24
+"""Logits that exist at one time, 64 MiB: those of a few tokens with all words of the vocabulary."""
+
+
+class Scores(NamedTuple):
+    """Of T tokens in the model's own distribution: temperature 1, all words.
+
+    The first token has nothing before it, and arbitrary values.
+    """
+
+    logprobs: np.ndarray
+    """[T] float32."""
+    likeliest: np.ndarray
+    """[T, K] int32, the likeliest tokens in the place of each, in order."""
+    likeliest_logprobs: np.ndarray
+    """[T, K] float32; a token that is among the likeliest has the same value here to the bit."""
+
+    def pairs(self) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens in the place of each, with their log-probabilities."""
+        both = zip(self.likeliest.tolist(), self.likeliest_logprobs.tolist(), strict=True)
+        return [list(zip(*each, strict=True)) for each in both]
+
+
+class PackedRow(NamedTuple):
+    """T packed tokens, as in `Packed`, whatever the number of sequences among them."""
+
+    input_ids: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
+    segment_ids: jax.Array  # [T] int32
+    branch_ids: jax.Array  # [T] int32
+    predictors: jax.Array  # [T] int32, the place of the token before each; arbitrary for the first ones
+    layout: Unpacking | None  # of [1, T] tokens
+
+
+def packs_to_score(sequences: Sequence[Sequence[int]], num_replicas: int) -> Iterator[list[Pack]]:
+    """The packs of each call of the device, one for each replica, of as many tokens as prompts that are
+    prefilled together."""
+    admitted = [
+        Admitted(Group.of(Prompt(0, np.asarray(ids, np.int32), ""), 0, (0,), 1), number, 0)
+        for number, ids in enumerate(sequences)
+    ]
+    packs = split_into_packs(admitted)
+    for first in range(0, len(packs), num_replicas):
+        call = packs[first : first + num_replicas]
+        yield call + [[]] * (num_replicas - len(call))
+
+
+def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest: int) -> list[Scores]:
+    """The scores of each sequence in `packs`, in order, with `num_likeliest` alternatives to each token."""
+    packed = pack_prompts(packs, 1, 1, unpack=unpacks(program.attention))
+    num_tokens, most = (len(array) // len(packs) for array in (packed.input_ids, packed.starts))
+    starts, lengths, common = map(np.asarray, (packed.starts, packed.lengths, packed.num_common))
+    before = np.maximum(np.tile(np.arange(num_tokens, dtype=np.int32) - 1, (len(packs), 1)), 0)
+    where = []
+    for replica, pack in enumerate(packs):
+        for i in range(replica * most, replica * most + len(pack)):
+            places = np.arange(lengths[i])
+            places[common[replica] :] += starts[i] - common[replica]
+            # The token before the first one after the common prefix is the last of that prefix.
+            before[replica, starts[i]] = max(common[replica] - 1, 0)
+            where.append(replica * num_tokens + places)
+    [predictors] = as_jit_arguments(before.reshape(-1))
+    found = score_program(program.backend)(
+        params,
+        PackedRow(*packed[:4], predictors, packed.layout),
+        program=program,
+        num_likeliest=MOST_LIKELIEST if num_likeliest else 0,
+    )
+    logprobs, *likeliest = map(np.asarray, jax.device_get(found))
+    of_token = Scores(logprobs, *(array[:, :num_likeliest] for array in likeliest))
+    return [Scores(*(array[places] for array in of_token)) for places in where]
+
+
+def _score(
+    params: dict, packed: PackedRow, *, program: Program, num_likeliest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Scores` of each of the packed tokens of all replicas."""
+    per_shard = partial(_score_shard, program=program, num_likeliest=num_likeliest)
+    run = shard_mapped(per_shard, program.mesh, (program.params, EACH_REPLICA), EVERYWHERE)
+    return run(params, packed)
+
+
+score_program = jit_for_backend(_score, static_argnames=("program", "num_likeliest"))
+"""`score_program(backend)` is the jitted `_score`."""
+
+
+def _score_shard(
+    params: dict, packed: PackedRow, program: Program, num_likeliest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    hidden_TD, _ = program.hidden(params, packed)
+    num_tokens = len(hidden_TD)
+    most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
+    num_chunks, size = even_parts(num_tokens, most)
+    padding = (0, num_chunks * size - num_tokens)
+    before, targets = (
+        jnp.pad(x, padding).reshape(num_chunks, size) for x in (packed.predictors, packed.input_ids)
+    )
+
+    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        before, targets = chunk
+        scores = logits(params, program.arch, hidden_TD[before], backend=program.backend)
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(scores, targets[:, None], axis=-1) - total
+        best, likeliest = lax.top_k(scores, num_likeliest)
+        return own[:, 0], likeliest, best - total
+
+    found = lax.map(of_chunk, (before, targets))
+    whole = (x.reshape(num_chunks * size, *x.shape[2:])[:num_tokens] for x in found)
+    return all_gather_shards(tuple(whole))

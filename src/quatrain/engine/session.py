@@ -1,0 +1,621 @@
+"""Continuous batching: applies the scheduler's decisions to the caches on the device, round by round.
+
+Called by `engine.py`, and by `episodes.py` for episodes of several turns. A round assigns waiting samples to
+free slots, prefills prompts that are not in the prompt cache yet, and runs up to TOKENS_PER_CALL decode steps
+of all slots. Weights may change between rounds.
+
+Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a row
+of the prompt cache, where the next turn finds them. Other turns may take the row if none is free; then the
+next turn computes them again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from quatrain.engine.cache import Cache, CacheShape, Move, Room
+from quatrain.engine.decode import (
+    TOKENS_PER_CALL,
+    Program,
+    Slots,
+    decode_program,
+    extend_program,
+    prefill_program,
+)
+from quatrain.engine.groups import (
+    Admitted,
+    Continuation,
+    Group,
+    OwnSampling,
+    Pack,
+    as_jit_arguments,
+    each_sampling,
+    extension,
+    pack_prompts,
+    prompt_columns,
+    split_into_packs,
+)
+from quatrain.engine.scheduler import Occupant, Scheduler
+from quatrain.engine.stop_strings import cut_at_stop_strings
+from quatrain.models.architecture import Architecture
+from quatrain.models.attention import unpacks
+from quatrain.models.decode_step import Sharing
+from quatrain.models.kv_cache import bytes_per_column
+from quatrain.ops.ladder import round_up_coarsely
+from quatrain.parallel.mesh import mesh_shape
+from quatrain.types.batches import Prompt
+from quatrain.types.metrics import Metrics
+from quatrain.types.rollouts import Completion, Sampling
+
+EXTENDED_TOKENS = 1024
+"""Most tokens of one call that computes what follows rows of the prompt cache."""
+FEWEST_EXTENDED, MOST_EXTENDED = 8, 128
+"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole row."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a session needs besides weights and `Sampling`.
+
+    `cache_bytes` limits its KV cache per device; the cache has room for prompts of `usual_prompt` tokens.
+    Before its last turn, a sequence may have `more_context` tokens more than its prompt.
+    """
+
+    arch: Architecture
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    seed: int
+    dtype: Any
+    attention: str
+    mesh: Mesh
+    cache_bytes: int
+    usual_prompt: int = 1
+    more_context: int = 0
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the sampler, one per data shard; each decodes its own slots."""
+        return mesh_shape(self.mesh).num_data_shards
+
+    def program(self, sampling: Sampling | None) -> Program:
+        """The static argument of the compiled functions; None: each sequence has a sampling of its own."""
+        token = sampling and sampling.of_one_token()
+        return Program(self.arch, token, self.stop_ids, self.dtype, self.attention, self.mesh)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Totals of a session so far: seconds, completions, tokens, slot-steps (decode steps of one slot)."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    completions: int = 0
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    slot_steps: int = 0
+    useful_slot_steps: int = 0
+    """Slot-steps that produced a token of a completion."""
+    widest_slot_steps: int = 0
+    """Slot-steps if the number of slots had always been its maximum."""
+
+    def plus(self, **more: float) -> Tally:
+        """These totals with `more` added to the named fields."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+    def __sub__(self, earlier: Tally) -> Tally:
+        return self.plus(**{name: -value for name, value in vars(earlier).items()})
+
+
+class TurnEnd(NamedTuple):
+    """A turn that has ended, of a sample of the group `ticket`; `held`: the sample's ticket if it is held."""
+
+    ticket: int
+    sample: int
+    completion: Completion
+    held: int | None
+
+
+GoesOn = Callable[[Completion], bool]
+"""Whether the episode of a completion whose turn has ended may have another turn."""
+_Live = tuple[int, Group, int]
+"""A slot, the group of its sample, and the index of the sample in its group."""
+
+
+class Session:
+    """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
+
+    With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
+    `max_concurrency` sequences does not fit.
+
+    With `own_sampling`, groups have one sample each with a sampling of its own (`submit_own`); `sampling` is
+    not used. Fewer than `max_concurrency` run where the cache has no room for more.
+
+    With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
+    `goes_on` returned True is then held until `resume` or `drop` is called; another one is finished.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        sampling: Sampling,
+        max_concurrency: int | None,
+        goes_on: GoesOn | None = None,
+        *,
+        own_sampling: bool = False,
+    ):
+        self.sampling, self.tally = sampling, Tally()
+        self._own_sampling = own_sampling
+        self._most_tokens = 1 if own_sampling else sampling.max_new_tokens
+        self._goes_on, self._ends = goes_on, list[TurnEnd]()
+        self._resumed: list[int] = []
+        self._sampler, self._limit = sampler, max_concurrency
+        self._program = sampler.program(None if own_sampling else sampling)
+        self._unpack = unpacks(sampler.attention)
+        self._scheduler = Scheduler(int(own_sampling), sampler.num_replicas, varying=own_sampling)
+        self._groups: dict[int, Group] = {}
+        self._cache: Cache | None = None
+        self._seed = jnp.uint32(sampler.seed)
+        self._prompt_columns = prompt_columns(sampler.usual_prompt)
+        self._room = Room(
+            sampler.cache_bytes,
+            bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            self._prompt_columns,
+            sampler.more_context,
+            0 if goes_on is None else TOKENS_PER_CALL - 1,
+        )
+        self._most_slots = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Unfinished groups, and finished groups that were not taken yet."""
+        return self._scheduler.num_unfinished + self._scheduler.num_finished
+
+    @property
+    def num_live(self) -> int:
+        """Slots in use."""
+        return self._scheduler.num_live
+
+    def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
+        """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
+        limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
+        finished = self._scheduler.is_finished
+        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
+        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
+        return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
+
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
+        """Queue a sample for each prompt, whose `group_id` is 0; their tickets.
+
+        Raises ValueError if the cache of one sequence does not fit.
+        """
+        groups = list(map(Group.alone, prompts, owners))
+        for group in groups:
+            columns = self._room.columns(len(group.context), group.limit)
+            if not self._room.fitting(columns):
+                raise ValueError(
+                    "the KV cache of a sequence must fit into the memory for it: a prompt of "
+                    f"{len(group.context)} tokens and a completion of up to {group.limit} need "
+                    f"{self._room.share(columns)}; shorten the prompt or lower max_tokens"
+                )
+        return self.submit_groups(groups)
+
+    def completion(self, ticket: int) -> Completion:
+        """What there is of the only sample of a group."""
+        return self._groups[ticket].completions[0]
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a group of one sample, finished or not."""
+        self._scheduler.cancel(ticket)
+        self.take([ticket])
+        self._free_cache()
+
+    def submit_groups(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """Queue groups in their first turn, for which `reserve` made room; their tickets."""
+        if not self._scheduler.max_slots:
+            raise RuntimeError(
+                "call reserve() before submit_groups(): it decides how many sequences run at once"
+            )
+        tickets = tuple(self._scheduler.submit(len(group.completions)) for group in groups)
+        self._groups |= zip(tickets, groups, strict=True)
+        return tickets
+
+    def reserve(self, prompts: Sequence[Prompt], demand: int) -> None:
+        """Decides how many sequences run at once, of `demand` with these prompts, those in flight included.
+
+        Raises ValueError if the cache does not fit.
+        """
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
+        self._scheduler.max_slots = self._max_concurrent(longest, demand)
+
+    def take_ends(self) -> list[TurnEnd]:
+        """The turns that have ended since this was last called."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def resume(self, held: int, tokens: Sequence[int], limit: int) -> None:
+        """The held sample goes on: `tokens` follow its last turn, then it samples the next.
+
+        `limit` is the most tokens that its completion may have, of those that the policy samples; more than
+        it has.
+        """
+        group = self._groups[held]
+        group.begin_turn(tokens, limit)
+        if self._scheduler.resume(held):
+            self._resumed.append(held)
+
+    def drop(self, held: int) -> None:
+        """Forget a held sample, whose episode has ended."""
+        self._scheduler.drop(held)
+        del self._groups[held]
+        self._free_cache()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a round has nothing to do: every unfinished sample is held."""
+        return self._scheduler.num_unfinished == self._scheduler.num_held
+
+    def close(self) -> None:
+        """Nothing to end; episodes have environments."""
+
+    def holds(self, tickets: Sequence[int]) -> bool:
+        """Whether all these groups were submitted, and not taken yet."""
+        return all(ticket in self._groups for ticket in tickets)
+
+    def finished(self, tickets: Sequence[int]) -> bool:
+        """Whether all these groups are finished."""
+        return all(self._scheduler.is_finished(ticket) for ticket in tickets)
+
+    def take(self, tickets: Sequence[int]) -> tuple[list[tuple[Prompt, Completion]], Metrics]:
+        """Removes these finished groups: (their samples, no metrics)."""
+        for ticket in tickets:
+            self._scheduler.take(ticket)
+        taken = [self._groups.pop(ticket) for ticket in tickets]
+        return [(group.prompt, completion) for group in taken for completion in group.completions], {}
+
+    def advance(self, params: Any, version: int) -> None:
+        """Runs one round: prefill of admitted prompts, then one decode call, with weights `params`."""
+        self._resize()
+        began = time.perf_counter()
+        self._extend(params, version)
+        while admitted := self._scheduler.admit():
+            for packs in self._packs(admitted):
+                self._prefill(packs, params, version)
+        self._scheduler.fill()
+        decoding = time.perf_counter()
+        if self._scheduler.num_live:
+            self._decode(params, version)
+        ended = time.perf_counter()
+        self.tally = self.tally.plus(prefill_s=decoding - began, decode_s=ended - decoding)
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Frees the cache if no group is in flight."""
+        if not self._scheduler.num_unfinished:
+            self._cache = None
+            self._scheduler.resize(0, 0)
+
+    def _max_concurrent(self, longest: int, demand: int) -> int:
+        """The maximum number of sequences that one replica decodes at once.
+
+        `longest` is the length of the longest prompt, `demand` the number of sequences of all replicas.
+        Raises ValueError if the cache of that many sequences, at most `max_concurrency`, does not fit into
+        the memory for it.
+        """
+        replicas = self._sampler.num_replicas
+        columns = self._room.columns(longest, self._most_tokens)
+        fitting = self._room.fitting(columns)
+        most = self._limit // replicas if self._limit else max(fitting, 1)
+        together = min(most, -(-demand // replicas))
+        if together > fitting:
+            each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
+            raise ValueError(
+                "the KV cache of all sequences that decode at once must fit into the memory for it: "
+                f"{together} sequences{each_of} of up to {columns} tokens need "
+                f"{self._room.share(together * columns)}, which is enough for {fitting}; "
+                + (
+                    f"set rollout.max_concurrency to {fitting * replicas} or fewer"
+                    if fitting
+                    else "lower rollout.max_new_tokens or data.max_prompt_length"
+                )
+            )
+        return min(most, max(fitting, 1))
+
+    def _bar(self) -> None:
+        """Lets queued groups wait that need longer caches than there is room for beside what runs.
+
+        Without a sampling of their own, `reserve` has decided how many sequences run at once, and groups wait
+        as long as more do.
+        """
+        scheduler = self._scheduler
+        scheduler.barred = None
+        if self._own_sampling:
+            self._make_room()
+        elif max(scheduler.loads()) > scheduler.max_slots:
+            scheduler.barred = next(iter(scheduler.queued), None)
+
+    def _make_room(self) -> None:
+        """Decides how many sequences run at once, by what those need that run and those that come next.
+
+        A queued sequence that is longer than these, so that fewer would fit than run before it, waits with
+        all behind it until others have ended.
+        """
+        scheduler, replicas = self._scheduler, self._sampler.num_replicas
+        loads, queued = scheduler.loads(), scheduler.queued
+        running = [self._groups[ticket] for ticket in scheduler.in_memory.difference(queued)]
+        prompt = max((len(group.context) for group in running), default=1)
+        new = max((group.limit for group in running), default=1)
+        fitting = self._room.fitting(self._room.columns(prompt, new))
+        for count, ticket in enumerate(queued, sum(loads)):
+            group = self._groups[ticket]
+            longer = max(prompt, len(group.context)), max(new, group.limit)
+            fewer = self._room.fitting(self._room.columns(*longer))
+            if max(loads) > fewer or (fewer < fitting and count >= fewer * replicas):
+                scheduler.barred = ticket
+                break
+            (prompt, new), fitting = longer, fewer
+        self._most_tokens = new
+        scheduler.max_slots = min(fitting, self._limit // replicas) if self._limit else fitting
+
+    def _resize(self) -> None:
+        """Changes the numbers of slots, rows and columns to those that the next round needs."""
+        scheduler, sampler = self._scheduler, self._sampler
+        self._bar()
+        slots = scheduler.wanted_slots()
+        rows = scheduler.wanted_rows(slots)
+        if self._goes_on is not None:
+            rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
+        used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
+        generated = self._room.ring(used + TOKENS_PER_CALL, self._most_tokens)
+        self._prompt_columns = self._wanted_columns(slots)
+        shape = CacheShape(slots, rows, self._prompt_columns, generated)
+        self._most_slots = max(self._most_slots, slots)
+        if self._cache is None:
+            scheduler.resize(slots, rows)
+            self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
+        elif self._cache.shape[:2] != (slots, rows):
+            self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, rows), used)
+        elif self._cache.shape != shape:
+            self._cache = self._cache.resized(shape, used)
+
+    def _wanted_columns(self, slots: int) -> int:
+        """Columns of the prompt cache, which holds every context of groups that run or may begin to.
+
+        As many as before, where these suffice and `slots` sequences fit: another size is another program.
+        Requests of all lengths come to a server, which does not keep four times the columns that it needs.
+        """
+        groups = [self._groups[ticket] for ticket in self._scheduler.in_memory]
+        longest = max((max(len(group.context), group.kept) for group in groups), default=1)
+        needed = max(self._room.fewest_columns, prompt_columns(longest))
+        kept = max(needed, self._prompt_columns)
+        fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
+        return kept if fits and not (self._own_sampling and kept >= 4 * needed) else needed
+
+    def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
+        """For each prefill call, one pack per replica, empty if a replica has fewer packs than others."""
+        replicas = range(self._sampler.num_replicas)
+        rows = self._scheduler.num_rows
+        given: list[list[Admitted]] = [[] for _ in replicas]
+        for ticket, row in admitted:
+            given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
+        for packs in zip_longest(*map(split_into_packs, given)):
+            yield [pack or [] for pack in packs]
+
+    def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
+        assert self._cache is not None
+        packed = pack_prompts(packs, self.sampling.n, self._cache.shape.rows, unpack=self._unpack)
+        self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
+        prompts, *first = prefill_program(self._program.backend)(
+            params, self._cache.prompts, packed, self._seed, program=self._program
+        )
+        self._cache = replace(self._cache, prompts=prompts)
+        tokens, logprobs = (x.tolist() for x in jax.device_get(first))
+        size = len(tokens) // len(packs)
+        for replica, pack in enumerate(packs):
+            for i, (group, ticket, _) in enumerate(pack, replica * size):
+                if not group.turn_length(0):
+                    own = slice(len(group.completions))
+                    self._begin(group, ticket, tokens[i][own], logprobs[i][own], version)
+
+    def _begin(
+        self, group: Group, ticket: int, tokens: list[int], logprobs: list[float], version: int
+    ) -> None:
+        """Appends the first token of each sample, from the first replica that computed the prompt."""
+        for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
+            completion.extend([token], [logprob], version)
+        for index in self._ended([(group, index) for index in range(len(tokens))]):
+            held = None
+            if self._is_held(group.completions[index]):
+                held = self._scheduler.hold_waiting(ticket, index)
+                self._groups[held] = group.held(index)
+            else:
+                self._scheduler.finish_waiting(ticket, index)
+            self._end_turn(ticket, index, held)
+        self.tally = self.tally.plus(decoded_tokens=len(tokens))
+
+    def _extend(self, params: Any, version: int) -> None:
+        """Computes what follows the rows of resumed samples, and draws the first token of their turns."""
+        scheduler = self._scheduler
+        given: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
+        for ticket in self._resumed:
+            replica, row = divmod(scheduler.row(ticket), scheduler.num_rows)
+            group = self._groups[ticket]
+            given[replica].append(Continuation(group, ticket, row, group.kept))
+        self._resumed = []
+        while any(given):
+            longest = max(item.left for items in given for item in items)
+            width = min(round_up_coarsely(longest, FEWEST_EXTENDED), MOST_EXTENDED)
+            batch = [items[: EXTENDED_TOKENS // width] for items in given]
+            tokens, logprobs = self._extend_by(batch, width, params)
+            for replica, items in enumerate(batch):
+                for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
+                    item.done += min(width, item.left)
+                    if not item.left:
+                        self._begin(item.group, item.ticket, [tokens[i]], [logprobs[i]], version)
+                given[replica] = [item for item in given[replica] if item.left]
+
+    def _extend_by(
+        self, batch: list[list[Continuation]], width: int, params: Any
+    ) -> tuple[list[int], list[float]]:
+        """Computes `width` more tokens of each continuation: (tokens drawn after them, log-probabilities)."""
+        assert self._cache is not None
+        extended = extension(batch, self.sampling.n, width, self._cache.shape.rows)
+        computed = int(np.sum(extended.continued.counts))
+        self.tally = self.tally.plus(prefilled_tokens=computed)
+        prompts, *drawn = extend_program(self._program.backend)(
+            params, self._cache.prompts, extended, self._seed, program=self._program
+        )
+        self._cache = replace(self._cache, prompts=prompts)
+        tokens, logprobs = jax.device_get(drawn)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _decode(self, params: Any, version: int) -> None:
+        assert self._cache is not None
+        cache = self._cache
+        generated, decoded = decode_program(self._program.backend)(
+            params,
+            cache.generated,
+            cache.prompts,
+            self._slots(),
+            self._sharing(),
+            np.int32(cache.column),
+            self._seed,
+            program=self._program,
+        )
+        decoded = jax.device_get(decoded)
+        steps = int(decoded.num_steps)
+        self._cache = cache.decoded(generated, steps)
+        live = self._live()
+        begins = {slot: cache.column + 1 - group.turn_length(index) for slot, group, index in live}
+        before = sum(group.turn_length(index) for _, group, index in live)
+        for slot, group, index in live:
+            count = decoded.counts[slot]
+            tokens, logprobs = decoded.tokens[slot, :count], decoded.logprobs[slot, :count]
+            group.completions[index].extend(tokens.tolist(), logprobs.tolist(), version)
+        ended = [live[i] for i in self._ended([(group, index) for _, group, index in live])]
+        useful = sum(group.turn_length(index) for _, group, index in live) - before
+        self._free_slots(ended, begins)
+        self.tally = self.tally.plus(
+            decoded_tokens=useful,
+            slot_steps=steps * len(self._scheduler.slots),
+            useful_slot_steps=useful,
+            widest_slot_steps=steps * self._most_slots * self._sampler.num_replicas,
+        )
+
+    def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
+        """Frees the slots of samples whose turn has ended; held ones keep their keys and values in a row.
+
+        `begins` has the column of the turn's first token for each slot.
+        """
+        held = []
+        for slot, group, index in ended:
+            if self._is_held(group.completions[index]):
+                held.append((slot, group, index))
+            else:
+                ticket = self._occupant(slot).ticket
+                self._scheduler.finish(slot)
+                self._end_turn(ticket, index, None)
+        moves = []
+        for slot, group, index in held:
+            before = self._occupant(slot)
+            ticket, row = self._scheduler.hold(slot)
+            own = self._groups[ticket] = group.held(index)
+            if row is not None:
+                count = group.turn_length(index) - 1
+                moves.append(Move(slot, begins[slot], count, before.row, own.kept - count, row))
+            self._end_turn(before.ticket, index, ticket)
+        if moves:
+            self._keep_turns(moves)
+
+    def _keep_turns(self, moves: list[Move]) -> None:
+        """Moves keys and values of turns to rows of the prompt cache, with more columns if they need them."""
+        assert self._cache is not None
+        needed = prompt_columns(max(move.num_tokens + move.num_before for move in moves))
+        if needed > self._cache.shape.prompt_columns:
+            self._prompt_columns = needed
+            self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
+        self._cache = self._cache.kept(moves)
+
+    def _is_held(self, completion: Completion) -> bool:
+        return self._goes_on is not None and self._goes_on(completion)
+
+    def _end_turn(self, ticket: int, index: int, held: int | None) -> None:
+        """Notes the end of a turn, and forgets the group if no other turn of it goes on."""
+        if self._goes_on is not None:
+            self._ends.append(TurnEnd(ticket, index, self._groups[ticket].completions[index], held))
+            if self._scheduler.is_finished(ticket):
+                self.take([ticket])
+
+    def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
+        """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""
+        with_stop = [
+            (group.completions[index], stop) for group, index in samples if (stop := self._stop(group))
+        ]
+        if with_stop:
+            for completion in cut_at_stop_strings(self._sampler.tokenizer, with_stop):
+                completion.finish_reason = "stop"
+        ended = []
+        for i, (group, index) in enumerate(samples):
+            completion = group.completions[index]
+            if completion.tokens[-1] in self._sampler.stop_ids:
+                completion.finish_reason = "stop"
+            if completion.finish_reason == "stop" or group.left(index) <= 0:
+                ended.append(i)
+        self.tally = self.tally.plus(completions=len(ended))
+        return ended
+
+    def _stop(self, group: Group) -> tuple[str, ...]:
+        """The strings that end a completion of the group."""
+        return self.sampling.stop if group.own is None else group.own.sampling.stop
+
+    def _live(self) -> list[_Live]:
+        """The slots in use, each with the group and the index of its sample."""
+        return [
+            (slot, self._groups[occupant.ticket], occupant.sample)
+            for slot, occupant in enumerate(self._scheduler.slots)
+            if occupant is not None
+        ]
+
+    def _occupant(self, slot: int) -> Occupant:
+        occupant = self._scheduler.slots[slot]
+        assert occupant is not None
+        return occupant
+
+    def _slots(self) -> Slots:
+        """The last token, lengths, sequence id and step of the sequence in each slot, as arrays."""
+        count = len(self._scheduler.slots)
+        tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
+        lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
+        offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
+        owners: list[OwnSampling | None] = [None] * count
+        for slot, group, index in self._live():
+            tokens[slot], lengths[slot] = group.completions[index].tokens[-1], group.turn_length(index)
+            limits[slot] = lengths[slot] + group.left(index)
+            prompt_lengths[slot], offsets[slot] = len(group.context), group.offset
+            sequence_ids[slot] = group.sequence_ids(self.sampling.n)[index]
+            steps[slot], live[slot] = group.step, True
+            owners[slot] = group.own
+        arrays = as_jit_arguments(tokens, lengths, limits, prompt_lengths, offsets, sequence_ids, steps, live)
+        return Slots._make([*arrays, each_sampling(owners)])
+
+    def _sharing(self) -> Sharing:
+        """Which slots attend to which row of the prompt cache, as indices on their replica."""
+        scheduler = self._scheduler
+        most = min(self.sampling.n, scheduler.num_slots)
+        members: list[list[int]] = [[] for _ in scheduler.rows]
+        place = np.zeros(len(scheduler.slots), np.int32)
+        for slot, occupant in enumerate(scheduler.slots):
+            if occupant is not None:
+                place[slot] = occupant.row % scheduler.num_rows * most + len(members[occupant.row])
+                members[occupant.row].append(slot % scheduler.num_slots)
+        table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
+        lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.rows]
+        return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))

@@ -1,0 +1,289 @@
+"""Environments: what answers the model in an episode of several turns, and the checks of what they return.
+
+Data flow: `load_environment.py` makes an environment for each sample -> `CheckedEnvironment`, which
+an episode calls; users write the class inside it. Whatever an environment does wrong is an
+`EnvironmentFault`, which costs that episode and never the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import os
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+
+from quatrain.config.errors import shown
+from quatrain.config.secrets import redact
+from quatrain.data.tokenizer import checked_messages
+from quatrain.data.turns import conversation
+
+if TYPE_CHECKING:
+    from quatrain.types.batches import Message, PromptText
+
+logger = logging.getLogger(__name__)
+
+MAX_TURN_CHARS = 1_000_000
+"""Characters of the messages of one turn: far more than any context has room for."""
+LARGEST_REWARD = 1e30
+"""Sums of rewards of this size are finite in float32."""
+COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
+"""What `Tools` counts."""
+LONGEST_ERROR = 2000
+"""Characters of an exception's text that is shown."""
+SHOWN_FRAMES = 5
+
+T = TypeVar("T")
+FaultKind = Literal["error", "invalid", "too_long", "timeout", "crash"]
+Opening = Sequence["Message"] | str | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a completion: messages, and a reward for the turn.
+
+    With `done` the episode ends, and the messages are not shown to the model.
+    """
+
+    messages: Sequence[Message]
+    reward: float = 0.0
+    done: bool = False
+
+
+class Ended(NamedTuple):
+    """What an environment leaves when its episode ends."""
+
+    reward: float
+    """The reward of the episode (`get_reward`), which is added to those of its turns."""
+    counts: Mapping[str, int]
+    """What `Tools` counted, such as `tool_errors`."""
+
+
+class Environment(Protocol):
+    """What answers the model in one episode; every sample has an environment of its own.
+
+    `reset` and `close` may be left out. An environment may also have `get_reward`, without arguments: a
+    number that is added to the rewards of the turns when the episode has ended, whatever ended it.
+    """
+
+    def reset(self, **columns: Any) -> Sequence[Message] | str | None:
+        """Begins the episode. `columns` are the columns of the prompt's row, and the prompt as `prompt`.
+
+        `reset` gets those that it names, or all with `**columns`. It returns messages that follow the prompt,
+        or text that is added to the prompt's last message, or None.
+        """
+        ...
+
+    def step(self, completion: str) -> Turn | None:
+        """Answers the model's text of a turn, without its special tokens; None ends the episode."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the environment holds. Called once, after the episode."""
+        ...
+
+
+class EnvironmentFault(Exception):
+    """What an environment did wrong; it ends the episode, which gets the reward of an error, never the run.
+
+    `kind` is "error" for an exception, "invalid" for a value that is not allowed, "too_long" for text beyond
+    MAX_TURN_CHARS, "timeout" for a method that took too long, and "crash" for the end of its process.
+    `detail` are the last lines of code of an exception, or of a method that took too long. It can be pickled,
+    and holds nothing of the environment.
+    """
+
+    def __init__(self, message: str, kind: FaultKind, detail: str = ""):
+        super().__init__(message, kind, detail)  # what an unpickled exception is made of
+        self.kind, self.detail = kind, detail
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckedEnvironment:
+    """A user's environment that keeps to its protocol: each method checks what came, or raises the fault.
+
+    `name` is its name in messages. `accepts` are the columns that its `reset` takes; None: all.
+    """
+
+    def __init__(self, name: str, environment: Any, accepts: Collection[str] | None = None):
+        self._name, self._environment, self._accepts = name, environment, accepts
+
+    def reset(self, columns: Mapping[str, Any]) -> Opening:
+        """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
+        return faultless(f"{self._name}: reset", lambda: self._reset(columns))
+
+    def step(self, completion: str) -> Turn | None:
+        """The answer to a completion: messages as dictionaries, and a finite reward."""
+        return faultless(f"{self._name}: step", lambda: self._step(completion))
+
+    def final_reward(self) -> float:
+        """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
+        get_reward = getattr(self._environment, "get_reward", None)
+        if get_reward is None:
+            return 0.0
+        return faultless(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
+
+    def close(self) -> None:
+        """Closes the environment; an error is a warning, because the episode has ended."""
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            try:
+                faultless(f"{self._name}: close", close)
+            except EnvironmentFault as fault:
+                logger.warning("%s", fault)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What `Tools` counted in this episode (COUNTS); empty for other environments."""
+        counts = getattr(self._environment, "counts", None)
+        if not isinstance(counts, Counter) or set(counts) != set(COUNTS):
+            return Counter()
+        return Counter(counts)
+
+    def _reset(self, columns: Mapping[str, Any]) -> Opening:
+        reset = getattr(self._environment, "reset", None)
+        if reset is None:
+            return None
+        taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
+        opening = reset(**copy.deepcopy(taken))
+        if opening is None or opening == "":
+            return None
+        if isinstance(opening, str):
+            self._messages("reset", [{"role": "user", "content": opening}])
+            return opening
+        if not isinstance(opening, list | tuple):
+            self._refuse("reset must return a list of messages, a text or None", opening)
+        return self._messages("reset", opening) or None
+
+    def _step(self, completion: str) -> Turn | None:
+        turn = self._environment.step(completion)
+        if turn is None:
+            return None
+        if not isinstance(turn, Turn):
+            self._refuse("step must return a quatrain.Turn(messages, reward, done) or None", turn)
+        messages = self._messages("step", turn.messages)
+        if not messages and not turn.done:
+            self._refuse("a turn must have messages, or done=True", turn.messages)
+        return Turn(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
+
+    def _messages(self, method: str, messages: Any) -> tuple[Message, ...]:
+        if not isinstance(messages, list | tuple):
+            self._refuse("messages must be a list of dictionaries with `role` and `content`", messages)
+        if not messages:
+            return ()
+        self._check_length(method, messages)
+        try:
+            checked = checked_messages(messages)
+        except ValueError as error:
+            raise EnvironmentFault(f"{self._name}: {method}: {error}", "invalid") from error
+        if checked[-1]["role"] == "assistant":
+            self._refuse("the last message must not be the assistant's, which the model writes", checked[-1])
+        try:
+            plain = json.loads(json.dumps(checked, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            rule = f"{self._name}: {method}: messages must hold values that JSON has: {error}"
+            raise EnvironmentFault(rule, "invalid") from error
+        return tuple(plain)
+
+    def _check_length(self, method: str, value: Any) -> None:
+        if _is_longer(value, MAX_TURN_CHARS):
+            raise EnvironmentFault(
+                f"{self._name}: the messages of a turn must have at most {MAX_TURN_CHARS} characters; "
+                f"{method} returned more; cut the text in the environment",
+                "too_long",
+            )
+
+    def _number(self, what: str, value: Any) -> float:
+        try:
+            number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not abs(number) <= LARGEST_REWARD:
+            self._refuse(f"{what} must be a finite number, at most {LARGEST_REWARD:g} in size", value)
+        return number
+
+    def _refuse(self, rule: str, came: Any) -> NoReturn:
+        """Raises the fault of a value that breaks a rule."""
+        text = f"a value of type {type(came).__name__}" if _is_longer(came, LONGEST_ERROR) else _shown(came)
+        raise EnvironmentFault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
+
+
+def faultless(what: str, work: Callable[[], T]) -> T:
+    """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it.
+
+    The user's interrupt is raised as it is.
+    """
+    try:
+        return work()
+    except EnvironmentFault as error:
+        fault = error.with_traceback(None)
+    except BaseException as error:  # includes SystemExit, which would end the run
+        if is_interrupt(error):
+            raise
+        detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
+        fault = EnvironmentFault(f"{what} raised {told(error)}", "error", detail)
+    # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
+    fault.__cause__ = fault.__context__ = None
+    raise fault
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the user interrupts the run, of which Python tells the main thread alone."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def with_opening(prompt: PromptText, opening: Opening) -> PromptText:
+    """The prompt of an episode: the row's prompt with what `reset` returned.
+
+    Messages follow it; a text is added to the content of its last message. Raises ValueError if the prompt is
+    a text.
+    """
+    if opening is None:
+        return prompt
+    messages = conversation(prompt)
+    if isinstance(opening, str):
+        *before, last = messages
+        return (*before, {**last, "content": last["content"] + opening})
+    return (*messages, *opening)
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line: class, text and place, without secrets; a long text is left out whole."""
+    try:
+        text = str(error)
+    except Exception:  # of the exception's own __str__
+        text = ""
+    # Whole or not at all: part of a secret cannot be redacted.
+    text = redact(text, os.environ) if len(text) <= LONGEST_ERROR else f"a text of {len(text)} characters"
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    elsewhere = frames and frames[0].filename != __file__
+    place = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if elsewhere else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def _is_longer(value: Any, limit: int) -> bool:
+    """Whether a value has more than `limit` characters and parts; looks at no more of it than that."""
+    size, left = 0, [value]
+    while left and size <= limit:
+        part = left.pop()
+        size += len(part) if isinstance(part, str | bytes | bytearray) else 1
+        if isinstance(part, Mapping | list | tuple):
+            size += len(part)
+            if size <= limit:
+                left += [*part.keys(), *part.values()] if isinstance(part, Mapping) else part
+    return size > limit
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shown(value)
+    except Exception:  # of the value's own __repr__
+        return f"a value of type {type(value).__name__}"

@@ -1,0 +1,196 @@
+"""Finds users' environments and tools, and makes the environment of each sample.
+
+Data flow: `path.py:Class` or `path.py:function` -> `Environments` -> a `CheckedEnvironment` for each sample;
+the descriptions of tools -> `data/turns.py`, which writes them into the prompt. A class comes in one of two
+forms: `Environment` (with a method `step`), or that of TRL's `environment_factory`, whose public methods are
+the tools.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import MethodType
+from typing import Any
+
+from quatrain.config.errors import listed
+from quatrain.environments.environment import CheckedEnvironment, Opening, Turn, faultless, told
+from quatrain.environments.tools import Tool, Tools
+from quatrain.workers.user_code import find_function, parameters_of
+
+PROMPT = "prompt"
+"""The argument of `reset` that has the row's prompt; the others are data columns."""
+_NO_TOOLS = frozenset({"reset", "close", "get_reward"})
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Makes the environments of a run, one for each sample."""
+
+    name: str
+    """What messages call the environment."""
+    make: Callable[[], Any]
+    tools: tuple[Tool, ...] = ()
+    """The functions that the model may call, for the prompt."""
+    accepts: frozenset[str] | None = None
+    """Columns that `reset` takes; None: all."""
+    required_columns: tuple[str, ...] = ()
+    """Columns that `reset` needs."""
+
+    def __call__(self) -> CheckedEnvironment:
+        """A new environment; raises EnvironmentFault if it cannot be made."""
+        environment = faultless(f"{self.name}: making it", self.make)
+        return CheckedEnvironment(self.name, environment, self.accepts)
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The JSON schemas of the tools, for the chat template."""
+        return tuple(tool.schema for tool in self.tools)
+
+
+def load_environment(spec: str | Callable[[], Any]) -> Environments:
+    """The environments of a class, or of a function that makes one: `path.py:Class`, or the class itself.
+
+    It is called without arguments, for each sample. A function, and a class derived from `Tools`, is called
+    once here, to learn the form and the tools of what it makes. Raises ValueError if there is no such class,
+    if it cannot be made without arguments, and if it has neither a method `step` nor public methods that can
+    be tools.
+    """
+    name = f"environment {spec if isinstance(spec, str) else getattr(spec, '__qualname__', spec)}"
+    found = _found(spec, "environment")
+    needed = [parameter for parameter, _, required in parameters_of(found) or [] if required]
+    if needed:
+        raise ValueError(
+            f"{name} must be made without arguments; it needs {listed(needed)}; give them default values, or "
+            "name a function that makes the environment"
+        )
+    made = None if inspect.isclass(found) and not issubclass(found, Tools) else _made(name, found)
+    form = found if inspect.isclass(found) else type(made)
+    _check_plain(name, form)
+    accepts, required = _columns(form)
+    if callable(getattr(form, "step", None)):
+        _check_step(name, form)
+        known = made.tools if isinstance(made, Tools) else ()
+        return Environments(name, found, known, accepts, required)
+    tools = _methods(name, form)
+    return Environments(name, lambda: ToolMethods(found(), tools), tools, accepts, required)
+
+
+def load_tools(specs: Sequence[str | Callable[..., Any]]) -> Environments:
+    """The environments over the functions `path.py:function`; raises ValueError as `Tools` does."""
+    functions = [_found(spec, "tool") for spec in specs]
+    tools = Tools(*functions).tools
+    name = f"tools {listed(tool.name for tool in tools)}"
+    return Environments(name, lambda: Tools(*functions, known=tools), tools)
+
+
+class ToolMethods:
+    """An object whose public methods are tools: the form of TRL's `environment_factory`.
+
+    `reset`, `close` and `get_reward` are no tools. Without `get_reward`, a number in the attribute `reward`
+    is the reward of the episode: TRL's examples keep it there for a reward function.
+    """
+
+    def __init__(self, made: Any, tools: Sequence[Tool]):
+        self._made = made
+        self._tools = Tools(*(getattr(made, tool.name) for tool in tools), known=tools)
+        self.counts = self._tools.counts
+
+    def reset(self, **columns: Any) -> Opening:
+        """Begins the episode; the object returns text for the end of the prompt, or None."""
+        reset = getattr(self._made, "reset", None)
+        opening: Opening = None if reset is None else reset(**columns)
+        return opening
+
+    def step(self, completion: str) -> Turn | None:
+        """The results of the calls in a completion; None if there is no call."""
+        return self._tools.step(completion)
+
+    def get_reward(self) -> Any:
+        """The reward of the episode, of which the object keeps account."""
+        if callable(getattr(self._made, "get_reward", None)):
+            return self._made.get_reward()
+        reward = getattr(self._made, "reward", 0.0)
+        return reward if isinstance(reward, Real) else 0.0
+
+    def close(self) -> None:
+        """Frees what the object holds."""
+        close = getattr(self._made, "close", None)
+        if close is not None:
+            close()
+
+
+def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
+    if not isinstance(spec, str):
+        return spec
+    if ":" not in spec:
+        raise ValueError(
+            f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
+        )
+    return find_function(spec, {}, what)
+
+
+def _check_plain(name: str, form: type) -> None:
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    for method in ("reset", "step", "get_reward", "close"):
+        if any(kind(getattr(form, method, None)) for kind in kinds):
+            raise ValueError(
+                f"{name} must have methods that return their result when they are called; {method} is "
+                "asynchronous or a generator; write it without async and yield"
+            )
+
+
+def _check_step(name: str, form: type) -> None:
+    try:
+        inspect.signature(form.step).bind("self", "completion")  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must have a method step(self, completion); it cannot be called so: {error}; correct it"
+        ) from error
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """One environment, closed again."""
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
+    CheckedEnvironment(name, made).close()
+    return made
+
+
+def _columns(form: type) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """The columns that `reset` accepts (None: all), and those that it needs."""
+    reset = getattr(form, "reset", None)
+    parameters = None if reset is None else parameters_of(reset)
+    if parameters is None:
+        return None, ()
+    own = parameters if isinstance(inspect.getattr_static(form, "reset"), staticmethod) else parameters[1:]
+    kinds = {kind for _, kind, _ in parameters}
+    accepts = None if "VAR_KEYWORD" in kinds else frozenset(name for name, _, _ in own)
+    return accepts, tuple(name for name, _, required in own if required and name != PROMPT)
+
+
+def _methods(name: str, form: type) -> tuple[Tool, ...]:
+    """The public methods of a class as tools, in the order of their names, as in TRL."""
+    methods = [
+        (method, value)
+        for method, value in inspect.getmembers_static(form)
+        if not (method.startswith("_") or method in _NO_TOOLS)
+        if inspect.isfunction(value) or isinstance(value, staticmethod | classmethod)
+    ]
+    if not methods:
+        raise ValueError(
+            f"{name} must have a method `step(completion)` that returns a quatrain.Turn, or public methods "
+            "that the model can call as tools; it has neither; add one"
+        )
+    try:
+        return tuple(
+            # Bound to anything, so that it has no `self`.
+            Tool.of(MethodType(value, form) if inspect.isfunction(value) else getattr(form, method))
+            for method, value in methods
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}, or give names with _ to methods that are no tools") from error

@@ -1,0 +1,1 @@
+"""The training step and what runs it: training, evaluation, supervised training."""

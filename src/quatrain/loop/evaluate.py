@@ -1,0 +1,376 @@
+"""Evaluation: accuracy and rewards of greedy completions, and mean@n / pass@n of sampled ones.
+
+Used before, during and after training, with the engine of the rollout, and by the command `quatrain eval`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from quatrain.cluster.processes import decided_by_main, is_main_process
+from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
+from quatrain.config.values import shown_data_sets
+from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
+from quatrain.report.progress import Progress, waiting
+from quatrain.reward.calls import ERROR_REWARD
+from quatrain.reward.functions import format as format_reward
+from quatrain.reward.scorer import RewardScorer, short_names
+from quatrain.run.catalogue import CATALOGUE
+from quatrain.run.metrics import reduce_metrics
+from quatrain.run.samples import evaluation_sample
+from quatrain.types.batches import FAULTS, Prompt, RewardedBatch, RolloutBatch, brief
+from quatrain.types.metrics import Metric, Metrics, combine
+from quatrain.types.rollouts import Rollouts, Sampling, rollout_batch
+
+logger = logging.getLogger(__name__)
+
+ANSWER_COLUMN = "answer"
+"""Data column with the gold answer; without it, and without `eval.accuracy`, there is no accuracy."""
+DEFAULT_ACCURACY = "correct"
+FORMAT_REWARDS = ("format", "tag_count")
+"""Built-in reward functions that ask for the `<think>/<answer>` format, which strict accuracy requires."""
+ACCURACIES = {"accuracy_lenient": "accuracy", "accuracy_strict": "accuracy with the required format"}
+"""Metric -> its name in sentences."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Prompts that are evaluated together. `name`: their key in `data.eval`; empty if that is one source."""
+
+    name: str
+    source: PromptSource
+
+    @property
+    def prefix(self) -> str:
+        """How the names of this set's metrics begin."""
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+    def prompts(self, count: int | None) -> list[Prompt]:
+        """The first `count` prompts (None: all)."""
+        return self.source.head(count)
+
+    def skipped_metrics(self) -> dict[str, Metric]:
+        """Numbers of prompts skipped and truncated because of `data.max_prompt_length`."""
+        return {
+            f"{self.prefix}skipped_prompts": Metric(self.source.skipped, reduction="sum"),
+            f"{self.prefix}truncated_prompts": Metric(self.source.truncated, reduction="sum"),
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics, named without the prefix of their set, and a record of each completion for `samples/`."""
+
+    metrics: Metrics = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    __repr__ = brief
+
+    def and_(self, other: Evaluation) -> Evaluation:
+        """This evaluation and `other`, of other prompts of the same set, as one."""
+        return Evaluation(combine(self.metrics, other.metrics), [*self.samples, *other.samples])
+
+
+class Evaluator:
+    """The evaluation sets of a run, and what judges their completions.
+
+    Completions are scored by the reward functions of `scorer`, and by the function that decides accuracy:
+    `eval.accuracy`; if it is one of the reward functions, one call serves both. Where the key is null,
+    `correct` decides if the prompts have a column `answer`. `close` ends the worker processes of that
+    function, not those of `scorer`. Raises ValueError if it cannot be imported or called, and for invalid
+    data (`load_prompts`).
+    """
+
+    def __init__(self, config: Config, loaded: LoadedPolicy, scorer: RewardScorer):
+        self._config, self._scorer = config.eval, scorer
+        rewards, spec = config.reward, config.eval.accuracy or DEFAULT_ACCURACY
+        self._asks_for_format = any(name in rewards.functions for name in FORMAT_REWARDS)
+        self._episodes = config.rollout.has_episodes
+        self._own: RewardScorer | None = None
+        if spec not in rewards.functions:
+            rewards = rewards.model_copy(update={"functions": {spec: 1.0}})
+            self._own = RewardScorer(
+                rewards,
+                decide=decided_by_main,
+                episodes=config.rollout.has_episodes,
+                accuracy_beside=scorer,
+            )
+        self._accuracy = short_names(rewards)[spec]
+        try:
+            self.sets = self._load_sets(config, loaded)
+            self.warnings = list(self._checked(config.data.eval_sets))
+            """Of values that are probably not intended."""
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_sets(self, config: Config, loaded: LoadedPolicy) -> list[EvaluationSet]:
+        required = {**self._scorer.required_by, **loaded.required_by}
+        if config.eval.accuracy is not None and self._own is not None:
+            required |= dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
+        return [
+            EvaluationSet(
+                name,
+                load_prompts(
+                    spec,
+                    config.data,
+                    loaded.tokenizer,
+                    seed=config.seed,
+                    required_columns=required,
+                    check_prompt=self._scorer.check_prompt,
+                    turns=loaded.turns,
+                ),
+            )
+            for name, spec in config.data.eval_sets.items()
+        ]
+
+    def _checked(self, specs: Mapping[str, Any]) -> Iterator[str]:
+        """Warnings about the prompts; raises ValueError if no answer of a set can be judged."""
+        for each in self.sets:
+            name = shown_data_sets(specs[each.name])
+            yield from (f"{name}: {warning}" for warning in each.source.warnings)
+            yield from self._scorer.check_answers(name, each.source)
+            if self._own is None:
+                continue
+            try:
+                yield from self._own.check_answers(name, each.source)
+            except ValueError as error:
+                if self._config.accuracy is not None:
+                    raise
+                yield f"there is no accuracy, because eval.accuracy is null and {error}"
+
+    def close(self) -> None:
+        """Ends the worker processes of the function that decides accuracy."""
+        if self._own is not None:
+            self._own.close()
+
+    def metric_names(self) -> list[str]:
+        """The names of the metrics of every evaluation, in which those of a set's further prompts are not."""
+        functions = self._scorer.function_names
+        counts = {f"reward/{name}/{what}" for name in functions for what in ("errors", "abstained")}
+        episodes = {name for name in CATALOGUE if name.startswith("episode/")} if self._episodes else set()
+        names: list[str] = []
+        for each in self.sets:
+            columns = dict.fromkeys(each.prompts(1)[0].columns, ())
+            rollouts = replace(rollout_batch([], None, {}), columns=columns)
+            none = np.zeros(0, np.float32)
+            nothing = RewardedBatch(rollouts, none, np.zeros((len(functions), 0), np.float32), functions)
+            right = none if self._has_accuracy(rollouts) else None
+            of_set = counts | episodes
+            of_set |= _greedy_metrics(nothing, right, none if self._asks_for_format else None).keys()
+            if self._config.n:
+                of_set |= _sampled_metrics(nothing, right).keys()
+            if right is not None:
+                of_set.add("accuracy_errors")
+            names += sorted([*(each.prefix + name for name in of_set), *each.skipped_metrics()])
+        return names
+
+    def num_completions(self, engine: Rollouts, count: int | None) -> int:
+        """How many completions `evaluate` generates for the first `count` prompts of each set."""
+        per_prompt = sum(sampling.n for sampling in self._samplings(engine))
+        return per_prompt * sum(len(each.prompts(count)) for each in self.sets)
+
+    def evaluate(
+        self,
+        engine: Rollouts,
+        *,
+        first: int | None = None,
+        count: int | None = None,
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> Evaluation:
+        """The evaluation of the weights of `engine` on the first `count` prompts of each set (None: all).
+
+        Metrics of greedy completions: `accuracy_lenient` (right by the function that decides accuracy, whose
+        values are bounded to 0 and 1) and, if a reward function asks for the `<think>/<answer>` format,
+        `accuracy_strict` (right and in that format); `reward`, `reward/<name>` of each function, its counts
+        of errors and abstentions, `completion_length`, `truncated_fraction`, `num_prompts`. If `eval.n` > 0,
+        also of completions sampled at `eval.temperature` and `eval.top_p`: `mean_at_n` (fraction of right
+        completions) and `pass_at_n` (share of prompts with at least one), both without regard to format.
+
+        The metrics are those of the first `first` prompts, the ones that the run's other evaluations use. If
+        `count` prompts are more, the metrics of all of them are there too, named `final/…`. `on_progress` is
+        called with the number of completions finished so far.
+        """
+        done = 0
+        metrics: dict[str, Metric] = {}
+        samples: list[Mapping[str, Any]] = []
+        for each in self.sets:
+            prompts = each.prompts(count)
+            usual = len(prompts[:first])
+            whole = Evaluation()
+            for infix, part in (("", prompts[:usual]), ("final/", prompts[usual:])):
+                for judged, size in self._judged(engine, part):
+                    whole, done = whole.and_(judged), done + size
+                    on_progress(done)
+                if part:
+                    metrics |= {f"{each.prefix}{infix}{name}": m for name, m in whole.metrics.items()}
+            metrics |= each.skipped_metrics()
+            samples += [{"set": each.name, **sample} for sample in whole.samples]
+        return Evaluation(metrics, samples)
+
+    def _samplings(self, engine: Rollouts) -> list[Sampling]:
+        """Greedy and, if `eval.n` > 0, sampled completions."""
+        config, training = self._config, engine.sampling
+        length = config.max_new_tokens or training.max_new_tokens
+        greedy = replace(training, n=1, max_new_tokens=length, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        sampled = replace(greedy, n=config.n or 1, temperature=config.temperature, top_p=config.top_p)
+        return [greedy, sampled] if config.n else [greedy]
+
+    def _judged(self, engine: Rollouts, prompts: Sequence[Prompt]) -> Iterator[tuple[Evaluation, int]]:
+        """The evaluation of each call of the engine, and its number of completions."""
+        for sampling in self._samplings(engine):
+            stride = max(1, self._config.batch_size // sampling.n)
+            for at in range(0, len(prompts), stride):
+                rewarded = self._scorer.score(engine.generate(prompts[at : at + stride], sampling=sampling))
+                yield self._judge(rewarded, greedy=sampling.temperature == 0), len(rewarded.rollouts)
+
+    def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:
+        right, errors = self._right(rewarded)
+        strict = None
+        if right is not None and self._asks_for_format:
+            said = rewarded.rollouts
+            strict = right * np.array(
+                format_reward(list(said.prompts), list(said.completions), self._scorer.opening)
+            )
+        metrics = _greedy_metrics(rewarded, right, strict) if greedy else _sampled_metrics(rewarded, right)
+        if right is not None:
+            metrics["accuracy_errors"] = errors
+        samples = [
+            evaluation_sample(rewarded, i, greedy=greedy, right=right, strict=strict)
+            for i in range(len(rewarded.rollouts))
+        ]
+        return Evaluation(metrics, samples)
+
+    def _has_accuracy(self, rollouts: RolloutBatch) -> bool:
+        """Whether something decides accuracy."""
+        return self._config.accuracy is not None or ANSWER_COLUMN in rollouts.columns
+
+    def _right(self, rewarded: RewardedBatch) -> tuple[np.ndarray | None, Metric]:
+        """([B] 0 (wrong) to 1 (right), NaN where the function abstained or failed; number of failures).
+
+        None if nothing decides accuracy.
+        """
+        if not self._has_accuracy(rewarded.rollouts):
+            return None, Metric(0.0, reduction="sum")
+        judged = rewarded if self._own is None else self._own.score(rewarded.rollouts)
+        values = judged.rewards_per_function[judged.function_names.index(self._accuracy)]
+        errors = judged.metrics[f"reward/{self._accuracy}/errors"]
+        if errors.value:
+            failed = (values == ERROR_REWARD) & ~np.isin(judged.rollouts.finish_reason, FAULTS)
+            values = np.where(failed, np.nan, values)
+        return np.clip(values.astype(np.float64), 0.0, 1.0), errors
+
+
+def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The reduced value of each metric by name, without means over zero items and non-finite values."""
+    return {name: value for name, value in reduce_metrics(metrics).items() if math.isfinite(value)}
+
+
+def result(sets: Sequence[EvaluationSet], numbers: Mapping[str, float]) -> str:
+    """The accuracies, or else the mean reward, of one evaluation, on one line."""
+    parts = []
+    for each in sets:
+        names = [name for name in ACCURACIES if each.prefix + name in numbers] or ["reward"]
+        keys = {ACCURACIES.get(name, name): each.prefix + name for name in names}
+        values = [f"{label} {numbers[key]:.3f}" for label, key in keys.items() if key in numbers]
+        of = " ".join(filter(None, (each.name, f"on {numbers[f'{each.prefix}num_prompts']:.0f} prompts")))
+        parts.append(f"{', '.join(values)} ({of})")
+    return "; ".join(parts)
+
+
+def results(
+    sets: Sequence[EvaluationSet], before: Mapping[str, float], after: Mapping[str, float]
+) -> Iterator[str]:
+    """A sentence for each accuracy, or else the mean reward, of each set: before and after training."""
+    for each in sets:
+        names = [name for name in ACCURACIES if each.prefix + name in after] or ["reward"]
+        for name in names:
+            key, final = f"{each.prefix}{name}", f"{each.prefix}final/{name}"
+            if key not in after:
+                continue
+            values = [f"{before[key]:.3f} before"] if key in before else []
+            values.append(f"{after[key]:.3f} after training")
+            on = f"on {after[f'{each.prefix}num_prompts']:.0f} prompts"
+            what = " ".join(filter(None, ("held-out", each.name, ACCURACIES.get(name, "reward"))))
+            line = f"{what}, {on}: {', '.join(values)}"
+            if final in after:
+                line += f" ({after[final]:.3f} on {after[f'{each.prefix}final/num_prompts']:.0f} prompts)"
+            yield line
+
+
+def _greedy_metrics(
+    rewarded: RewardedBatch, right: np.ndarray | None, strict: np.ndarray | None
+) -> dict[str, Metric]:
+    rollouts = rewarded.rollouts
+    truncated = rollouts.finish_reason == "length"
+    per_function = zip(rewarded.function_names, rewarded.rewards_per_function, strict=True)
+    metrics = {
+        "num_prompts": Metric(len(rollouts), reduction="sum"),
+        "truncated_fraction": Metric(float(truncated.sum()), len(rollouts)),
+        "completion_length": Metric(float(rollouts.completion_lengths.sum()), len(rollouts)),
+        "reward": _mean(rewarded.rewards),
+        **{f"reward/{name}": _mean(values) for name, values in per_function},
+        **{
+            name: metric
+            for name, metric in rewarded.metrics.items()
+            if name.startswith("reward/") and metric.reduction == "sum" and not name.endswith("/seconds")
+        },
+    }
+    metrics |= {name: metric for name, metric in rollouts.metrics.items() if name.startswith("episode/")}
+    if right is not None:
+        metrics["accuracy_lenient"] = _mean(right)
+    if strict is not None:
+        metrics["accuracy_strict"] = _mean(strict)
+    return metrics
+
+
+def _mean(values: np.ndarray) -> Metric:
+    """The mean of `values` without NaN entries, as a metric."""
+    given = values[~np.isnan(values)]
+    return Metric(float(given.sum(dtype=np.float64)), len(given))
+
+
+def _sampled_metrics(rewarded: RewardedBatch, right: np.ndarray | None) -> dict[str, Metric]:
+    if right is None:
+        return {}
+    judged = ~np.isnan(right)
+    groups, membership = np.unique(rewarded.rollouts.group_ids[judged], return_inverse=True)
+    passed = np.bincount(membership, right[judged], len(groups)) > 0
+    return {"mean_at_n": _mean(right), "pass_at_n": Metric(float(passed.sum()), len(groups))}
+
+
+def evaluate_run(resolved: Resolved) -> dict[str, float]:
+    """`quatrain eval`: the metrics of the model `model.path` on the evaluation sets of `data.eval`.
+
+    Uses all prompts of each set, or the first `eval.final_num_prompts`. Shows progress on stderr. Raises
+    ValueError if `data.eval` is null.
+    """
+    config = resolved.config
+    if config.data.eval is None:
+        raise ValueError("evaluation needs prompts: set data.eval, for example to a .jsonl file")
+    with waiting("loading the model"):
+        loaded = load_policy(config, critic=False, adapters=False)
+    count = config.eval.final_num_prompts
+    with (
+        closing(build_scorer(config, loaded)) as scorer,
+        closing(Evaluator(config, loaded, scorer)) as evaluator,
+        Progress(1) as progress,
+        closing(
+            build_engine(config, loaded, on_progress=lambda decoding: progress.detail(str(decoding)))
+        ) as engine,
+    ):
+        for warning in evaluator.warnings if is_main_process() else ():
+            logger.warning("%s", warning)
+        progress.phase("evaluation", evaluator.num_completions(engine, count), first=0)
+        engine.sync_weights(loaded.params, 0)
+        found = evaluator.evaluate(engine, first=count, count=count, on_progress=progress.step)
+    return dict(sorted(finite_numbers(found.metrics).items()))

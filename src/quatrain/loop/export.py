@@ -1,0 +1,107 @@
+"""Exports a policy as a Hugging Face folder: weights, configuration and tokenizer for transformers.
+
+Used at the end of a run (for the folder `final/`) and by `quatrain export`, for any checkpoint of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.config.load import load_config
+from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.schema import OffloadConfig, PlacementConfig
+from quatrain.data.tokenizer import save_tokenizer, stop_token_ids
+from quatrain.loop.build import load_policy
+from quatrain.models.families import Architecture
+from quatrain.models.lora import merged, trained_part, with_trained, without_adapters
+from quatrain.ops.fingerprint import tree_fingerprint
+from quatrain.parallel.mesh import check_held, to_memory
+from quatrain.run.best import best_step
+from quatrain.run.checkpoint import Checkpointer
+from quatrain.weights.adapter import check_base, save_adapter
+from quatrain.weights.hf import save_hf
+
+BEST = "best"
+ADAPTER = "adapter"
+"""The folder of an exported adapter, in the folder of the merged model."""
+BASE = "base"
+"""The folder of the adapter's base, in the folder of the merged model, if peft cannot load it elsewhere."""
+ANY_DEVICES = (
+    "mesh=auto",
+    "model.attention=xla",
+    "rollout.mesh=null",
+    "rollout.max_concurrency=null",
+    *(f"placement.{role}=null" for role in PlacementConfig.model_fields),
+    *(f"offload.{what}=false" for what in OffloadConfig.model_fields),
+)
+"""Overrides of a run's configuration that allow exporting on other devices than those used for training."""
+
+
+def export_policy(
+    directory: Path,
+    arch: Architecture,
+    params: Any,
+    tokenizer: Any,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    base: str = "",
+) -> None:
+    """Write weights, configuration, generation configuration and tokenizer into `directory`.
+
+    The end tokens in both configurations are those that completions end with in training (`stop_token_ids`).
+    `sampling` are settings of sampling for generation_config.json, such as those of the model's source. A
+    policy with adapters is written with its adapters merged, and the adapters apart, in the folder `adapter`
+    in `directory`, as those of the model `base`. If this is neither a folder nor a hub id (a GGUF file, a
+    built-in model), peft cannot load it, and it is written into the folder `base` in `directory`.
+    """
+    check_held(params, "the parameters to export", "give those of the newest state")
+    params = to_memory("device", params)
+    plain = replace(arch, lora=None, eos_token_ids=stop_token_ids(tokenizer, arch.eos_token_ids))
+    save_hf(directory, plain, merged(params, arch), sampling=sampling)
+    if arch.lora:
+        own = local_path(base)
+        if base and own.is_dir():
+            base = str(own.resolve())
+        elif base.endswith(".gguf") or not HUB_ID.fullmatch(base):
+            save_hf(directory / BASE, plain, without_adapters(params), sampling=sampling)
+            base = str((directory / BASE).resolve())
+        save_adapter(directory / ADAPTER, arch, params, base=base)
+    if is_main_process():
+        save_tokenizer(tokenizer, directory)
+
+
+def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
+    """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
+
+    `step` may be `best`, the checkpoint with the best `checkpoint.best_metric`. Returns the step. Raises
+    ValueError if `run` has no configuration or no such checkpoint, or if `output` exists and is not an empty
+    folder.
+    """
+    if isinstance(step, str) and step != BEST and not step.isdecimal():
+        raise ValueError(
+            f"a checkpoint is named by its step, or as {BEST}; got {step}; give --step N or {BEST}"
+        )
+    config_file = run / "config.yaml"
+    if not config_file.is_file():
+        raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+    number = best_step(run) if step == BEST else None if step is None else int(step)
+    config = load_config(config_file, ANY_DEVICES, environ={}).config
+    loaded = load_policy(config, critic=False, environments=False)
+    checkpointer = Checkpointer(run / "checkpoints")
+    arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)
+    found, arrays, host = checkpointer.restore({"params": wanted}, number, partial=True)
+    checkpointer.close()
+    if arch.lora:
+        check_base(
+            host.get("base"), tree_fingerprint(without_adapters(loaded.params)), config.model.path, run
+        )
+    params = with_trained(loaded.params, arrays["params"], arch)
+    export_policy(output, arch, params, loaded.tokenizer, loaded.sampling, base=config.model.path)
+    return found

@@ -1,0 +1,111 @@
+"""The prompts that each training step is trained on, with dynamic sampling.
+
+Data flow: `PromptSource` -> `Draws.take`, which has prompts completed and scored -> `RewardedBatch`, for the
+rest of the training step in `train.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quatrain.data.prompts import PromptSource
+from quatrain.types.batches import Prompt, PromptPlace, RewardedBatch
+from quatrain.types.join import join_groups
+from quatrain.types.metrics import Metric
+
+STEPS_WITHOUT_SIGNAL = 5
+"""Training steps in a row in which dynamic sampling finds no group with signal, after which the run ends."""
+
+Sample = Callable[[Sequence[Prompt]], RewardedBatch]
+"""Has prompts completed and scored."""
+
+
+class NoSignal(RuntimeError):
+    """Dynamic sampling found no group with signal in `STEPS_WITHOUT_SIGNAL` training steps in a row."""
+
+    def __init__(self, rounds: int, prompts: int):
+        super().__init__(
+            f"in {STEPS_WITHOUT_SIGNAL} training steps in a row, no two samples of a prompt had different "
+            f"rewards (the last of these steps drew {prompts} prompts in {rounds} rounds); resume with a "
+            "higher rollout.temperature or rollout.dynamic_sampling_rounds, or start another run with easier "
+            "or harder prompts, a larger rollout.n or another reward"
+        )
+
+
+class Draws:
+    """Which prompts a training step is trained on: the stream of `prompts`, and dynamic sampling.
+
+    A step has `batch_size` groups. With one round they are the next prompts of the stream. With several
+    (`rollout.dynamic_sampling_rounds`), they are the next `batch_size` groups with signal: further prompts
+    are drawn until so many are found. The stream goes on after the last group used, so that groups beyond it
+    are drawn again by the next step, and groups without signal are the only ones that are not trained on. If
+    the rounds do not suffice, the first groups without signal fill the batch.
+    """
+
+    def __init__(self, prompts: PromptSource, *, batch_size: int, rounds: int):
+        self._prompts, self._batch_size, self._rounds = prompts, batch_size, rounds
+
+    def next(self, place: PromptPlace) -> tuple[list[Prompt], PromptPlace]:
+        """The prompts of the step that begins at `place`, without dynamic sampling, and the next place."""
+        end = place.next_prompt + self._batch_size
+        return self._prompts.take(place.next_prompt, self._batch_size), PromptPlace(end)
+
+    def take(self, place: PromptPlace, sample: Sample) -> tuple[RewardedBatch, PromptPlace]:
+        """The rewarded batch of the training step that begins at `place`, and where the next one begins.
+
+        Raises NoSignal in the fifth step in a row in which dynamic sampling finds no group with signal.
+        """
+        first, wanted = place.next_prompt, self._batch_size
+        if self._rounds == 1:
+            prompts, place = self.next(place)
+            return sample(prompts), place
+        parts, signal, end = self._drawn(first, sample)
+        without = 0 if signal else place.steps_without_signal + 1
+        if without == STEPS_WITHOUT_SIGNAL:
+            raise NoSignal(len(parts), end - first)
+        used = signal[:wanted]
+        fill = [group for group in range(first, end) if group not in signal][: wanted - len(used)]
+        next_prompt = end if fill else used[-1] + 1
+        counts = {
+            "rounds": len(parts),
+            "drawn_groups": end - first,
+            "dropped_groups": next_prompt - first - wanted,
+            "returned_groups": end - next_prompt,
+            "filled_groups": len(fill),
+        }
+        batch = join_groups(parts, sorted(used + fill))
+        counted = {f"dynamic_sampling/{name}": Metric(n, reduction="sum") for name, n in counts.items()}
+        return replace(batch, metrics={**batch.metrics, **counted}), PromptPlace(next_prompt, without)
+
+    def _drawn(self, first: int, sample: Sample) -> tuple[list[RewardedBatch], list[int], int]:
+        """The batch of each round, the groups with signal, and the position after the last prompt drawn."""
+        parts: list[RewardedBatch] = []
+        signal: list[int] = []
+        end = first
+        while len(parts) < self._rounds and len(signal) < self._batch_size:
+            missing = self._batch_size - len(signal)
+            expected = math.ceil(missing * (end - first) / len(signal)) if signal else missing
+            count = min(expected, self._batch_size)
+            parts.append(sample(self._prompts.take(end, count)))
+            signal += groups_with_signal(parts[-1])
+            end += count
+        return parts, signal, end
+
+
+def groups_with_signal(batch: RewardedBatch) -> list[int]:
+    """The ids, in increasing order, of the groups with different rewards.
+
+    They are those of the samples and of the greedy completion, if there is one. A sample without a reward,
+    because all reward functions abstained, does not count.
+    """
+    groups, membership = np.unique(batch.rollouts.group_ids, return_inverse=True)
+    least, most = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
+    for rewards in (batch.rewards, batch.baseline_rewards):
+        if rewards is not None:
+            np.fmin.at(least, membership, rewards)
+            np.fmax.at(most, membership, rewards)
+    return [int(group) for group in groups[least < most]]

@@ -1,0 +1,58 @@
+"""Supervised training on demonstrations: the warm start before reinforcement learning, and `quatrain sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from quatrain.config.schema import Config
+from quatrain.data.prompts import DemonstrationSource, load_demonstrations
+from quatrain.loop.build import LoadedPolicy, build_policy_spec
+from quatrain.ops.fingerprint import fingerprint
+from quatrain.types.metrics import Metric
+from quatrain.update.sft import SupervisedLearner
+
+
+def warm_start_data(config: Config, tokenizer: Any) -> DemonstrationSource:
+    """The demonstrations of `sft.data` (default: `data.train`).
+
+    Raises ValueError for data without a `completion` column.
+    """
+    spec = config.sft.data or config.data.train
+    return load_demonstrations(spec, config.data, tokenizer, seed=config.seed)
+
+
+def warm_start(
+    config: Config,
+    loaded: LoadedPolicy,
+    demonstrations: DemonstrationSource,
+    *,
+    on_step: Callable[[int, dict[str, Metric]], None] = lambda step, metrics: None,
+) -> Any:
+    """The parameters after `sft.steps` optimizer steps on `demonstrations`.
+
+    Donates the parameters of `loaded`. The likelihood is computed at temperature 1, independently of
+    `rollout.temperature`. `on_step` is called after each step with its number, from 1, and its metrics.
+    Raises ValueError if the weights are not finite afterwards.
+    """
+    policy = build_policy_spec(config, loaded, temperature=1.0)
+    learner = SupervisedLearner(
+        policy,
+        config.sft,
+        policy.cutting(config.update),
+        seed=config.seed,
+        optimizer=config.optimizer,
+        optimizer_memory="host" if config.offload.optimizer else "device",
+    )
+    state = learner.init(loaded.params)
+    for step in range(config.sft.steps):
+        state, metrics = learner.step(state, demonstrations.batch(step, config.sft.batch_size))
+        on_step(step + 1, metrics)
+    if not all(fingerprint(leaf)[1] for leaf in jax.tree.leaves(policy.trained(state.params))):
+        raise ValueError(
+            f"supervised training must leave weights that are finite; after {config.sft.steps} steps with "
+            f"sft.learning_rate {config.sft.learning_rate:g} they are not; lower it"
+        )
+    return state.params

@@ -1,0 +1,171 @@
+"""The training loop: rollout, reward, advantages, update.
+
+Called by `quatrain train` and `quatrain sft`. Run folder, resuming, evaluation, checkpoints and logging are
+in `run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from quatrain.cluster.processes import agreement, num_processes
+from quatrain.cluster.stop import Stop, Stopped
+from quatrain.config.derive import value_at
+from quatrain.config.errors import shown
+from quatrain.config.load import Resolved
+from quatrain.config.schema import Config
+from quatrain.loop.asynchronous import Taken
+from quatrain.loop.prompts import NoSignal
+from quatrain.loop.run import Run, Summary, open_run
+from quatrain.loop.stages import Stages
+from quatrain.plan import device_memory
+from quatrain.plan.batches import plan as batch_plan
+from quatrain.plan.batches import render
+from quatrain.plan.placement import placement
+from quatrain.report.progress import Progress
+from quatrain.run.run_dir import RunDir
+from quatrain.types.batches import AdvantagedBatch
+from quatrain.update.learner import TooManyBadSteps, TrainState
+
+
+def train_step(
+    stages: Stages,
+    state: TrainState,
+    taken: Taken,
+    timed: Callable[[str], AbstractContextManager[None]],
+) -> tuple[TrainState, AdvantagedBatch]:
+    """Lines 3 and 4 of a training step; returns the new state and the batch.
+
+    `taken` comes from lines 1 and 2, rollout and reward, which `Ahead` runs. Each stage runs in a context
+    `timed(name)`.
+    """
+    rewarded = taken.rewarded
+    if stages.update.scores_tokens:
+        with timed("token_scores"):
+            rewarded = stages.update.score_tokens(state, rewarded)
+    with timed("advantage"):
+        advantaged = stages.advantage.estimate(rewarded)
+    with timed("update"):
+        state = stages.update.step(state, advantaged)
+    return replace(state, place=taken.place), advantaged
+
+
+def train(
+    resolved: Resolved,
+    *,
+    resume: str | None = None,
+    reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Summary:
+    """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
+
+    `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
+    called in this process, without limits on time and memory.
+
+    Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
+    checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
+    """
+    with open_run(resolved, resume, reward_functions) as run:
+        run.announce(f"{run.steps} steps of {run.step_size}")
+        with Progress(run.steps) as run.progress:
+            state, stages = run.begin()
+            state = _train(run, state, stages)
+            after = run.evaluate_last(state.params, state.train_step, version=state.step)
+            run.export(state.params)
+        return run.conclude(state.train_step, after)
+
+
+def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
+    run.progress.phase("train")
+    run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
+    while state.train_step < run.steps:
+        try:
+            with run.profiled(state.train_step + 1), run.timed_step():
+                taken = run.take(state)
+                state, advantaged = train_step(stages, state, taken, run.timed)
+            run.move_reference_when_due(state)
+            run.record(state.train_step, state.metrics, advantaged)
+            run.evaluate_when_due(state)
+            run.save_when_due(state)
+        except TooManyBadSteps as stopped:
+            run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
+            run.save_before_end(stopped.state)
+            raise
+        except (NoSignal, Stopped):
+            run.save_before_end(state)
+            raise
+    return state
+
+
+def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
+    """`quatrain train --dry-run`: everything before the first rollout but reading weights.
+
+    Data are read and tokenised, reward functions are loaded and tried, estimator, loss and meshes are
+    checked. Returns the plan as text, and warnings. No folder is left. Raises ValueError for invalid input,
+    and in a run of several processes.
+    """
+    config = resolved.config
+    if num_processes() > 1:
+        raise ValueError(
+            f"--dry-run needs a single process; got {num_processes()}; start it without the others"
+        )
+    assert config.run.name is not None, "run.name is derived before it comes here"
+    root = Path(config.run.dir).absolute()
+    new = [path for path in (root, *root.parents) if not path.exists()]
+    with Stop(agreement()) as stop, closing(RunDir.create(config.run.dir, config.run.name)) as folder:
+        try:
+            with stop.interruptible(), closing(Run(resolved, folder, stop, weights=False)) as run:
+                placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
+                lines = [
+                    f"{run.steps} steps of {run.step_size}, {len(run.prompts)} training prompts",
+                    render(batch_plan(config, devices=jax.device_count())),
+                    *device_memory.totals_table(placed),
+                ]
+                return "\n".join(lines), [*run.warnings, *placed.warnings]
+        finally:
+            folder.discard()
+            with suppress(OSError):  # another run has begun in it
+                for path in new:
+                    path.rmdir()
+
+
+def _refuse_keys_of_training(config: Config) -> None:
+    """Raises ValueError for keys that ask `quatrain sft` for what only training steps have."""
+    for key, empty in {"run.profile_steps": (), "checkpoint.best_metric": None}.items():
+        value = value_at(config, key)
+        if value != empty:
+            raise ValueError(
+                f"{key} must not be set for quatrain sft, which has no training steps and saves no "
+                f"checkpoints; got {shown(value)}; leave it out, or use quatrain train with sft.steps"
+            )
+
+
+def _device_memory() -> int | None:
+    """Bytes of a device, where it tells; a CPU does not."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def supervise(resolved: Resolved) -> Summary:
+    """`quatrain sft`: only the supervised warm start, with evaluation before and after, and export.
+
+    Raises ValueError for invalid input, including `sft.steps` 0 and keys that need training steps.
+    """
+    steps = resolved.config.sft.steps
+    if not steps:
+        raise ValueError("supervised training needs a number of steps: sft.steps is 0; set it to 1 or more")
+    _refuse_keys_of_training(resolved.config)
+    with open_run(resolved, None) as run:
+        run.resumable = False
+        run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
+        with Progress(steps) as run.progress:
+            run.evaluate_first(run.loaded.params)
+            params = run.warm_start(log_every_step=True)
+            after = run.evaluate_last(params, steps, version=steps)
+            run.export(params)
+        return run.conclude(steps, after)

@@ -1,0 +1,309 @@
+"""Writes metrics, samples and log messages of a run to its files, the console and logging services.
+
+At the end of a step, `Run.record` passes the metrics of all stages and the finished batch to `Report`. Only
+the main process writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.stop import Stopped
+from quatrain.config.schema import LoggingConfig
+from quatrain.report.hints import Hints
+from quatrain.report.page import Page
+from quatrain.report.plot import can_plot, plot_run
+from quatrain.run.metrics import MetricsFile, reduce_metrics
+from quatrain.run.run_dir import RunDir
+from quatrain.run.samples import TokenText, training_sample
+from quatrain.run.services import Service, start_services
+from quatrain.types.batches import AdvantagedBatch
+from quatrain.types.metrics import Metric
+
+Redact = Callable[[str], str]
+_root_log = logging.getLogger("quatrain")
+_log = logging.getLogger(__name__)
+_run_of_thread: ContextVar[object | None] = ContextVar("_run_of_thread", default=None)
+_opening = threading.Lock()
+_open_reports: list[Report] = []
+
+
+@contextmanager
+def own_messages() -> Iterator[None]:
+    """What is logged in the block, and by threads that take over its context, belongs to one run.
+
+    The reports of other runs of this process do not write it. Messages of threads that belong to no run are
+    written by all.
+    """
+    token = _run_of_thread.set(object())
+    try:
+        yield
+    finally:
+        _run_of_thread.reset(token)
+
+
+class Report:
+    """Writes everything that a run logs. Must be closed at the end, also after an error.
+
+    Metrics are written to `metrics.jsonl` first, then to the services enabled in `LoggingConfig`. A service
+    that fails causes one warning, is not used again, and never stops the run. `redact` removes secrets from
+    every message, sample and metric name before it is written. `run_config`: the resolved configuration,
+    shown in W&B; it must not contain secrets. `token_text` returns the text of a token id, for
+    `logging.sample_tokens`. `hints` finds what is probably wrong in a step.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: LoggingConfig,
+        *,
+        redact: Redact,
+        run_config: Mapping[str, Any] | None = None,
+        token_text: TokenText | None = None,
+        hints: Hints | None = None,
+    ):
+        self._run = run_dir
+        self._config = config
+        self._redact = redact
+        self._token_text = token_text
+        self._hints = hints
+        self._main = is_main_process()
+        self._metrics = MetricsFile(run_dir.metrics)
+        self._unwritten: list[tuple[int, Mapping[str, float]]] = []
+        """Rows of metrics that are not on disk: the disk was full."""
+        self._failing: set[str] = set()
+        self._handlers: list[logging.Handler] = []
+        self._services: list[Service] = []
+        self._page = Page([run_dir.path])
+        self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)] if self._main else []
+        own = _run_of_thread.get()
+        for handler in self._handlers:
+            handler.addFilter(lambda record: own is None or _run_of_thread.get() in (None, own))
+            _root_log.addHandler(handler)
+        self._open_root_log()
+        if not self._main:
+            return
+        if run_dir.note:
+            self.event(run_dir.note)
+        self._services = start_services(run_dir, config, run_config or {})
+
+    def _open_root_log(self) -> None:
+        with _opening:
+            self._level_before: int = _open_reports[0]._level_before if _open_reports else _root_log.level
+            _open_reports.append(self)
+            # In other processes, because the main process gives the same warnings.
+            _root_log.setLevel(logging.INFO if self._main else logging.ERROR)
+            # Some libraries install a handler on the root logger, which would print every message twice.
+            _root_log.propagate = not self._main
+
+    def _close_root_log(self) -> None:
+        with _opening:
+            _open_reports.remove(self)
+            if not _open_reports:
+                _root_log.setLevel(self._level_before)
+                _root_log.propagate = True
+
+    def log(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
+        """Write the metrics of `step`, each reduced to one number.
+
+        A second call for the same step adds its metrics to the first. Raises ValueError for a step before the
+        last one logged.
+        """
+        if not self._main:
+            return
+        numbers = reduce_metrics(metrics)
+        numbers = dict(zip(self._redact("\n".join(numbers)).split("\n"), numbers.values(), strict=True))
+        self._unwritten.append((step, numbers))
+        self._guard("metrics", self._write_metrics)
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for service in self._services:
+            service.log(step, finite)
+
+    def hint(self, step: int, metrics: Mapping[str, Metric | float]) -> None:
+        """Log the hints that the metrics of training step `step` give, and write them to `hints.jsonl`."""
+        if not self._main or self._hints is None:
+            return
+        for hint in self._hints.found(step, reduce_metrics(metrics)):
+            _log.warning("step %d: %s", step, hint.text)
+            row = {"step": step, "hint": self._redact(hint.hint), "text": self._redact(hint.text)}
+            self._guard("hints", partial(self._append_hint, json.dumps(row)))
+
+    def _append_hint(self, line: str) -> None:
+        with self._run.hints.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
+        """Write the first `logging.samples_per_step` sequences of `step` to `samples/step_000010.jsonl`."""
+        count = min(self._config.samples_per_step, len(advantaged.rollouts))
+        if self._main and count:
+            text = self._token_text if self._config.sample_tokens else None
+            records = [training_sample(advantaged, i, step=step, token_text=text) for i in range(count)]
+            self._leave_out_secret_tokens(step, records)
+            self._write_samples(f"step_{step:06d}.jsonl", records)
+
+    def _leave_out_secret_tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Removes the tokens of samples whose text has a secret, which no single token's text shows."""
+        texts = [("".join(record.get("tokens", {}).get("texts", ())), record) for record in records]
+        secret = [record for text, record in texts if self._redact(text) != text]
+        for record in secret:
+            del record["tokens"]
+        if secret:
+            _log.warning(
+                "step %d: the tokens of %d samples are not written: they spell a secret", step, len(secret)
+            )
+
+    def evaluation(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the completions of an evaluation at `step` to `samples/eval_000010.jsonl`."""
+        if self._main and samples:
+            self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        records = [_redacted(record, self._redact) for record in records]
+        lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
+        # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
+        text, path = "\n".join(lines) + "\n", self._run.samples / name
+        self._guard("samples", lambda: _write_whole(path, text))
+        table = "evaluation" if name.startswith("eval") else "samples"
+        for service in self._services:
+            service.samples(records[0]["step"], table, records)
+
+    def _write_metrics(self) -> None:
+        while self._unwritten:
+            self._metrics.write(*self._unwritten[0])
+            del self._unwritten[0]
+
+    def _guard(self, what: str, write: Callable[[], Any]) -> None:
+        """Calls `write`; an error of the disk is reported once, until writing succeeds again."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self._failing:
+                kept = "are kept and written later" if what == "metrics" else "of such steps are lost"
+                _log.warning("%s cannot be written (%s); the run goes on; %s %s", what, error, what, kept)
+            self._failing.add(what)
+        else:
+            self._failing.discard(what)
+
+    def event(self, text: str) -> None:
+        """Write `text` to the console and to `run.log`."""
+        if self._main:
+            _root_log.info(text)
+
+    def failed(self, error: BaseException) -> None:
+        """Write what ended the run, an error with its traceback, to `run.log`; the caller must print it."""
+        if not self._main:
+            return
+        if isinstance(error, Stopped):
+            _log.info("stopped: %s", error, extra={"only_in_file": True})
+        else:
+            _log.error("the run ended early", exc_info=error, extra={"only_in_file": True})
+
+    def close(self) -> None:
+        """Draw `plot.png` if matplotlib is installed, write `report.html`, close services and `run.log`."""
+        if self._main:
+            self._close()
+        self._close_root_log()
+
+    def _close(self) -> None:
+        self._guard("metrics", self._write_metrics)
+        if self._unwritten:
+            _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
+        self._draw()
+        self._write_page(ended=True)
+        for service in self._services:
+            service.close()
+        for handler in self._handlers:
+            _root_log.removeHandler(handler)
+            handler.close()
+        self._services, self._handlers = [], []
+
+    def page(self) -> None:
+        """Write `report.html` anew, unless that was done so recently that it would slow the run down."""
+        if self._main and self._page.due():
+            self._write_page()
+
+    def _write_page(self, *, ended: bool = False) -> None:
+        if not self._run.metrics.exists():
+            return
+        try:
+            self._page.write(self._run.page, ended=ended)
+        except Exception as error:
+            if "page" not in self._failing:
+                _log.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
+            self._failing.add("page")
+        else:
+            self._failing.discard("page")
+
+    def _draw(self) -> None:
+        if not can_plot() or not self._run.metrics.exists():
+            return
+        try:
+            plot_run(self._run.path, self._run.plot)
+        except Exception as error:
+            _log.warning("no plot.png was drawn: %s", error)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+    draft.replace(path)
+
+
+def _redacted(value: Any, redact: Redact) -> Any:
+    """The texts of `value`, made of mappings, sequences and scalars, redacted before JSON escapes them."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact(name): _redacted(inner, redact) for name, inner in value.items()}
+    return [_redacted(inner, redact) for inner in value] if isinstance(value, list | tuple) else value
+
+
+class _Redacting(logging.Formatter):
+    def __init__(self, style: str, redact: Redact):
+        super().__init__(style)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+class _FileHandler(logging.FileHandler):
+    """Does not print an error for every message that a full disk refuses: checkpoints report it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def _file_handler(path: Path, redact: Redact) -> logging.Handler:
+    handler = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    return handler
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints messages to the current `sys.stderr`, which a live progress display replaces while it runs."""
+
+    def __init__(self, redact: Redact):
+        super().__init__()
+        self._plain = _Redacting("%(message)s", redact)
+        self._marked = _Redacting("%(levelname)s: %(message)s", redact)
+        self.addFilter(lambda record: not getattr(record, "only_in_file", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = self._plain if record.levelno < logging.WARNING else self._marked
+        try:
+            print(style.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,127 @@
+"""Asks math-verify, in child processes with limits on time and memory, whether expressions are equal.
+
+Used by `expressions.py`. math-verify may take unlimited time on short inputs, and its own time limit
+works only in the main thread of a process. Verdicts are remembered, failures of a process are not: the next
+call asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from queue import LifoQueue
+
+from quatrain.workers.child import Child, ChildError
+from quatrain.workers.pool import Failure, default_workers
+
+CPU_LIMIT_S = 2.0
+"""CPU seconds of one comparison."""
+SHORT_LIMIT_S = 0.3
+"""The same after slow comparisons of the same call have taken a quarter of its time; quick ones take less."""
+NUM_PROCESSES = default_workers()
+_ENDED_BY_TIMER = (signal.SIGPROF, signal.SIGALRM)
+
+
+class Unjudged(Exception):
+    """math-verify gave no verdict, for the reason `failure`."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class Budget:
+    """The time that slow comparisons may take in one call of a reward function, and what failed in it.
+
+    Each of NUM_PROCESSES processes may spend `timeout_s` seconds on them. What has failed is not asked again
+    in the same call.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._limit_s = min(CPU_LIMIT_S, timeout_s)
+        self._whole_s = self._left_s = timeout_s * NUM_PROCESSES
+        self._lock = threading.Lock()
+        self._failed: dict[tuple[str, ...], Failure] = {}
+
+    def reserve(self, question: tuple[str, ...]) -> float:
+        """The CPU seconds for the next comparison; raises Unjudged if it is not to be made."""
+        with self._lock:
+            if question in self._failed:
+                raise Unjudged(self._failed[question])
+            if self._left_s <= 0:
+                detail = "it was not compared, because comparisons of this call took too long or failed"
+                raise Unjudged(Failure("timeout", detail))
+            early = 4 * self._left_s > 3 * self._whole_s
+            limit_s = self._limit_s if early else min(self._limit_s, SHORT_LIMIT_S)
+            self._left_s -= limit_s
+            return limit_s
+
+    def settle(
+        self, question: tuple[str, ...], reserved_s: float, spent_s: float, failure: Failure | None = None
+    ) -> None:
+        """Counts the seconds that a comparison took; quick ones do not count."""
+        with self._lock:
+            self._left_s += reserved_s - (spent_s if failure or spent_s > SHORT_LIMIT_S / 2 else 0.0)
+            if failure:
+                self._failed[question] = failure
+
+
+# Not an argument of what compares answers, so that verdicts can be remembered by their texts alone.
+_BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
+_CHILDREN: LifoQueue[Child] = LifoQueue()
+for _ in range(NUM_PROCESSES):
+    _CHILDREN.put(Child(Path(__file__).with_name("math_worker.py")))
+_LOCKS = [threading.Lock() for _ in range(64)]
+
+
+@contextlib.contextmanager
+def spending(budget: Budget) -> Iterator[None]:
+    """Comparisons of this thread and context use `budget`."""
+    token = _BUDGET.set(budget)
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+def ask(*question: str) -> bool:
+    """Whether math-verify finds the expressions `gold, said` equal; of `gold` alone, whether it parses it.
+
+    Raises Unjudged if the comparison takes too long, or if its process fails or cannot be started.
+    """
+    with _LOCKS[hash(question) % len(_LOCKS)]:  # threads with the same question wait for one answer
+        return _answer(*question)
+
+
+@functools.lru_cache(maxsize=4096)
+def _answer(*question: str) -> bool:
+    budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
+    limit_s = budget.reserve(question)
+    failure: Failure | None = None
+    child, began = _CHILDREN.get(), time.monotonic()
+    try:
+        verdict, number = child.ask([limit_s, *question])
+    except ChildError as error:
+        failure = Failure("crash", f"the process of math-verify failed: {error}")
+    else:
+        if verdict is None:
+            failure = _failure(number, limit_s, question[-1])
+    finally:
+        _CHILDREN.put(child)
+    if failure:
+        budget.settle(question, limit_s, max(limit_s, time.monotonic() - began), failure)
+        raise Unjudged(failure)
+    budget.settle(question, limit_s, number)
+    return bool(verdict)
+
+
+def _failure(number: int, limit_s: float, text: str) -> Failure:
+    if number in _ENDED_BY_TIMER:
+        return Failure("timeout", f"math-verify took longer than {limit_s:g} s over {text!r}")
+    return Failure("crash", f"{signal.Signals(number).name} ended math-verify over {text!r}")

@@ -1,0 +1,1 @@
+"""What a run keeps: folder, checkpoints, metrics, samples."""

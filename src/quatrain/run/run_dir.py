@@ -1,0 +1,317 @@
+"""The folder of a run: created for a new run, whose name must be unused, and located on resume.
+
+`open_run` creates it first; `sinks`, the checkpointer and the export write into it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
+from quatrain.config.errors import ConfigError, disk_is_full
+from quatrain.config.layers import parse_yaml
+from quatrain.run.metrics import MetricsFile
+from quatrain.run.run_lock import FILES as LOCK_FILES
+from quatrain.run.run_lock import RunLock
+
+AUTO = "auto"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder `runs/<name>/` with the files of a run."""
+
+    path: Path
+    resumed: bool = False
+    """True if the run continues from a checkpoint."""
+    note: str = ""
+    """Log message that says what is resumed; empty without `--resume`."""
+    restarted: bool = False
+    """True if the folder has files of an attempt without a checkpoint, and the run starts in it again."""
+    lock: RunLock | None = field(default=None, compare=False, repr=False)
+    """Held by the main process, from before anything in the folder is touched until `close`."""
+
+    @classmethod
+    def create(cls, root: str | Path, name: str, *, resume: str | None = None, named: bool = True) -> RunDir:
+        """The folder of run `name` under `root`, or of the run to resume.
+
+        `resume`: a run's name or the path of its folder (`find_run`), or `auto`. `auto` selects run `name` if
+        its folder exists, else a new run `name`; if nobody chose the name (not `named`), it prefers the run
+        under `root` with the newest checkpoint to a new one. Only `auto` accepts a run that ended before its
+        first checkpoint, and starts it again from its beginning. The main process selects and creates the
+        folder, and locks it. Raises ValueError if the name of a new run is already used, there is nothing to
+        resume, another process uses the folder, or it is not writable.
+        """
+        locks: list[RunLock] = []
+
+        def chosen() -> tuple[str, bool, str, bool]:
+            run = cls._chosen(Path(root).absolute(), name, resume, named)
+            locks.append(run._make())
+            return str(run.path), run.resumed, run.note, run.restarted
+
+        path, resumed, note, restarted = decided_by_main(chosen)
+        run = cls(Path(path), resumed, note, restarted, *locks)
+        blind = [process for process, sees in enumerate(gather_objects(run.path.is_dir())) if not sees]
+        if blind:
+            raise ValueError(
+                f"run.dir must be a folder that all processes share: process {blind[0]} does not see "
+                f"{run.path}, which process 0 has created; set run.dir to the absolute path of a folder on a "
+                "shared file system"
+            )
+        return run
+
+    @classmethod
+    def _chosen(cls, root: Path, name: str, resume: str | None, named: bool) -> RunDir:
+        path = None
+        if resume:
+            path = auto_run(root, name, named) if resume == AUTO else _with_checkpoint(find_run(resume, root))
+        if path is not None and resume == AUTO and _can_start_over(path):
+            note = f"{path} has no complete checkpoint: starting {name} again from its beginning"
+            return cls(path, note=note, restarted=True)
+        if path is not None and checkpoint_steps(path):
+            return cls(path, resumed=True, note=f"resuming {path} from step {max(checkpoint_steps(path))}")
+        missing = f"there is no run {name} in {root}" if named else f"no run in {root} has a checkpoint"
+        note = f"{missing}: starting a new run {name}" if resume else ""
+        return cls(_fresh(root, name), note=note)
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is the name of its folder."""
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration (YAML)."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics: one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def hints(self) -> Path:
+        """What the run was told to be probably wrong: one JSON object per hint."""
+        return self.path / "hints.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """The batch plan (JSON)."""
+        return self.path / "plan.json"
+
+    @property
+    def samples(self) -> Path:
+        """Folder with the completions of each step."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """Folder of the exported model."""
+        return self.path / "final"
+
+    @property
+    def log(self) -> Path:
+        """The log messages, with times."""
+        return self.path / "run.log"
+
+    @property
+    def plot(self) -> Path:
+        """Plot of reward and accuracy over the steps (PNG)."""
+        return self.path / "plot.png"
+
+    @property
+    def page(self) -> Path:
+        """The run page: curves, completions and configuration (HTML)."""
+        return self.path / "report.html"
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved configuration to `config.yaml`.
+
+        If an existing `config.yaml` has different values, it is kept as `config.1.yaml` (`config.2.yaml`
+        and so on); if it differs in comments only, it is not changed.
+        """
+        if not is_main_process():
+            return
+        if self.config.exists():
+            if _values(self.config.read_text(encoding="utf-8", errors="replace")) == _values(text):
+                return
+            taken = len(list(self.path.glob("config.*.yaml")))
+            earlier = self.path / f"config.{taken + 1}.yaml"
+            shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
+            _log.warning(
+                "the configuration differs from the run's previous one, which is kept in %s", earlier
+            )
+        draft = self.path / "config.draft"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self.config)
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write the batch plan to `plan.json`."""
+        if is_main_process():
+            self.plan.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+
+    def rewind(self, step: int) -> int:
+        """Move the metrics after `step` to `metrics.discarded.jsonl`; returns the number of moved lines."""
+        if not is_main_process():
+            return 0
+        moved = MetricsFile(self.metrics).rewind(step)
+        if moved:
+            _log.warning(
+                "%d lines after step %d removed from metrics.jsonl, kept in metrics.discarded.jsonl",
+                moved,
+                step,
+            )
+        return moved
+
+    def start_over(self) -> None:
+        """Remove files of an earlier attempt without a checkpoint from this folder, in the main process.
+
+        Its metrics are moved to `metrics.discarded.jsonl`. Its frozen reference policy (the policy at the
+        start of training) is deleted, because this run saves one again. Samples are overwritten step by step.
+        """
+
+        def put_aside() -> None:
+            if (self.path / "reference").exists():
+                shutil.rmtree(self.path / "reference")
+                _log.warning("reference/ of an earlier attempt without a checkpoint is overwritten")
+            self.hints.unlink(missing_ok=True)
+            self.rewind(-1)
+
+        decided_by_main(put_aside)
+
+    def discard(self) -> None:
+        """Delete the folder of a new run that has no results yet, so that its name can be used again."""
+        if self.resumed or self.restarted or not is_main_process():
+            return
+        created = {self.config.name, self.samples.name, *LOCK_FILES}
+        if {entry.name for entry in self.path.iterdir()} <= created:
+            with suppress(OSError):  # if there are samples or a file was just written, the folder stays
+                self.samples.rmdir()
+                for name in created - {self.samples.name}:
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _make(self) -> RunLock:
+        """Creates the folder, or takes an existing one; returns its lock."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.resumed or self.restarted)
+            lock = RunLock(self.path)
+            probe = self.path / ".write_probe"
+            probe.write_bytes(b"probe" * 1000)
+            probe.unlink()
+            self.samples.mkdir(exist_ok=True)
+            return lock
+        except OSError as error:
+            raise ValueError(
+                f"the run's folder must be writable: {self.path} is not ({error.strerror or error}); "
+                f"{'free space' if disk_is_full(error) else 'fix its permissions'}, or choose another folder "
+                "with `--set run.dir=…`"
+            ) from error
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    """Training steps of the complete checkpoints of the run at `path`, in increasing order."""
+    folder = path / "checkpoints"
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
+
+
+def newest_run(root: Path) -> Path | None:
+    """The folder of the run under `root` with the newest checkpoint; None if no run has a checkpoint."""
+    runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
+    return max(runs, key=_newest_checkpoint_time, default=None)
+
+
+def auto_run(root: Path, name: str, named: bool) -> Path | None:
+    """The run for `--resume auto`: `name` if its folder exists, else None, which begins it.
+
+    If nobody chose the name (not `named`), the run with the newest checkpoint instead of a new one.
+    """
+    if _is_name(name) and (root / name).is_dir():
+        return root / name
+    return None if named else newest_run(root)
+
+
+def find_run(run: str, root: Path) -> Path:
+    """The folder of `run`, the name of a run under `root` or else the path of a folder.
+
+    A text with a `/` is a path and nothing else. Raises ValueError if there is none, or if it does not look
+    like the folder of a run.
+    """
+    folders = [Path(run)] if "/" in run else [root / run, Path(run)]
+    folder = next((path for path in folders if _is_run(path)), None)
+    if folder is None:
+        names = sorted(path.name for path in root.iterdir() if _is_run(path)) if root.is_dir() else []
+        raise ValueError(
+            f"RUN must be the name of a run in {root}, or the folder of a run, with metrics.jsonl, "
+            f"config.yaml or samples/: got {run!r}; runs in {root}: {', '.join(names) or 'none'}"
+        )
+    return folder
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", "samples"))
+
+
+def _can_start_over(path: Path) -> bool:
+    """Whether `path` is the folder of a run that has neither a checkpoint nor an exported model."""
+    entries = {entry.name for entry in path.iterdir()}
+    begun = "config.yaml" in entries or entries <= {"samples", ".write_probe", "config.draft", *LOCK_FILES}
+    return begun and "final" not in entries and not checkpoint_steps(path)
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and name not in (AUTO, ".", "..") and name == Path(name).name and "\\" not in name
+
+
+def _values(text: str) -> Any:
+    """The values of a configuration, without comments; the text itself if a crash left it incomplete."""
+    try:
+        return parse_yaml(text, "config.yaml")
+    except ConfigError:
+        return text
+
+
+def _fresh(root: Path, name: str) -> Path:
+    if not _is_name(name):
+        raise ValueError(
+            f"a run's name must be a folder name other than {AUTO!r}; got {name!r}; set `run.name`"
+        )
+    path = root / name
+    if path.exists():
+        raise ValueError(
+            f"a new run must have an unused name: {path} exists; "
+            f"set another with `--set run.name=…`, or continue that run with `--resume {name}`"
+        )
+    return path
+
+
+def _with_checkpoint(path: Path) -> Path:
+    if not checkpoint_steps(path):
+        raise ValueError(
+            f"only a run with a checkpoint can be resumed: {path} has none; "
+            "start a new run with another `run.name`, or use `--resume auto`"
+        )
+    return path.absolute()
+
+
+def _newest_checkpoint_time(path: Path) -> float:
+    return (path / "checkpoints" / str(max(checkpoint_steps(path)))).stat().st_mtime

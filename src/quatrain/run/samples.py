@@ -1,0 +1,172 @@
+"""Records of completions for the files in `samples/`: JSON objects with texts, rewards and data columns.
+
+Data flow: `AdvantagedBatch` of a training step, or the `RewardedBatch` of an evaluation -> records ->
+`sinks.Report`, which removes secrets and writes them -> the run page and `quatrain samples`.
+
+The record of an episode has two further keys: `turns`, the messages after the prompt in the order of the
+dialogue, and `environment_reward`, the sum of the rewards that the environment gave. A turn has `role`,
+`content`, `name` and `tool_call_id` if the message has them, and `reward` if the policy wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from quatrain.types.batches import EPISODE_COLUMNS, AdvantagedBatch, PromptText, RewardedBatch
+
+TRAINER_LOGPROBS = "trainer_logprobs"
+"""Entry of `RewardedBatch.token_logprobs` with the policy's log-probabilities before the update."""
+ASSISTANT = "assistant"
+ENDINGS = {
+    "environment": "ended by the environment",
+    "turns": "out of turns",
+    "error": "environment error",
+    "timeout": "environment timeout",
+}
+"""How an episode ended, for readers, by its finish reason; the run page has the same words."""
+_TURN_KEYS = ("role", "name", "tool_call_id", "content")
+TokenText = Callable[[int], str]
+
+
+def training_sample(
+    batch: AdvantagedBatch, index: int, *, step: int, token_text: TokenText | None = None
+) -> dict[str, Any]:
+    """Sequence `index` of a training step; `advantage` is the mean over its completion tokens.
+
+    With `token_text`, which returns the text of a token id, the record has `tokens`: of each completion token
+    its text, id, advantage, and log-probability by the sampler and, where it was computed, by the trainer.
+    Tokens that the environment or the template wrote between two turns are among them, with None for these
+    numbers; `sampled` then says of each token whether the policy sampled it.
+    """
+    advantages = batch.advantages[index][batch.rollouts.completion_mask[index]]
+    record = {
+        "step": step,
+        "group_id": int(batch.rollouts.group_ids[index]),
+        **_completion(batch.rewarded, index),
+        "advantage": _number(advantages.mean(dtype=np.float64)) if advantages.size else None,
+    }
+    if token_text is not None:
+        record["tokens"] = _tokens(batch, index, token_text)
+    return record
+
+
+def _tokens(batch: AdvantagedBatch, index: int, token_text: TokenText) -> dict[str, list[Any]]:
+    """Lists of equal length over the tokens from the first to the last that was sampled."""
+    where = np.flatnonzero(batch.rollouts.completion_mask[index])
+    span = slice(where[0], where[-1] + 1) if where.size else slice(0)
+    sampled = batch.rollouts.completion_mask[index, span]
+    ids = batch.rollouts.input_ids[index, span].tolist()
+    of_trainer = batch.rewarded.token_logprobs.get(TRAINER_LOGPROBS)
+
+    def of_sampled(values: np.ndarray) -> list[float | None]:
+        return _numbers(np.where(sampled, values[index, span], np.nan))
+
+    return {
+        "texts": [token_text(token) for token in ids],
+        "ids": ids,
+        "sampler_logprobs": of_sampled(batch.rollouts.rollout_logprobs),
+        **({} if of_trainer is None else {TRAINER_LOGPROBS: of_sampled(of_trainer)}),
+        "advantages": of_sampled(batch.advantages),
+        **({} if sampled.all() else {"sampled": sampled.tolist()}),
+    }
+
+
+def evaluation_sample(
+    rewarded: RewardedBatch,
+    index: int,
+    *,
+    greedy: bool,
+    right: np.ndarray | None,
+    strict: np.ndarray | None,
+) -> dict[str, Any]:
+    """Sequence `index` of an evaluation, whose group ids are the numbers of the prompts in their set.
+
+    `right`, `strict`: [B] whether completions are right, and also in the required format; NaN for those that
+    cannot be judged.
+    """
+    groups = rewarded.rollouts.group_ids
+    return {
+        "prompt_index": int(groups[index]),
+        "sample": int((groups[:index] == groups[index]).sum()),
+        "greedy": greedy,
+        **_completion(rewarded, index),
+        "correct": None if right is None else _number(right[index]),
+        "strict": None if strict is None else _number(strict[index]),
+    }
+
+
+def _completion(rewarded: RewardedBatch, index: int) -> dict[str, Any]:
+    rollouts = rewarded.rollouts
+    raw = rewarded.rewards_per_function[:, index]
+    columns = {name: values[index] for name, values in rollouts.columns.items()}
+    episode = _episode(rollouts.prompts[index], columns) if columns.keys() >= set(EPISODE_COLUMNS) else {}
+    if episode:
+        columns = {name: value for name, value in columns.items() if name not in EPISODE_COLUMNS}
+    return {
+        "prompt": rollouts.prompts[index],
+        "completion": rollouts.completions[index],
+        **episode,
+        "columns": {name: plain_json(value) for name, value in columns.items()},
+        "rewards": {name: _number(value) for name, value in zip(rewarded.function_names, raw, strict=True)},
+        "reward": _number(rewarded.rewards[index]),
+        "finish_reason": str(rollouts.finish_reason[index]),
+        "completion_tokens": int(rollouts.completion_lengths[index]),
+    }
+
+
+def _episode(prompt: PromptText, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The turns after `prompt`, each reward with its turn, and the reward of the environment."""
+    asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    messages = list(columns["messages"])
+    for message in asked:
+        if not messages or messages[0] != message:
+            break
+        del messages[0]
+    turns = [{key: plain_json(each[key]) for key in _TURN_KEYS if key in each} for each in messages]
+    own = [turn for turn in turns if turn["role"] == ASSISTANT]
+    # Examples of the assistant's turns that the environment put before the dialogue have no reward.
+    for turn, reward in zip(reversed(own), reversed(columns["turn_rewards"]), strict=False):
+        turn["reward"] = _number(reward)
+    return {"turns": turns, "environment_reward": _number(columns["environment_reward"])}
+
+
+def turn_heading(turn: Mapping[str, Any]) -> str:
+    """Who wrote a turn of a record, and the reward that the environment gave for it: `tool add`."""
+    reward = turn.get("reward")
+    words = [turn["role"], turn.get("name"), None if reward is None else f"(reward {reward:.3g})"]
+    return " ".join(str(word) for word in words if word)
+
+
+def num_turns(turns: Iterable[Mapping[str, Any]]) -> int:
+    """How many of the turns are the assistant's."""
+    return sum(turn["role"] == ASSISTANT for turn in turns)
+
+
+def transcript(turns: Iterable[Mapping[str, Any]]) -> str:
+    """The turns of a record as one text for readers, each under its heading in brackets."""
+    return "\n\n".join(f"[{turn_heading(turn)}]\n{turn['content']}" for turn in turns)
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as JSON can hold it; what JSON has no form for, such as a date, becomes its text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if np.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    return str(value)
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> float | None:
+    """The value in its shortest decimal form that gives the same float32; None if it is not finite."""
+    return float(str(np.float32(value))) if np.isfinite(value) else None

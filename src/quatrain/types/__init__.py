@@ -1,0 +1,1 @@
+"""What the stages pass each other: batches, metrics, completions."""

@@ -1,0 +1,331 @@
+"""The batch types passed between the four stages; each validates its fields when it is created.
+
+Data flow: `Prompt` -> rollout -> `RolloutBatch` -> reward -> `RewardedBatch` -> advantage ->
+`AdvantagedBatch` -> update. Each stage accepts only the type of the stage before it, so stages cannot be
+called in the wrong order. All arrays are right-padded numpy arrays: B sequences, T positions, F reward
+functions. Creating a batch makes its arrays read-only in place. Batches compare by identity.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quatrain.types.metrics import Metrics
+
+FINISH_REASONS = ("stop", "length", "environment", "turns", "error", "timeout")
+"""Why a completion ended: a stop token or string, or its length; an episode also by its environment, by its
+number of turns, or by a fault of its environment (an error or a timeout)."""
+ENVIRONMENT = "environment"
+"""The built-in reward function whose values are the rewards of environments."""
+FAULTS = ("error", "timeout")
+"""Finish reasons of episodes that a fault of the environment ended."""
+EPISODE_COLUMNS = ("messages", "environment_reward", "turn_rewards")
+"""Columns that episodes add: the whole dialogue, the environment's reward, and its parts for each turn."""
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "finish_reasons")
+"""Arguments of reward functions other than columns; a data column must not have one of these names."""
+Message = Mapping[str, str]
+PromptText = str | tuple[Message, ...]
+
+
+class _Brief(reprlib.Repr):
+    """Texts and collections by their beginnings, arrays by dtype and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, 60, 60
+        self.maxdict = self.maxlist = self.maxtuple = 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if hasattr(x, "dtype") and getattr(x, "shape", None):
+            return f"{x.dtype}{list(x.shape)}"
+        if isinstance(x, Mapping):
+            return self.repr_dict(dict(x), level)
+        if isinstance(x, tuple):
+            return self.repr_tuple(x, level)
+        return repr(x) if type(x).__repr__ is brief else super().repr_instance(x, level)
+
+
+_BRIEF = _Brief()
+
+
+def brief(self: Any) -> str:
+    """A `__repr__` for dataclasses with arrays and texts, in a few lines."""
+    shown = (f"{each.name}={_BRIEF.repr(getattr(self, each.name))}" for each in fields(self) if each.repr)
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt, the input of the rollout: tokens, text, and the data columns passed to reward functions.
+
+    Raises ValueError for `input_ids` that are not [P] int32 with P >= 1.
+    """
+
+    group_id: int
+    """Unique id: the position in the endless shuffled stream of prompts. All samples of a prompt share it."""
+    input_ids: np.ndarray
+    """[P] int32 token ids, at least one."""
+    text: PromptText
+    """The prompt before tokenisation: a string or chat messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = brief
+
+    def __post_init__(self) -> None:
+        check = _Checker("data")
+        check.array("input_ids", self.input_ids, np.shape(self.input_ids)[:1], np.int32)
+        check.rule(self.input_ids.size > 0, "input_ids", "at least one token", "none")
+
+
+@dataclass(frozen=True)
+class PromptPlace:
+    """How far training has come in the endless shuffled stream of prompts; part of every checkpoint."""
+
+    next_prompt: int = 0
+    """The first position that no training step has used."""
+    steps_without_signal: int = 0
+    """Training steps in a row, up to the last one, in which dynamic sampling found no group with signal."""
+
+
+class Demonstration(NamedTuple):
+    """One supervised example: [P] and [C] int32 token ids; the completion ends with the end token."""
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Completions sampled from the policy: the output of the rollout stage.
+
+    `prompts`, `completions` and each entry of `columns` have one item per sequence. Rows with equal
+    `group_ids` have the same prompt; they need not be adjacent, and groups may differ in size. A row starts
+    with at least one prompt token. `completion_mask` is True for sampled tokens, the stop token included.
+    `rollout_logprobs` are the log-probabilities (nats) of tokens in the sampled distribution, 0
+    outside the mask. `policy_version` is the optimizer step of the weights that sampled a token, -1 outside
+    the mask. `finish_reason` is one of FINISH_REASONS. In episodes of several turns, `completions` are the
+    texts of the last turns, and `columns` has EPISODE_COLUMNS. `baseline` has one greedy completion per
+    group, which is scored and not trained on; None if none were drawn.
+
+    Raises ValueError, with stage, field, expected and actual value, if any of these conditions is violated.
+    """
+
+    input_ids: np.ndarray  # [B, T] int32
+    attention_mask: np.ndarray  # [B, T] bool
+    completion_mask: np.ndarray  # [B, T] bool
+    rollout_logprobs: np.ndarray  # [B, T] float32
+    policy_version: np.ndarray  # [B, T] int32
+    finish_reason: np.ndarray  # [B] str
+    group_ids: np.ndarray  # [B] int64
+    prompts: tuple[PromptText, ...]
+    completions: tuple[str, ...]
+    columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+    baseline: RolloutBatch | None = None
+
+    __repr__ = brief
+
+    def __post_init__(self) -> None:
+        check = _Checker("rollout")
+        shape = check.matrix("input_ids", self.input_ids)
+        rows = shape[0]
+        check.array("input_ids", self.input_ids, shape, np.int32)
+        check.array("attention_mask", self.attention_mask, shape, np.bool_)
+        check.array("completion_mask", self.completion_mask, shape, np.bool_)
+        check.array("rollout_logprobs", self.rollout_logprobs, shape, np.float32)
+        check.array("policy_version", self.policy_version, shape, np.int32)
+        check.array("group_ids", self.group_ids, (rows,), np.int64)
+        check.length("prompts", self.prompts, rows)
+        check.length("completions", self.completions, rows)
+        for name, values in self.columns.items():
+            check.length(f"columns[{name!r}]", values, rows)
+        reasons = self.finish_reason
+        check.rule(isinstance(reasons, np.ndarray), "finish_reason", "a numpy array", type(reasons).__name__)
+        check.rule(reasons.shape == (rows,), "finish_reason", f"shape {(rows,)}", f"shape {reasons.shape}")
+        strange = sorted({str(r) for r in reasons} - set(FINISH_REASONS))
+        check.rule(not strange, "finish_reason", f"one of {FINISH_REASONS}", f"{strange}")
+        reasons.setflags(write=False)
+        self._check_masks(check)
+        self._check_groups(check)
+        if self.baseline is not None:
+            same = sorted(self.baseline.group_ids.tolist()) == np.unique(self.group_ids).tolist()
+            check.rule(same, "baseline", "one completion for each group", f"{len(self.baseline)} completions")
+
+    def _check_groups(self, check: _Checker) -> None:
+        prompt_of_group: dict[int, PromptText] = {}
+        for group, prompt in zip(self.group_ids.tolist(), self.prompts, strict=True):
+            same = prompt_of_group.setdefault(group, prompt) == prompt
+            check.rule(same, "group_ids", "one prompt per group", f"two different prompts in group {group}")
+
+    def _check_masks(self, check: _Checker) -> None:
+        outside = ~self.completion_mask
+        padded = np.sort(~self.attention_mask, axis=1)
+        check.rule(
+            bool((padded == ~self.attention_mask).all()),
+            "attention_mask",
+            "right padding only",
+            "a gap in a row",
+        )
+        check.rule(
+            bool(self.attention_mask[:, :1].all()) and (len(self) == 0 or self.attention_mask.shape[1] > 0),
+            "attention_mask",
+            "a prompt of at least one token in each row",
+            "a row without a token",
+        )
+        nested = not (self.completion_mask & ~self.attention_mask).any()
+        check.rule(nested, "completion_mask", "True only where attention_mask is", "True on padding")
+        check.rule(
+            not self.completion_mask[:, :1].any(),
+            "completion_mask",
+            "False on the first token, which belongs to the prompt",
+            "True there",
+        )
+        check.rule(
+            not self.rollout_logprobs[outside].any(),
+            "rollout_logprobs",
+            "0 outside completion_mask",
+            "another value there",
+        )
+        check.rule(
+            bool((self.policy_version[outside] == -1).all()),
+            "policy_version",
+            "-1 outside completion_mask",
+            "another value there",
+        )
+        versions = self.policy_version[self.completion_mask]
+        check.rule(
+            bool((versions >= 0).all()), "policy_version", ">= 0 on completions", f"{versions.min(initial=0)}"
+        )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def completion_lengths(self) -> np.ndarray:
+        """[B] int64: number of completion tokens of each sequence."""
+        return self.completion_mask.sum(axis=1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] int64: number of tokens of each sequence, without padding."""
+        return self.attention_mask.sum(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class RewardedBatch:
+    """A rollout batch with its rewards: the output of the reward stage.
+
+    `rewards` is the weighted sum over the functions that did not abstain on a sequence, NaN if all abstained.
+    `rewards_per_function` has the raw values, NaN if a function abstained (returned None). `token_rewards`
+    are rewards of single tokens, beside the reward of the sequence; None if there are none. `values` are a
+    critic's estimates of the return at each completion token; None without a critic. `token_logprobs` are the
+    log-probabilities that the token rewards were computed from, `old_logprobs` and `ref_logprobs`, which the
+    update uses again; empty if there are none. `baseline_rewards` are the rewards of the greedy completion of
+    each sequence's prompt, NaN where all functions abstained; None if none were drawn. `environment_weight`
+    is the weight of the rewards of turns in `rewards`; 0 if they are no part of it.
+
+    Raises ValueError for arrays of the wrong shape or dtype, infinite rewards, if `rewards` is NaN for other
+    sequences than those on which all functions abstained, and for token rewards or values that are not
+    finite, or not 0 outside the completion mask.
+    """
+
+    rollouts: RolloutBatch
+    rewards: np.ndarray  # [B] float32
+    rewards_per_function: np.ndarray  # [F, B] float32
+    function_names: tuple[str, ...]
+    metrics: Metrics = field(default_factory=dict)
+    token_rewards: np.ndarray | None = None  # [B, T] float32
+    values: np.ndarray | None = None  # [B, T] float32
+    token_logprobs: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B, T] float32 each
+    baseline_rewards: np.ndarray | None = None  # [B] float32
+    environment_weight: float = 0.0
+
+    __repr__ = brief
+
+    def __post_init__(self) -> None:
+        check = _Checker("reward")
+        rows = len(self.rollouts)
+        check.array("rewards", self.rewards, (rows,), np.float32, allow_nan=True)
+        shape = (len(self.function_names), rows)
+        check.array("rewards_per_function", self.rewards_per_function, shape, np.float32, allow_nan=True)
+        abstained = np.isnan(self.rewards_per_function).all(axis=0)
+        check.rule(
+            bool((np.isnan(self.rewards) == abstained).all()),
+            "rewards",
+            "NaN exactly where every function abstained",
+            f"NaN in {int(np.isnan(self.rewards).sum())} rows, {int(abstained.sum())} rows of abstentions",
+        )
+        if self.baseline_rewards is not None:
+            check.array("baseline_rewards", self.baseline_rewards, (rows,), np.float32, allow_nan=True)
+        for name, values in (("token_rewards", self.token_rewards), ("values", self.values)):
+            if values is not None:
+                check.on_completions(name, values, self.rollouts.completion_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantagedBatch:
+    """A rewarded batch with per-token advantages, 0 outside the completion mask: output of the third stage.
+
+    `returns` are what a critic is trained to predict at each completion token; None if the estimator returns
+    none.
+
+    Raises ValueError for advantages or returns that are not [B, T] float32, finite, and 0 outside the mask.
+    """
+
+    rewarded: RewardedBatch
+    advantages: np.ndarray  # [B, T] float32
+    metrics: Metrics = field(default_factory=dict)
+    returns: np.ndarray | None = None  # [B, T] float32
+
+    __repr__ = brief
+
+    def __post_init__(self) -> None:
+        check = _Checker("advantage")
+        check.on_completions("advantages", self.advantages, self.rollouts.completion_mask)
+        if self.returns is not None:
+            check.on_completions("returns", self.returns, self.rollouts.completion_mask)
+
+    @property
+    def rollouts(self) -> RolloutBatch:
+        """The rollout batch that the rewards belong to."""
+        return self.rewarded.rollouts
+
+
+class _Checker:
+    """Raises ValueErrors that name stage, field, expected value and actual value."""
+
+    def __init__(self, stage: str):
+        self.stage = stage
+
+    def rule(self, holds: bool, name: str, expected: str, got: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.stage} stage, field {name}: expected {expected}; got {got}")
+
+    def matrix(self, name: str, value: np.ndarray) -> tuple[int, int]:
+        self.rule(isinstance(value, np.ndarray), name, "a numpy array", type(value).__name__)
+        self.rule(value.ndim == 2, name, "rank 2 [B, T]", f"shape {value.shape}")
+        return value.shape
+
+    def array(
+        self, name: str, value: np.ndarray, shape: tuple, dtype: type, *, allow_nan: bool = False
+    ) -> None:
+        self.rule(isinstance(value, np.ndarray), name, "a numpy array", type(value).__name__)
+        self.rule(value.shape == shape, name, f"shape {shape}", f"shape {value.shape}")
+        self.rule(value.dtype == dtype, name, f"dtype {np.dtype(dtype).name}", f"dtype {value.dtype.name}")
+        if np.issubdtype(value.dtype, np.floating):
+            bad = np.isinf(value) if allow_nan else ~np.isfinite(value)
+            expected = "no infinite value" if allow_nan else "finite values"
+            self.rule(not bad.any(), name, expected, f"{int(bad.sum())} of {value.size} not so")
+        value.setflags(write=False)
+
+    def on_completions(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        self.array(name, value, mask.shape, np.float32)
+        self.rule(not value[~mask].any(), name, "0 outside completion_mask", "another value there")
+
+    def length(self, name: str, value: Sequence | np.ndarray, rows: int) -> None:
+        self.rule(len(value) == rows, name, f"{rows} items, one per sequence", f"{len(value)}")

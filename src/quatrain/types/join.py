@@ -1,0 +1,84 @@
+"""Groups of several batches as one batch.
+
+Used by `loop/prompts.py`, whose rounds of sampling give a batch each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from quatrain.types.batches import RewardedBatch, RolloutBatch
+from quatrain.types.metrics import combine
+
+PADDING = {
+    "input_ids": 0,
+    "attention_mask": False,
+    "completion_mask": False,
+    "rollout_logprobs": 0.0,
+    "policy_version": -1,
+}
+"""The fields [B, T] of a `RolloutBatch`, each with the value of its padding."""
+
+
+def join_groups(batches: Sequence[RewardedBatch], groups: Sequence[int]) -> RewardedBatch:
+    """The sequences of `groups`, in this order, as one batch; `batches` are those of the reward stage.
+
+    Its metrics are those of all `batches`, also of groups that are left out. Raises ValueError for batches
+    with token rewards or values, which come after the reward stage.
+    """
+    if any(batch.token_rewards is not None or batch.values is not None for batch in batches):
+        raise ValueError(
+            "batches are joined before their tokens are scored; these have token rewards or values"
+        )
+    rollouts = [batch.rollouts for batch in batches]
+    rows = _rows_of(groups, rollouts)
+    greedy = [batch.baseline_rewards for batch in batches if batch.baseline_rewards is not None]
+    return RewardedBatch(
+        _join_rollouts(rollouts, groups),
+        np.concatenate([batch.rewards for batch in batches])[rows],
+        np.concatenate([batch.rewards_per_function for batch in batches], axis=1)[:, rows],
+        batches[0].function_names,
+        combine(*(batch.metrics for batch in batches)),
+        baseline_rewards=np.concatenate(greedy)[rows] if greedy else None,
+        environment_weight=batches[0].environment_weight,
+    )
+
+
+def _join_rollouts(batches: Sequence[RolloutBatch], groups: Sequence[int]) -> RolloutBatch:
+    rows = _rows_of(groups, batches)
+    width = int(np.concatenate([batch.lengths for batch in batches])[rows].max(initial=0))
+    baselines = [batch.baseline for batch in batches if batch.baseline is not None]
+
+    def listed(parts: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+        items = list(chain.from_iterable(parts))
+        return tuple(items[row] for row in rows)
+
+    return RolloutBatch(
+        **{
+            name: np.concatenate([_as_wide(getattr(batch, name), width, value) for batch in batches])[rows]
+            for name, value in PADDING.items()
+        },
+        finish_reason=np.concatenate([batch.finish_reason for batch in batches])[rows],
+        group_ids=np.concatenate([batch.group_ids for batch in batches])[rows],
+        prompts=listed(batch.prompts for batch in batches),
+        completions=listed(batch.completions for batch in batches),
+        columns={name: listed(batch.columns[name] for batch in batches) for name in batches[0].columns},
+        metrics=combine(*(batch.metrics for batch in batches)),
+        baseline=_join_rollouts(baselines, groups) if baselines else None,
+    )
+
+
+def _rows_of(groups: Sequence[int], batches: Sequence[RolloutBatch]) -> np.ndarray:
+    """[B] row numbers, counted through all `batches`, of the sequences of `groups`."""
+    group_ids = np.concatenate([batch.group_ids for batch in batches])
+    return np.concatenate([np.flatnonzero(group_ids == group) for group in groups])
+
+
+def _as_wide(values: np.ndarray, width: int, padding: Any) -> np.ndarray:
+    """[B, width]: `values` [B, T] without columns beyond `width`, or padded up to it."""
+    missing = max(width - values.shape[1], 0)
+    return np.pad(values[:, :width], ((0, 0), (0, missing)), constant_values=padding)

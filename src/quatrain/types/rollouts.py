@@ -1,0 +1,225 @@
+"""The interface of a rollout engine: its methods, its sampling parameters, and finished completions.
+
+Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) produces `Completion`s ->
+`rollout_batch` -> `RolloutBatch`, for the reward stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.types.batches import Prompt, RolloutBatch, brief
+from quatrain.types.metrics import Metric, Metrics, describe
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters; hashable, so that they can be static arguments of compiled functions.
+
+    Each prompt gets `n` samples of at most `max_new_tokens` tokens. Temperature 0 is greedy decoding, and
+    `top_k` 0 keeps all tokens. A completion ends after the token that completes one of the strings `stop`.
+    """
+
+    n: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("n", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}; "
+                    f"set rollout.{name} to at least 1"
+                )
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Sampling:
+        """The sampling parameters of training, from the section `rollout` of the configuration."""
+        return cls(
+            n=config.n,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop=config.stop,
+        )
+
+    def of_one_token(self) -> Sampling:
+        """This sampling with n = 1 and no `stop`: they do not affect the distribution of a token."""
+        return replace(self, n=1, stop=())
+
+
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Progress of a call of `generate` or `wait`.
+
+    `total` is the number of completions that it waits for; `completions` counts also those of other prompts
+    that are in flight.
+    """
+
+    completions: int
+    total: int
+    tokens_per_s: float
+    slots_in_use: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.completions}/{self.total} completions, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.slots_in_use} slots"
+        )
+
+
+OnProgress = Callable[[RolloutProgress], None]
+
+
+class Rollouts(Protocol):
+    """The rollout engine that training and evaluation use: prompts -> completions with log-probabilities."""
+
+    sampling: Sampling
+    """The sampling parameters of training: the default of `generate` and `submit`."""
+
+    def place(self, params: Any) -> Any:
+        """`params` in the engine's dtype where it samples, as a copy that training does not overwrite.
+
+        `sync_weights` takes the result without another copy.
+        """
+        ...
+
+    def sync_weights(self, params: Any, version: int) -> None:
+        """Sample from `params` from now on; tokens sampled from them are recorded with `version`.
+
+        Other parameters have another version.
+        """
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None
+    ) -> RolloutBatch:
+        """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
+
+        `step` is the training step that the randomness is derived from.
+        """
+        ...
+
+    def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Any:
+        """Queue `prompts`; `wait` returns their completions for the ticket that this returns."""
+        ...
+
+    def wait(self, ticket: Any) -> RolloutBatch:
+        """The batch of the prompts that were submitted for `ticket`, once all are finished."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the weights until the next `sync_weights`; no group may be in flight."""
+        ...
+
+    def close(self) -> None:
+        """Discard queued and running samples, and free the memory."""
+        ...
+
+
+@dataclass
+class Completion:
+    """The tokens after a prompt, each with its log-probability and the version of the sampling weights.
+
+    A token that the policy did not sample (an environment or a template wrote it) has version -1 and
+    log-probability 0. It is not in the completion mask and is not trained on.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    turns: list[int] = field(default_factory=lambda: [0])
+    """The index of the first token of each turn of the policy."""
+    num_given: int = 0
+    """How many of the tokens the policy did not sample."""
+    tail: int = field(default=0, compare=False)
+    """The index of the first token that can still be part of a stop string."""
+
+    __repr__ = brief
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of the tokens the policy sampled."""
+        return len(self.tokens) - self.num_given
+
+    @property
+    def last_turn(self) -> list[int]:
+        """The tokens of the policy's last turn."""
+        return self.tokens[self.turns[-1] :]
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append `tokens` that were sampled from weights of one `version`."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+
+    def begin_turn(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` that the policy did not sample, after which its next turn begins."""
+        self.extend(tokens, [0.0] * len(tokens), -1)
+        self.num_given += len(tokens)
+        self.turns.append(len(self.tokens))
+        self.tail = len(self.tokens)
+        self.finish_reason = "length"
+
+    def cut(self, length: int) -> None:
+        """Drop all tokens after the first `length`."""
+        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
+
+
+def rollout_batch(
+    samples: Sequence[tuple[Prompt, Completion]], tokenizer: Any, metrics: Metrics
+) -> RolloutBatch:
+    """The batch of finished `samples`, in the given order, with `metrics` and metrics of the lengths added.
+
+    `tokenizer` decodes completions, without special tokens, to the text that reward functions get; in an
+    episode of several turns, the last turn.
+    """
+    lengths = [(len(prompt.input_ids), len(completion.tokens)) for prompt, completion in samples]
+    shape = (len(samples), max((sum(both) for both in lengths), default=0))
+    input_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    versions, attention = np.full(shape, -1, np.int32), np.zeros(shape, bool)
+    for row, ((prompt, completion), (before, new)) in enumerate(zip(samples, lengths, strict=True)):
+        span = slice(before, before + new)
+        input_ids[row, :before], input_ids[row, span] = prompt.input_ids, completion.tokens
+        logprobs[row, span], versions[row, span] = completion.logprobs, completion.versions
+        attention[row, : before + new] = True
+    reasons = np.array([completion.finish_reason for _, completion in samples], np.str_)
+    names = samples[0][0].columns if samples else ()
+    return RolloutBatch(
+        input_ids=input_ids,
+        attention_mask=attention,
+        completion_mask=versions >= 0,
+        rollout_logprobs=logprobs,
+        policy_version=versions,
+        finish_reason=reasons,
+        group_ids=np.array([prompt.group_id for prompt, _ in samples], np.int64),
+        prompts=tuple(prompt.text for prompt, _ in samples),
+        completions=tuple(tokenizer.decode(c.last_turn, skip_special_tokens=True) for _, c in samples),
+        columns={name: tuple(prompt.columns[name] for prompt, _ in samples) for name in names},
+        metrics={**_length_metrics(lengths, (versions >= 0).sum(axis=1), reasons), **metrics},
+    )
+
+
+def _length_metrics(
+    lengths: Sequence[tuple[int, int]], sampled: np.ndarray, reasons: np.ndarray
+) -> Mapping[str, Metric]:
+    prompts = np.array([before for before, _ in lengths])
+    totals = np.array([before + new for before, new in lengths])
+    return {
+        **describe("length/prompt", prompts, ("mean", "max")),
+        **describe("length/completion", sampled, ("mean", "max")),
+        **describe("length/total", totals, ("mean", "max")),
+        "rollout/truncated_fraction": Metric(float((reasons == "length").sum()), len(reasons)),
+    }

@@ -1,0 +1,619 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from page_runs import make_run
+
+from quatrain.cli import main as cli
+from quatrain.cluster import processes as hosts
+from quatrain.cluster.stop import Stopped
+
+COMMANDS = (
+    "train",
+    "eval",
+    "sft",
+    "launch",
+    "plan",
+    "config",
+    "report",
+    "samples",
+    "export",
+    "bench",
+    "serve",
+)
+HEAVY = ("jax", "numpy", "transformers", "optax", "orbax", "grain", "pyarrow")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """An empty working directory and home, and none of the environment's own settings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in list(os.environ):
+        if name.startswith(("QUATRAIN_", "WANDB_")):
+            monkeypatch.delenv(name)
+
+
+def call(monkeypatch, capsys, *arguments):
+    """Exit status, stdout and stderr of `quatrain ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["quatrain", *arguments])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def quatrain(monkeypatch, capsys):
+    return lambda *arguments: call(monkeypatch, capsys, *arguments)
+
+
+def stand_in(monkeypatch, module, name, function):
+    """Puts `function` in place of `quatrain.MODULE.NAME`, so that no JAX is imported and nothing runs."""
+    fake = types.ModuleType(f"quatrain.{module}")
+    setattr(fake, name, function)
+    monkeypatch.setitem(sys.modules, f"quatrain.{module}", fake)
+
+
+def imported_by(*arguments):
+    """Seconds and heavy modules of a fresh process that runs `quatrain ARGUMENTS`."""
+    code = (
+        "import sys; sys.argv = ['quatrain', *sys.argv[1:]]\n"
+        "from quatrain.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print('\\nIMPORTED', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    return time.perf_counter() - started, done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("config",),
+        ("config", "--json"),
+        ("plan",),
+        ("plan", "--json"),
+        ("train", "--print-config"),
+        ("--help",),
+    ],
+)
+def test_configuration_and_help_import_nothing_heavy(arguments):
+    seconds, output = imported_by(*arguments)
+    assert output.splitlines()[-1] == "IMPORTED []"
+    # A second on an idle machine; this one may be busy.
+    assert seconds < 10
+
+
+def test_config_prints_values_with_their_layers(quatrain):
+    status, out, err = quatrain("config", "--set", "rollout.n=4", "--set", "rollout.temperature=0.5")
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["n:", "4", "#", "--set"] in lines
+    assert ["temperature:", "0.5", "#", "--set"] in lines
+
+
+def test_print_config_is_the_same_text(quatrain):
+    arguments = ("--set", "run.name=x")
+    assert quatrain("train", "--print-config", *arguments) == quatrain("config", *arguments)
+
+
+def test_config_prints_json(quatrain, monkeypatch):
+    monkeypatch.setenv("QUATRAIN__ROLLOUT__N", "16")
+    status, out, err = quatrain("config", "--json", "--set", "rollout.n=4")
+    content = json.loads(out)
+    assert status == 0
+    assert content["config"]["rollout"]["n"] == 16
+    assert content["provenance"]["rollout.n"] == "environment QUATRAIN__ROLLOUT__N"
+    assert err.count("--set rollout.n=4 is overridden") == 1
+    assert err.startswith("warning: ")
+
+
+EXAMPLE = (
+    *("--set", "data.batch_size=60", "--set", "rollout.n=12", "--set", "update.micro_batch_size=8"),
+    *("--devices", "6", "--set", "rollout.mesh=-1,1,2"),
+)
+
+
+def test_plan_prints_a_table(quatrain):
+    status, out, err = quatrain("plan", *EXAMPLE)
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "sequences_per_step 720 sequences P x G = 60 x 12" in lines
+    assert "sequences_per_shard 120 sequences B / D = 720 / 6" in lines
+
+
+def test_plan_prints_json(quatrain):
+    layout = ("--set", "mesh=2,1,3", "--processes", "2", "--set", "data.batch_size=1")
+    status, out, err = quatrain("plan", *EXAMPLE, *layout, "--set", "rollout.n=1", "--json")
+    content = json.loads(out)
+    assert status == 0
+    assert (content["data_shards"], content["devices_per_process"], content["rollout_replicas"]) == (2, 3, 3)
+    assert content["unit"]["data_shards"] == "shards"
+    assert content["why"]["data_shards"] == "D: dp x fsdp = 2 x 1"
+    assert [warning.split(":")[0] for warning in content["warnings"]] == [
+        "there are more data shards (2) than sequences of an optimizer step (1)",
+        "update.micro_batch_size (8) is larger than the number of sequences per shard (1)",
+        "there are more rollout replicas (3) than sequences of a training step (1)",
+    ]
+    assert "advantage" in err  # the configuration's own warnings stay on stderr
+
+
+def test_plan_of_parameters(quatrain):
+    layout = ("plan", "--params", "--devices", "8", "--set", "mesh=1,8,1")
+    status, out, err = quatrain(*layout, "--device-memory", "1MiB")
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "layers.o x 4 128,128 embed,heads fsdp,- 32.00 KiB" in lines
+    assert any(line.startswith("warning: the gradient needs ") for line in lines)
+    status, out, err = quatrain(*layout, "--json")
+    content = json.loads(out)
+    assert (status, content["warnings"]) == (0, [])
+    table = {entry["name"]: entry for entry in content["parameters"]}
+    assert table["layers.o"]["bytes_per_device"] == 4 * 128 * 128 * 4 // 8
+    assert table["layers.o"]["partition_spec"] == ["fsdp", None]
+    assert content["bytes_per_device"]["gradients"] == content["bytes_per_device"]["weights"]
+
+
+def test_a_dotenv_file_is_read_and_kept_secret(quatrain, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / ".env").write_text("WANDB_API_KEY=very-secret\nQUATRAIN__SEED=7\n")
+    status, out, err = quatrain("config", "--set", "data.system_prompt=very-secret")
+    assert status == 0
+    assert "wandb: online" in out
+    assert "seed: 7" in out
+    assert "very-secret" not in out + err
+    assert "system_prompt: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("config", "--set", "rolout.n=1"),
+            "error: unknown key 'rolout.n' (from --set); the nearest valid key is 'rollout.n'",
+        ),
+        (
+            ("config", "--set", "rollout.n"),
+            "error: --set needs KEY=VALUE, as --set rollout.n=16; got 'rollout.n'",
+        ),
+        (
+            ("plan", "--devices", "6", "--set", "mesh=1,-1,4"),
+            "error: the product of the axis sizes of mesh must be the number of devices; got dp 1, fsdp -1, "
+            "tp 4 for 6 devices; change a number, or change the number of devices",
+        ),
+        (
+            ("plan", "--params", "--device-memory", "much"),
+            "error: a memory size must be a number with a unit, e.g. 80GB, 24GiB or 16e9; got 'much'",
+        ),
+        (
+            ("plan", "--device-memory", "8GB"),
+            "error: --device-memory is compared with the bytes that --params prints; got 8GB without "
+            "--params; add --params, or --fit",
+        ),
+        (("train", "missing.yaml"), "error: missing.yaml: there is no such configuration file"),
+        (
+            ("train", "--resume", "gone"),
+            "error: RUN must be the name of a run in runs, or the folder of a run, with metrics.jsonl, "
+            "config.yaml or samples/: got 'gone'; runs in runs: none",
+        ),
+    ],
+)
+def test_a_users_error_is_one_line_without_a_traceback(quatrain, arguments, message):
+    assert quatrain(*arguments) == (2, "", f"{message}\n")
+
+
+def test_each_problem_has_a_line_of_its_own(quatrain):
+    status, _, err = quatrain("config", "--set", "rollout.n=0", "--set", "seed=x")
+    assert status == 2
+    assert [line.split()[:2] for line in err.splitlines()] == [["error:", "seed"], ["error:", "rollout.n"]]
+
+
+def test_a_mistyped_option_or_command_exits_with_2(quatrain):
+    assert quatrain("config", "--sett", "a=1")[0] == 2
+    assert quatrain("trane")[0] == 2
+    assert quatrain("plan", "--devices", "0")[0] == 2
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("QUATRAIN_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["quatrain", "config", "--set", "rollout.n=0"])
+    with pytest.raises(ValueError, match=r"rollout\.n must be"):
+        cli.main()
+
+
+class Refused(RuntimeError):
+    pass
+
+
+Refused.__module__ = "quatrain.update.learner"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            OSError(28, "No space left on device", "runs/x"),
+            2,
+            "error: [Errno 28] No space left on device: 'runs/x'",
+        ),
+        (ValueError("bad rows"), 2, "error: bad rows"),
+        (Refused("too many bad steps"), 1, "error: too many bad steps"),
+    ],
+)
+def test_errors_of_a_run_are_one_line(quatrain, monkeypatch, error, status, line):
+    def fail(resolved, *, resume):
+        raise error
+
+    stand_in(monkeypatch, "train", "train", fail)
+    assert quatrain("train") == (status, "", f"{line}\n")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(quatrain, monkeypatch):
+    def fail(resolved, *, resume):
+        raise KeyError("x")
+
+    stand_in(monkeypatch, "train", "train", fail)
+    with pytest.raises(KeyError):
+        quatrain("train")
+
+
+def test_an_error_never_shows_a_secret(quatrain, monkeypatch):
+    def fail(resolved, *, resume):
+        raise ValueError("cannot log in with hunter2-token")
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    stand_in(monkeypatch, "train", "train", fail)
+    assert quatrain("train") == (2, "", "error: cannot log in with [redacted]\n")
+
+
+def test_a_traceback_never_shows_a_secret(quatrain, monkeypatch, capsys):
+    def fail(resolved, *, resume):
+        raise KeyError("no hunter2-token")
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    monkeypatch.setattr(sys, "excepthook", None)
+    stand_in(monkeypatch, "train", "train", fail)
+    with pytest.raises(KeyError) as fault:
+        quatrain("train")
+    sys.excepthook(fault.type, fault.value, fault.tb)
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("KeyError: 'no [redacted]'\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_run_prints_its_line_and_exits_with_the_signals_status(quatrain, monkeypatch, number):
+    def stop(resolved, *, resume):
+        stopped = Stopped(number)
+        stopped.advice = "step 3 is saved; go on with: quatrain train --resume x"
+        raise stopped
+
+    stand_in(monkeypatch, "train", "train", stop)
+    line = f"stopped: {number.name}; step 3 is saved; go on with: quatrain train --resume x\n"
+    assert quatrain("train") == (128 + number, "", line)
+
+
+def test_an_interrupt_exits_with_130(quatrain, monkeypatch):
+    def interrupt(resolved, *, resume):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "train", "train", interrupt)
+    assert quatrain("train")[0] == 130
+
+
+def test_train_hands_over_configuration_and_resume(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, resume)),
+    )
+    assert quatrain("train", "--set", "seed=3")[0] == 0
+    assert quatrain("train", "--resume", "auto")[0] == 0
+    assert calls == [(3, None), (0, "auto")]
+
+
+def test_resuming_the_newest_run_takes_its_configuration(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, Path(resume))),
+    )
+    for seed, name in enumerate(("older", "newest", "without")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: {name}}}\n")
+    for age_s, name in ((100, "older"), (0, "newest")):
+        folder = Path("runs", name, "checkpoints", "5")
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
+    assert quatrain("train", "--resume", "auto")[0] == 0
+    assert calls == [(1, Path("runs/newest"))]
+
+
+def test_auto_takes_the_run_of_the_name_that_is_set(quatrain, monkeypatch):
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, resolved.config.run.name, resume)),
+    )
+    for seed, name in enumerate(("other", "mine")):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: {name}}}\n")
+    Path("runs", "other", "checkpoints", "5").mkdir(parents=True)
+    auto = ("train", "--resume", "auto", "--set")
+    assert quatrain(*auto, "run.name=mine")[0] == 0
+    Path("runs", "mine", "checkpoints", "2").mkdir(parents=True)
+    assert quatrain(*auto, "run.name=mine")[0] == 0
+    assert quatrain(*auto, "run.name=third")[0] == 0
+    assert calls == [(1, "mine", "auto"), (1, "mine", "runs/mine"), (0, "third", "auto")]
+
+
+def test_the_configuration_of_a_resumed_run_is_that_of_its_folder(quatrain, monkeypatch):
+    """A folder `./mine` beside `runs/mine`: what is resumed is where its configuration is."""
+    calls = []
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: calls.append((resolved.config.seed, Path(resume))),
+    )
+    here = Path.cwd()
+    for seed, folder in enumerate(("mine", "runs/mine")):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.yaml").write_text(f"seed: {seed}\nrun: {{name: mine}}\n")
+    for run in ("mine", "./mine", "runs/mine"):
+        assert quatrain("train", "--resume", run)[0] == 0
+    assert calls == [(1, here / "runs" / "mine"), (0, here / "mine"), (1, here / "runs" / "mine")]
+
+
+@pytest.mark.parametrize("run", ["elsewhere/mine", "mine"])
+def test_a_resumed_run_brings_its_own_configuration(quatrain, monkeypatch, run):
+    calls = []
+    stand_in(
+        monkeypatch, "train", "train", lambda resolved, *, resume: calls.append((resolved.config, resume))
+    )
+    folder = Path(run)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "seed: 9\nrun: {name: mine}\ndata: {eval: e.jsonl}\nrollout: {workers: 2}\n"
+    )
+    if run == "mine":
+        Path("elsewhere").mkdir()
+        folder.rename("elsewhere/mine")
+        arguments = ("--set", "run.dir=elsewhere")
+    else:
+        arguments = ()
+    # A key that is only valid with the run's own configuration.
+    changes = ("--set", "run.steps=5", "--set", "rollout.weights_dir=w")
+    status, _, err = quatrain("train", "--resume", run, *arguments, *changes)
+    assert (status, err) == (0, "")
+    ((config, resume),) = calls
+    assert config.rollout.weights_dir == "w"
+    found = str(Path("elsewhere", "mine").absolute())
+    assert (config.seed, config.run.name, config.run.steps, resume) == (9, "mine", 5, found)
+
+
+def test_the_other_commands_hand_over(quatrain, monkeypatch):
+    calls = []
+
+    def told(answer, *call):
+        calls.append(call)
+        return answer
+
+    accuracy = {"eval/accuracy_strict": 0.12345}
+    stand_in(
+        monkeypatch, "evaluate", "evaluate_run", lambda resolved: told(accuracy, "eval", resolved.config.seed)
+    )
+    stand_in(monkeypatch, "train", "supervise", lambda resolved: told(None, "sft", resolved.config.sft.steps))
+    stand_in(monkeypatch, "export", "export", lambda run, output, *, step: told(7, "export", run, output))
+    stand_in(monkeypatch, "bench", "bench", lambda resolved, steps: told({}, "bench", steps))
+    stand_in(
+        monkeypatch,
+        "serve.server",
+        "serve",
+        lambda config, *, host, port, ready: told(ready("http://here"), "serve", config.seed, host, port),
+    )
+    assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
+    assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
+    assert quatrain("export", "runs/x", "out")[0] == 0
+    assert quatrain("bench", "--steps", "2")[0] == 0
+    served = "builtin:tiny is served at http://here/v1; Ctrl-C ends it\n"
+    assert quatrain("serve", "--set", "seed=4", "--port", "0") == (0, served, "")
+    exported = ("export", Path("runs/x"), Path("out"))
+    assert calls == [("eval", 3), ("sft", 5), exported, ("bench", 2), ("serve", 4, "127.0.0.1", 0)]
+
+
+def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrain, tmp_path):
+    folder = make_run(tmp_path / "runs", "first")
+    make_run(tmp_path / "runs", "second")
+    assert quatrain("report", "first") == (0, "the run page is runs/first/report.html\n", "")
+    assert quatrain("report", str(folder), "--output", "a.html")[:2] == (0, "the run page is a.html\n")
+    assert quatrain("report", "first", "second", "--output", "two.html")[0] == 0
+    assert (tmp_path / "two.html").stat().st_size > (tmp_path / "a.html").stat().st_size
+    status, _, err = quatrain("report", "first", "second")
+    assert (status, err[:44]) == (2, "error: the page of several runs needs --outp")
+    assert quatrain("report", "third")[0] == 2
+
+
+def test_a_page_is_served(quatrain, tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "runs", "first")
+    served = []
+    monkeypatch.setattr(
+        "quatrain.report.page_server.serve", lambda folders, *, port, ready: served.append((folders, port))
+    )
+    assert quatrain("report", "first", "--serve", "--port", "0")[0] == 0
+    assert served == [([folder.relative_to(tmp_path)], 0)]
+
+
+def test_samples_are_printed(quatrain, tmp_path):
+    make_run(tmp_path / "runs", "first")
+    status, out, _ = quatrain("samples", "first", "--step", "2")
+    assert status == 0
+    assert "needle2" in out
+    assert "3 completions of 3 prompts" in quatrain("samples", "first", "--eval", "--step", "0")[1]
+    status, _, err = quatrain("samples", "first", "--step", "9")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_help_lists_the_commands_with_examples(quatrain):
+    status, out, _ = quatrain("--help")
+    assert status == 0
+    assert all(f"│ {command} " in out for command in COMMANDS)
+    for command in COMMANDS:
+        status, out, _ = quatrain(command, "--help")
+        assert status == 0
+        assert "Examples" in out
+        assert f"quatrain {command}" in out
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
+    places = []
+    monkeypatch.setattr(hosts, "initialize", lambda *place, **timeouts: places.append((place, timeouts)))
+    stand_in(monkeypatch, "train", "train", lambda resolved, *, resume: None)
+    sys.modules["quatrain.loop.train"].supervise = lambda resolved: None
+    stand_in(monkeypatch, "evaluate", "evaluate_run", lambda resolved: {})
+    place = ("--coordinator", "10.0.0.2:8476", "--num-processes", "2", "--process-id", "1")
+    assert quatrain(command, *place, "--set", "distributed.start_timeout_s=9")[0] == 0
+    timeouts = {"start_timeout_s": 9, "heartbeat_timeout_s": 60, "shutdown_timeout_s": 600}
+    assert places == [(("10.0.0.2:8476", 2, 1), timeouts)]
+
+
+def test_half_a_place_is_an_error(quatrain):
+    status, _, err = quatrain("train", "--coordinator", "10.0.0.2:8476")
+    assert status == 2
+    assert err.startswith(
+        "error: --coordinator, --num-processes, --process-id must be given together; got only"
+    )
+
+
+def test_what_every_process_derives_process_0_decides(quatrain, monkeypatch):
+    names, compared = [], {}
+
+    def gather(mine):
+        assert mine["data.eval"] == "builtin:arithmetic-heldout"
+        assert "logging.wandb" in mine
+        return [{"run.name": "of-0", "logging.wandb": "offline"}, {**mine, "run.name": "of-1"}]
+
+    monkeypatch.setattr(hosts, "gather_objects", gather)
+    monkeypatch.setattr(hosts, "assert_same", lambda what, values: compared.update({what: values}))
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: names.append((resolved.config.run.name, resolved.config.logging.wandb)),
+    )
+    assert quatrain("train", "--set", "seed=3")[0] == 0
+    assert names == [("of-0", "offline")]
+    values = compared["configuration"]
+    assert (values["run.name"], values["seed"], values["reward.functions.correct"]) == ("of-0", 3, 1.0)
+
+
+def test_a_given_name_is_not_taken_from_process_0(quatrain, monkeypatch):
+    names = []
+    monkeypatch.setattr(hosts, "gather_objects", lambda mine: [{"run.name": "of-0"}, mine])
+    monkeypatch.setattr(hosts, "assert_same", lambda what, values: None)
+    stand_in(
+        monkeypatch,
+        "train",
+        "train",
+        lambda resolved, *, resume: names.append(resolved.config.run.name),
+    )
+    assert quatrain("train", "--set", "run.name=mine")[0] == 0
+    assert names == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told", "shown"),
+    [
+        (
+            ValueError("bad rows of hunter2-token"),
+            2,
+            "bad rows of [redacted]",
+            "error: bad rows of [redacted]",
+        ),
+        (KeyError("x"), 1, "'x'", "Traceback"),
+        (KeyboardInterrupt(), 130, "interrupted", ""),
+    ],
+)
+def test_the_other_processes_hear_of_an_error(quatrain, monkeypatch, error, status, told, shown):
+    heard = []
+
+    def fail(resolved, *, resume):
+        monkeypatch.setattr(hosts, "joined", lambda: True)
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "hunter2-token")
+    monkeypatch.setattr(hosts, "wait_for_failure_message", lambda: heard.append("waited for news"))
+    monkeypatch.setattr(hosts, "abandon", lambda message, status: heard.append((message, status)))
+    stand_in(monkeypatch, "train", "train", fail)
+    ended, _, err = quatrain("train")
+    assert ended == status
+    assert err.startswith(shown)
+    assert heard[-1] == (told, status)
+    assert heard[:-1] == ([] if status == 130 else ["waited for news"])
+
+
+def test_version(quatrain):
+    assert quatrain("--version")[1].startswith("quatrain 0.")
+
+
+def test_a_run_is_evaluated_with_its_configuration_and_model(quatrain, monkeypatch, tmp_path):
+    told = []
+    stand_in(monkeypatch, "evaluate", "evaluate_run", lambda resolved: told.append(resolved.config) or {})
+    run = tmp_path / "a run"
+    status, _, message = _refused_eval(quatrain, run)
+    assert (status, "has no config.yaml" in message) == (2, True)
+    (run / "config.yaml").write_text("seed: 7\nmodel:\n  path: elsewhere\n  tokenizer: elsewhere\n")
+    status, _, message = quatrain("eval", str(run))
+    assert (status, "has no final/: the run did not come to its end" in message) == (2, True)
+    assert quatrain("eval", str(run), "--set", "model.path=other")[0] == 0
+    (run / "final").mkdir()
+    assert quatrain("eval", str(run), "--set", "eval.n=2")[0] == 0
+    assert [config.model.path for config in told] == ["other", str(run / "final")]
+    assert told[1].model.tokenizer == str(run / "final")
+    assert (told[1].seed, told[1].eval.n) == (7, 2)
+
+
+def _refused_eval(quatrain, run):
+    run.mkdir()
+    return quatrain("eval", str(run))
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--json"), ("config",), ("--version",), ("--help",)])
+def test_a_result_that_cannot_be_written_is_an_error(arguments):
+    command = [sys.executable, "-m", "quatrain.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        silent = subprocess.run(command, stdout=full, stderr=full)
+    assert (done.returncode, silent.returncode) == (2, 2)
+    message = "error: part of standard output is lost, because it could not be written: [Errno 28] "
+    assert done.stderr == f"{message}No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_without_standard_output_succeeds(closed):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain.cli", "config"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,541 @@
+import gc
+import threading
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+
+from quatrain.backend import CPU, this_backend
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
+from quatrain.models.decoder import forward, logits
+from quatrain.models.families import FAMILIES
+from quatrain.models.params import init_params
+from quatrain.parallel.mesh import to_memory
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+
+PROMPTS = [[5, 9, 200], [17], [3, 3, 3, 3, 3, 8], [120, 7], [250, 1, 40, 6]]
+STOP_IDS = tuple(range(0, 290, 13))
+WIDTH = 32
+
+
+def _prompts(ids=PROMPTS, first=0):
+    return [Prompt(first + i, np.array(p, np.int32), f"prompt {i}", {"answer": i}) for i, p in enumerate(ids)]
+
+
+@pytest.fixture
+def make_engine(small_arch, small_params, tokenizer):
+    def make(
+        *,
+        stop_ids=STOP_IDS,
+        seed=11,
+        arch=small_arch,
+        params=small_params,
+        cache_bytes=None,
+        on_progress=None,
+        usual_prompt=1,
+        dtype="float32",
+        **config,
+    ):
+        settings = RolloutConfig(**{"n": 3, "max_new_tokens": 16, "temperature": 0.9, **config})
+        engine = RolloutEngine(
+            arch,
+            settings,
+            tokenizer,
+            stop_ids=stop_ids,
+            seed=seed,
+            cache_bytes=cache_bytes,
+            on_progress=on_progress,
+            usual_prompt=usual_prompt,
+            dtype=dtype,
+        )
+        engine.sync_weights(params, 5)
+        return engine
+
+    return make
+
+
+def _completion_ids(batch):
+    return [row[mask].tolist() for row, mask in zip(batch.input_ids, batch.completion_mask)]
+
+
+@partial(jax.jit, static_argnames="arch")
+def _scores(params, arch, ids, real):
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return logits(params, arch, forward(params, arch, ids, positions, real.astype(np.int32)))
+
+
+def _forward_scores(params, arch, batch, width=WIDTH):
+    """Logits [B, width, V] of the whole batch by the plain forward pass."""
+    wide = [(0, 0), (0, width - batch.input_ids.shape[1])]
+    return np.asarray(
+        _scores(params, arch, np.pad(batch.input_ids, wide), np.pad(batch.attention_mask, wide))
+    )
+
+
+def _family_arch(small_arch, family):
+    fixed = {name: value for name, value in FAMILIES[family].fixed.items() if hasattr(small_arch, name)}
+    gemma = {
+        "activation": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "query_pre_attn_scalar": 16,
+    }
+    special = {
+        "llama": {},
+        "qwen2": {"sliding_window": 4, "layer_types": ("full_attention", "sliding_attention")},
+        "qwen3": {"tie_embeddings": False},
+        "gemma2": {**gemma, "attention_softcap": 5.0, "final_softcap": 8.0},
+        "gemma3_text": {**gemma, "local_rope_theta": 100.0},
+    }
+    return replace(small_arch, family=family, **{**fixed, **special[family]})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, family):
+    """With prompts shared, slots refilled, and a window that cuts into the prompt and the completion."""
+    arch = _family_arch(small_arch, family)
+    params = init_params(arch, jax.random.key(3))
+    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+    engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
+    batch = engine.generate(_prompts())
+    scores = _forward_scores(params, arch, batch)
+    rows, columns = np.nonzero(batch.completion_mask)
+    assert len(set(batch.completion_lengths)) > 1 or family != "llama"
+    assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
+    expected = np.asarray(jax.nn.log_softmax(scores[rows, columns - 1]))
+    chosen = expected[np.arange(len(rows)), batch.input_ids[rows, columns]]
+    np.testing.assert_allclose(batch.rollout_logprobs[rows, columns], chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
+def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, family):
+    """Of those that are admitted together: all five, or two and those that follow."""
+    arch = _family_arch(small_arch, family)
+    params = init_params(arch, jax.random.key(3))
+    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+    common_prefix = np.random.default_rng(0).integers(1, 290, 40).tolist()
+    engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
+    batch = engine.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
+    scores = _forward_scores(params, arch, batch, width=64)
+    rows, columns = np.nonzero(batch.completion_mask)
+    assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
+    whole = sum(40 + len(ids) for ids in PROMPTS)
+    computed = batch.metrics["rollout/prefill_tokens"].result()
+    assert (whole - computed) % 40 == 0
+    assert whole - 4 * 40 <= computed <= whole - 40
+    together = make_engine(arch=arch, params=params, temperature=0.0, n=2)
+    others = together.generate(_prompts([common_prefix + ids for ids in PROMPTS]))
+    assert _completion_ids(others) == _completion_ids(batch)
+    assert others.metrics["rollout/prefill_tokens"].result() == whole - 4 * 40
+
+
+def test_samples_of_a_prompt_stand_side_by_side(make_engine):
+    batch = make_engine().generate(_prompts())
+    assert batch.group_ids.tolist() == [g for g in range(5) for _ in range(3)]
+    assert batch.columns["answer"] == tuple(g for g in range(5) for _ in range(3))
+    for row, group in enumerate(batch.group_ids):
+        prompt = PROMPTS[group]
+        assert batch.input_ids[row, : len(prompt)].tolist() == prompt
+        assert not batch.completion_mask[row, : len(prompt)].any()
+    completions = _completion_ids(batch)
+    assert completions[0] != completions[1]  # samples differ
+    assert set(batch.policy_version[batch.completion_mask]) == {5}
+
+
+def test_stop_token_is_kept_and_the_rest_is_cut(make_engine):
+    batch = make_engine().generate(_prompts())
+    for ids, reason in zip(_completion_ids(batch), batch.finish_reason):
+        assert not set(ids[:-1]) & set(STOP_IDS)
+        assert (ids[-1] in STOP_IDS) == (reason == "stop")
+        assert len(ids) == 16 or reason == "stop"
+    assert set(batch.finish_reason) == {"stop", "length"}
+    truncated = batch.metrics["rollout/truncated_fraction"].result()
+    assert truncated == pytest.approx(np.mean(batch.finish_reason == "length"))
+
+
+def test_a_first_token_may_stop(make_engine):
+    """Such samples never take a slot."""
+    batch = make_engine(stop_ids=tuple(range(0, 290, 2)), n=8).generate(_prompts())
+    assert batch.completion_lengths.min() == 1
+    assert batch.completion_lengths.max() > 1
+    always = make_engine(stop_ids=tuple(range(290))).generate(_prompts())
+    assert always.completion_lengths.tolist() == [1] * 15
+    assert always.metrics["rollout/wasted_decode_fraction"].count == 0
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7])
+def test_text_does_not_depend_on_the_slots(make_engine, slots):
+    free = make_engine().generate(_prompts(), step=4)
+    batch = make_engine(max_concurrency=slots).generate(_prompts(), step=4)
+    assert _completion_ids(batch) == _completion_ids(free)
+    np.testing.assert_allclose(batch.rollout_logprobs, free.rollout_logprobs, atol=1e-5)
+    assert batch.finish_reason.tolist() == free.finish_reason.tolist()
+
+
+def test_text_does_not_depend_on_the_company(make_engine):
+    engine = make_engine()
+    together = _completion_ids(engine.generate(_prompts(), step=4))
+    alone = _completion_ids(engine.generate(_prompts()[2:3], step=4))
+    assert alone == together[6:9]
+    backwards = _completion_ids(engine.generate(_prompts()[::-1], step=4))
+    assert backwards[:3] == together[12:]
+
+
+def test_text_depends_on_seed_step_and_group(make_engine):
+    engine = make_engine()
+    base = _completion_ids(engine.generate(_prompts()))
+    assert base == _completion_ids(make_engine().generate(_prompts()))
+    assert base != _completion_ids(make_engine(seed=12).generate(_prompts()))
+    assert base != _completion_ids(engine.generate(_prompts(), step=1))
+    assert base != _completion_ids(engine.generate(_prompts(first=9)))
+
+
+@pytest.mark.parametrize("option", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}])
+def test_logprobs_are_of_the_distribution_sampled_from(make_engine, small_arch, small_params, option):
+    batch = make_engine(**option).generate(_prompts())
+    scores = _forward_scores(small_params, small_arch, batch) / 0.9
+    for row, column in np.argwhere(batch.completion_mask):
+        p = _filtered(scores[row, column - 1], option)
+        token = batch.input_ids[row, column]
+        assert p[token] > 0
+        assert batch.rollout_logprobs[row, column] == pytest.approx(np.log(p[token]), abs=1e-4)
+    assert not batch.rollout_logprobs[~batch.completion_mask].any()
+
+
+def _filtered(scores, option):
+    p = np.exp(scores - scores.max()).astype(np.float64)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = np.ones(len(p), bool)
+    if "top_k" in option:
+        kept[order[option["top_k"] :]] = False
+    if "top_p" in option:
+        before = np.cumsum(p[order]) - p[order]
+        kept[order[before >= option["top_p"]]] = False
+    if "min_p" in option:
+        kept = p >= option["min_p"] * p.max()
+    return np.where(kept, p, 0) / p[kept].sum()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.7},
+        *(
+            pytest.param(option, marks=pytest.mark.slow)
+            for option in ({"temperature": 1.6}, {"top_k": 4}, {"min_p": 0.2})
+        ),
+    ],
+)
+def test_chi_squared(make_engine, small_arch, option):
+    """The first token, which the prompt's pass gives, and the second, from a decode step."""
+    arch = replace(small_arch, vocab_size=10)
+    params = init_params(arch, jax.random.key(1))
+    params = {**params, "embed": params["embed"] * 0.8}
+    option = {"temperature": 1.0, **option}
+    engine = make_engine(arch=arch, params=params, stop_ids=(), n=3000, max_new_tokens=2, **option)
+    batch = engine.generate(_prompts([[3, 1, 4]]))
+    row = np.zeros((1, WIDTH), np.int32)
+    row[0, :4] = 3, 1, 4, np.bincount(batch.input_ids[:, 3]).argmax()
+    scores = np.asarray(_scores(params, arch, row, np.arange(WIDTH)[None] < 4))[0] / option["temperature"]
+    likeliest_first = batch.input_ids[:, 3] == row[0, 3]
+    for column, rows in ((3, slice(None)), (4, likeliest_first)):
+        p = _filtered(scores[column - 1], option)
+        counts = np.bincount(batch.input_ids[rows, column], minlength=10)
+        assert not counts[p == 0].any()
+        assert stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue > 1e-3
+
+
+def test_stop_string_ends_a_completion_where_it_is_complete(make_engine, tokenizer):
+    free = make_engine(max_new_tokens=24, stop_ids=()).generate(_prompts())
+    texts = [tokenizer.decode(ids) for ids in _completion_ids(free)]
+    stop = texts[4][len(texts[4]) // 2 :][:2]
+    cut = make_engine(max_new_tokens=24, stop_ids=(), stop=(stop, "never met"), max_concurrency=6)
+    batch = cut.generate(_prompts())
+    hits = 0
+    for before, after, reason in zip(_completion_ids(free), _completion_ids(batch), batch.finish_reason):
+        assert after == before[: len(after)]
+        text = tokenizer.decode(after)
+        if reason == "stop":
+            hits += 1
+            assert stop in text
+            assert stop not in tokenizer.decode(after[:-1])
+        else:
+            assert after == before
+            assert stop not in text
+    assert hits >= 1
+
+
+def test_stop_string_never_met(make_engine):
+    batch = make_engine(stop=("never met",), stop_ids=(), max_new_tokens=24).generate(_prompts())
+    assert set(batch.finish_reason) == {"length"}
+    assert set(batch.completion_lengths) == {24}
+
+
+def test_evaluation_overrides_sampling(make_engine):
+    engine = make_engine()
+    greedy = engine.generate(_prompts(), sampling=replace(engine.sampling, n=1, temperature=0.0))
+    assert len(greedy) == 5
+    best = engine.generate(_prompts(), sampling=replace(engine.sampling, n=1, top_k=1))
+    assert _completion_ids(best) == _completion_ids(greedy)
+
+
+def test_one_token_completions(make_engine):
+    batch = make_engine(max_new_tokens=1).generate(_prompts())
+    assert batch.completion_lengths.tolist() == [1] * 15
+
+
+def test_no_prompts_give_an_empty_batch(make_engine):
+    engine = make_engine()
+    assert len(engine.generate([])) == 0
+    assert len(engine.wait(engine.submit([]))) == 0
+
+
+def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
+    """Prompts of 20 and of 90 tokens are decoded by one program where 90 are usual, by two where 1 is."""
+
+    def compiled(usual_prompt):
+        engine = make_engine(usual_prompt=usual_prompt, n=2, temperature=0.875 + usual_prompt / 1000)
+        short, long = (
+            engine.generate(_prompts([[7] * length, [9] * length])).metrics["rollout/compilations"].result()
+            for length in (20, 90)
+        )
+        assert short > 0
+        return long
+
+    assert compiled(90) == 1  # the prefill, of more tokens
+    assert compiled(1) > 1
+
+
+def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
+    engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 columns each
+
+    def slots_and_compilations(length):
+        batch = engine.wait(engine.submit(_prompts([[7] * length, *[[9] * length]] * 6)))
+        return engine._session._scheduler.max_slots, batch.metrics["rollout/compilations"].result()
+
+    assert slots_and_compilations(20)[0] == 20
+    assert slots_and_compilations(500)[0] == 1
+    assert slots_and_compilations(20) == (20, 0)
+
+
+def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):
+    """A model of one layer, of which as many programs are compiled."""
+    arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
+    params = {**small_params, "layers": small_params["layers"][:1]}
+    sizes = {"n": 4, "max_concurrency": 8, "max_new_tokens": 40}
+    engine = make_engine(arch=arch, params=params, stop_ids=tuple(range(0, 290, 40)), **sizes)
+    rng = np.random.default_rng(0)
+
+    def batch(step):
+        ids = [rng.integers(0, 290, rng.integers(1, 30)).tolist() for _ in range(rng.integers(4, 9))]
+        return engine.generate(_prompts(ids), step=step).metrics["rollout/compilations"].result()
+
+    engine.generate(_prompts([[1] * 32] + [[step] for step in range(7)]))
+    warm_up = sum(batch(step) for step in range(20))
+    assert sum(batch(step) for step in range(20, 30)) <= 1
+    assert warm_up < 40  # 8 or 4 slots, 2, 4 or 8 rows; 64, 96, 128 or 192 tokens of 1, 2, 4 or 8 prompts
+
+
+@pytest.mark.slow
+def test_a_group_larger_than_the_slots(make_engine):
+    whole = make_engine(n=9).generate(_prompts()[:2])
+    parts = make_engine(n=9, max_concurrency=4).generate(_prompts()[:2])
+    assert _completion_ids(parts) == _completion_ids(whole)
+
+
+def test_a_prompt_with_no_tokens():
+    with pytest.raises(ValueError, match="at least one token"):
+        _prompts([[]])
+
+
+@pytest.mark.parametrize("name", ["n", "max_new_tokens"])
+def test_nothing_to_sample(name):
+    with pytest.raises(ValueError, match=rf"rollout.{name} of 1 or more, got 0"):
+        Sampling(**{"n": 1, "max_new_tokens": 1, name: 0})
+
+
+def test_a_cache_that_cannot_fit_says_what_would(make_engine, small_arch):
+    column = 2 * small_arch.num_layers * small_arch.num_kv_heads * small_arch.head_dim * 4
+    small = 7 * (32 + 16) * column + 1
+    with pytest.raises(ValueError, match=r"enough for 7; set rollout.max_concurrency to 7 or fewer"):
+        make_engine(cache_bytes=small, max_concurrency=8).generate(_prompts())
+    fitting = make_engine(cache_bytes=small, max_concurrency=7).generate(_prompts())
+    derived = make_engine(cache_bytes=small).generate(_prompts())
+    assert _completion_ids(fitting) == _completion_ids(derived)
+    with pytest.raises(ValueError, match=r"enough for 0; lower rollout.max_new_tokens"):
+        make_engine(cache_bytes=column).generate(_prompts())
+
+
+def test_a_ticket_gives_its_own_prompts_whatever_finishes_first(make_engine):
+    engine = make_engine(max_concurrency=4)
+    whole = engine.generate(_prompts(), step=2)
+    tickets = [engine.submit(_prompts()[part], step=2) for part in (slice(2), slice(2, 4), slice(4, 5))]
+    with pytest.raises(ValueError, match="share one sampling"):
+        engine.submit(_prompts(), sampling=replace(engine.sampling, n=1))
+    engine.generate(_prompts(first=50))
+    last, *before = [engine.wait(ticket) for ticket in (tickets[2], *tickets[:2])]
+    parts = [*before, last]
+    assert [part.group_ids[::3].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [row for part in parts for row in _completion_ids(part)] == _completion_ids(whole)
+    with pytest.raises(ValueError, match="a ticket can be waited for once; this one was"):
+        engine.wait(tickets[0])
+
+
+def test_tokens_carry_the_version_that_produced_them(make_engine, small_params):
+    plain = make_engine(stop_ids=(), max_new_tokens=24).generate(_prompts())
+    calls = []
+
+    def between_calls(progress):
+        calls.append(progress)
+        engine.sync_weights(small_params, 5 + len(calls))
+
+    engine = make_engine(stop_ids=(), max_new_tokens=24, on_progress=between_calls)
+    batch = engine.generate(_prompts())
+    assert _completion_ids(batch) == _completion_ids(plain)
+    versions = batch.policy_version[batch.completion_mask].reshape(15, 24)
+    assert versions[0].tolist() == [5] * 9 + [6] * 8 + [7] * 7
+    assert (versions == versions[0]).all()
+    assert [progress.slots_in_use for progress in calls] == [15, 15, 0]
+    assert (calls[-1].completions, calls[-1].total) == (15, 15)
+    assert calls[-1].tokens_per_s > 0
+    last = f"15/15 completions, {calls[-1].tokens_per_s:,.0f} tokens/s, 0 slots"
+    assert str(calls[-1]) == last
+
+
+def test_new_weights_are_used_from_the_next_call_on(make_engine, small_params):
+    other = jax.tree.map(lambda x: x * 1.1, small_params)
+    options = {"stop_ids": (), "max_new_tokens": 24}
+    before = _completion_ids(make_engine(**options).generate(_prompts()))
+    engine = make_engine(**options, on_progress=lambda _: engine.sync_weights(other, 6))
+    changed = engine.generate(_prompts())
+    for old, new in zip(before, _completion_ids(changed)):
+        assert old[:9] == new[:9]
+    assert before != _completion_ids(changed)
+
+
+def test_pause_holds_the_next_call_and_close_ends_the_wait(make_engine):
+    engine = make_engine()
+    tickets = [engine.submit(_prompts()[:2]), engine.submit(_prompts()[2:])]
+    engine.pause()
+    batches, errors = [], []
+
+    def wait():
+        try:
+            batches.extend(engine.wait(ticket) for ticket in tickets)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    engine.resume()
+    waiting.join()
+    assert [len(batch) for batch in batches] == [6, 9]
+    tickets = [engine.submit(_prompts())]
+    engine.pause()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.2)
+    engine.close()
+    waiting.join()
+    assert errors == ["the rollout engine was closed while groups were in flight"]
+
+
+def test_no_round_runs_once_pause_has_returned(make_engine):
+    """Also if the round had seen that sampling goes on, and was about to begin."""
+    engine = make_engine()
+    ticket = engine.submit(_prompts())
+    paused, tally = threading.Event(), engine.tally
+
+    class PausedAfterWait(threading.Event):
+        def wait(self, timeout=None):
+            super().wait(timeout)
+            if not paused.is_set():
+                engine.pause()
+                paused.set()
+
+    engine._running = PausedAfterWait()
+    engine._running.set()
+    batches = []
+    waiting = threading.Thread(target=lambda: batches.append(engine.wait(ticket)), daemon=True)
+    waiting.start()
+    assert paused.wait(10)
+    waiting.join(0.3)
+    assert engine.tally == tally
+    engine.resume()
+    waiting.join()
+    assert len(batches[0]) == 15
+
+
+def test_work_is_measured(make_engine):
+    metrics = make_engine(max_concurrency=4).generate(_prompts()).metrics
+    used, wasted = metrics["rollout/slot_utilisation"], metrics["rollout/wasted_decode_fraction"]
+    assert used.value == wasted.count - wasted.value
+    assert used.count >= wasted.count > 0
+    assert 0 < used.result() < 1
+    assert 0 < wasted.result() < 0.5
+    assert metrics["rollout/tokens_per_s"].result() > 0
+    assert metrics["rollout/prefill_s"].result() > 0
+    assert metrics["rollout/prefill_tokens"].result() == sum(map(len, PROMPTS))
+    assert metrics["rollout/decode_s"].result() > 0
+
+
+def test_sampling_is_hashable():
+    assert hash(Sampling(2, 8)) == hash(Sampling(2, 8))
+
+
+def test_after_a_batch_nothing_of_the_sampler_is_in_memory_but_its_weights(make_engine, small_params):
+    """The KV cache is given back with the last completion, the copy of the weights by `release`."""
+    engine = make_engine(dtype="bfloat16")
+    before = _live_bytes()
+    first = engine.generate(_prompts())
+    assert _live_bytes() - before < 1024  # of counters and seeds
+    engine.release()
+    copied = sum(x.nbytes // 2 for x in jax.tree.leaves(small_params) if x.ndim > 1)
+    assert before - _live_bytes() == pytest.approx(copied, abs=1024)
+    with pytest.raises(ValueError, match="has no weights to sample from; call sync_weights"):
+        engine.generate(_prompts())
+    engine.sync_weights(small_params, 5)
+    np.testing.assert_array_equal(engine.generate(_prompts()).input_ids, first.input_ids)
+
+
+def test_weights_in_the_hosts_memory_are_sampled_from(make_engine, small_params):
+    on_device, from_host = make_engine(), make_engine(params=to_memory("host", small_params))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(from_host._params)}
+    assert kinds == {"device"}
+    batches = [engine.generate(_prompts()) for engine in (on_device, from_host)]
+    np.testing.assert_array_equal(batches[0].input_ids, batches[1].input_ids)
+    np.testing.assert_array_equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
+
+
+def _live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine, monkeypatch):
+    """As on accelerators: slots compute on after their sequences have ended, and nothing of that is kept."""
+    config = {"n": 3, "max_concurrency": 6, "max_new_tokens": 13}
+    expected = make_engine(**config).generate(_prompts())
+    monkeypatch.setattr("quatrain.backend.CPU", replace(CPU, decode_ends_early=False))
+    this_backend.cache_clear()
+    try:
+        batch = make_engine(**config).generate(_prompts())
+    finally:
+        monkeypatch.undo()
+        this_backend.cache_clear()
+    assert (
+        len(set(batch.completion_lengths)) > 3
+    )  # sequences end in the middle of calls, some at a stop token
+    assert _completion_ids(batch) == _completion_ids(expected)
+    np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-6)
+    wasted, least = (x.metrics["rollout/wasted_decode_fraction"].result() for x in (batch, expected))
+    assert wasted > least

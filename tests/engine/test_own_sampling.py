@@ -1,0 +1,185 @@
+"""Sequences that come one by one, each with a sampling of its own, share the slots of an engine."""
+
+import numpy as np
+import pytest
+
+from quatrain.config.schema import RolloutConfig
+from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.groups import OwnSampling
+from quatrain.engine.session import Session
+from quatrain.types.batches import Prompt
+from quatrain.types.rollouts import Sampling
+
+LENGTHS = (5, 2, 17, 9, 3)
+PROMPTS = [Prompt(0, np.arange(3, 3 + length, dtype=np.int32), "") for length in LENGTHS]
+KINDS = (
+    {"temperature": 0.9},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_p": 0.7},
+    {"temperature": 0.8, "min_p": 0.1},
+    {"temperature": 1.0, "top_k": 1},
+)
+
+
+@pytest.fixture
+def engine_of(small_arch, small_params, tokenizer):
+    def make(*, own=True, seed=11, **config):
+        settings = RolloutConfig(**{"n": 1, "max_new_tokens": 12, **config})
+        engine = RolloutEngine(
+            small_arch, settings, tokenizer, stop_ids=(0, 7), seed=seed, cache_bytes=1 << 26, own_sampling=own
+        )
+        engine.sync_weights(small_params, 4)
+        return engine
+
+    return make
+
+
+def alone(engine_of, prompt, kind, *, seed, step, sequence_id, tokens):
+    """The completion of the engine for training."""
+    engine = engine_of(own=False, seed=seed, **{**kind, "max_new_tokens": tokens})
+    as_group = Prompt(sequence_id, prompt.input_ids, "")
+    ticket = engine.submit([as_group], step=step)
+    while not engine.finished(ticket):
+        engine.advance()
+    [(_, completion)], _ = engine.take(ticket)
+    return completion
+
+
+def finish(engine, tickets, advanced=lambda: None):
+    while not all(map(engine.finished, tickets)):
+        engine.advance()
+        advanced()
+    return [engine.take(ticket)[0][0][1] for ticket in tickets]
+
+
+def test_each_sequence_is_what_it_would_be_alone(engine_of):
+    engine = engine_of(max_concurrency=3)
+    facts = [
+        {"seed": 11 + i % 2, "step": i, "sequence_id": 40 + i, "tokens": 5 + 3 * i} for i in range(len(KINDS))
+    ]
+    tickets = []
+    for prompt, kind, fact in zip(PROMPTS, KINDS, facts):  # one comes after every round
+        sampling = Sampling(n=1, max_new_tokens=fact["tokens"], **kind)
+        own = OwnSampling(sampling, fact["seed"], fact["step"], fact["sequence_id"])
+        tickets += engine.submit_own([prompt], [own])
+        engine.advance()
+    together = finish(engine, tickets)
+    for prompt, kind, fact, completion in zip(PROMPTS, KINDS, facts, together):
+        expected = alone(engine_of, prompt, kind, **fact)
+        assert completion.tokens == expected.tokens, kind
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5, err_msg=str(kind))
+        assert completion.finish_reason == expected.finish_reason
+        assert set(completion.versions) == {4}
+
+
+def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
+    engine = engine_of()
+    free = OwnSampling(Sampling(n=1, max_new_tokens=12), 5, 0, 0)
+    [whole] = finish(engine, engine.submit_own(PROMPTS[:1], [free]))
+    stop = tokenizer.decode(whole.tokens[2:3])
+    stopped = OwnSampling(Sampling(n=1, max_new_tokens=12, stop=(stop,)), 5, 0, 0)
+    [cut, same] = finish(engine, engine.submit_own([PROMPTS[0]] * 2, [stopped, free]))
+    assert (cut.tokens, cut.finish_reason) == (whole.tokens[: len(cut.tokens)], "stop")
+    assert len(cut.tokens) <= 3
+    assert stop in tokenizer.decode(cut.tokens)
+    assert same.tokens == whole.tokens
+
+
+def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
+    def owners(count):
+        return [OwnSampling(Sampling(n=1, max_new_tokens=30, temperature=1.5), 1, 0, i) for i in range(count)]
+
+    engine = engine_of(max_concurrency=2, max_new_tokens=30)
+    expected = finish(engine, engine.submit_own(PROMPTS[:4], owners(4)))
+    running, waiting, *others = engine.submit_own(PROMPTS[:4], owners(4))
+    engine.cancel(waiting)  # before it has a slot
+    engine.advance()
+    assert engine.completion(running).tokens == expected[0].tokens[: len(engine.completion(running).tokens)]
+    engine.cancel(running)  # in a slot, or finished
+    left = finish(engine, others)
+    assert [each.tokens for each in left] == [each.tokens for each in expected[2:]]
+    assert not engine._session.num_groups
+    assert engine._session._cache is None
+
+
+def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(engine_of):
+    engine = engine_of()
+    long = OwnSampling(Sampling(n=1, max_new_tokens=10**6), 0, 0, 0)
+    with pytest.raises(ValueError, match="KV cache"):
+        engine.submit_own(PROMPTS[:1], [long])
+    short = OwnSampling(Sampling(n=1, max_new_tokens=4), 0, 0, 0)
+    [completion] = finish(engine, engine.submit_own(PROMPTS[:1], [short]))
+    assert 1 <= len(completion.tokens) <= 4
+
+
+SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 48 and 160 columns
+MEMORY = 20 * 48  # columns of the cache
+
+
+@pytest.fixture
+def limited(engine_of, monkeypatch):
+    """(an engine whose cache has MEMORY columns, the shape of the cache in each of its rounds)."""
+    shapes, resize = [], Session._resize
+
+    def recorded(session):
+        resize(session)
+        shapes.append(session._cache.shape)
+        slots, rows, before, after = session._cache.shape
+        assert rows * before + slots * after <= MEMORY
+
+    monkeypatch.setattr(Session, "_resize", recorded)
+    engine = engine_of(max_new_tokens=64)
+    engine._cache_bytes = MEMORY * 256
+    return engine, shapes
+
+
+def asked(*sizes):
+    prompts = [Prompt(0, np.arange(size, dtype=np.int32) % 250, "") for size, _ in sizes]
+    owners = [OwnSampling(Sampling(n=1, max_new_tokens=new), 3, 0, i) for i, (_, new) in enumerate(sizes)]
+    return prompts, owners
+
+
+def test_as_many_run_at_once_after_a_long_sequence_as_before(limited):
+    engine, shapes = limited
+
+    def most_at_once(count, *size):
+        shapes.clear()
+        finish(engine, engine.submit_own(*asked(*[size] * count)))
+        return max(shape.slots for shape in shapes)
+
+    # Of one token, which the prefill gives: no decode step is compiled.
+    assert most_at_once(24, 5, 1) == 20
+    assert most_at_once(8, 100, 1) == 6
+    assert most_at_once(1, 700, 1) == 1
+    assert most_at_once(24, 5, 1) == 20
+
+
+def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
+    engine, shapes = limited
+    before = engine.submit_own(*asked(*[SHORT] * 10))
+    engine.advance()
+    [long] = engine.submit_own(*asked(LONG))
+    after = engine.submit_own(*asked(*[SHORT] * 10))
+    while not engine.completion(long).tokens:
+        assert shapes[-1] == (16, 16, 32, 16)
+        assert not any(engine.completion(ticket).tokens for ticket in after)
+        engine.advance()
+    assert len(shapes) > 2
+    assert shapes[-1].slots <= 6
+    assert shapes[-1].prompt_columns == 128
+    assert all(completion.tokens for completion in finish(engine, [long, *before, *after]))
+
+
+def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
+    rng = np.random.default_rng(5)
+    sizes = [(int(rng.choice([4, 100])), int(rng.choice([3, 12]))) for _ in range(20)]
+    prompts, owners = asked(*sizes)
+    engine, tickets = limited[0], []
+    for first in range(0, len(prompts), 4):
+        tickets += engine.submit_own(prompts[first : first + 4], owners[first : first + 4])
+        for _ in range(int(rng.integers(0, 3))):
+            engine.advance()
+    together = [completion.tokens for completion in finish(engine, tickets)]
+    for prompt, own, tokens in zip(prompts[:8], owners[:8], together):
+        [alone] = finish(engine, engine.submit_own([prompt], [own]))
+        assert alone.tokens == tokens

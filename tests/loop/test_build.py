@@ -1,0 +1,73 @@
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from quatrain.config.load import load_config
+from quatrain.loop.build import build_engine, load_policy, rollout_workers
+from quatrain.rollout.publish import gathered
+
+
+def _load(*overrides):
+    return load_policy(load_config(None, overrides, environ={}).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mesh=2,1,1", "mesh must be the number of devices; got dp 2, fsdp 1, tp 1 for 1 devices"),
+        ("rollout.mesh=1,1,3", "rollout.mesh must be the number of devices; got dp 1, fsdp 1, tp 3"),
+    ],
+)
+def test_a_mesh_of_other_devices_than_there_are_is_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        _load(override)
+
+
+def test_the_engine_decodes_where_the_weights_are():
+    loaded = _load()
+    config = load_config(None, environ={}).config
+    meshes = loaded.meshes
+    assert meshes.train == meshes.rollout == meshes.reference == build_engine(config, loaded).mesh
+    assert {leaf.sharding.mesh for leaf in loaded.params["layers"][0].values()} == {meshes.train}
+
+
+def test_a_critic_is_loaded_only_where_it_is_used(tmp_path):
+    settings = ["advantage.estimator=gae", f"critic.path={tmp_path / 'nowhere'}"]
+    config = load_config(None, settings, environ={}).config
+    with pytest.raises(ValueError, match=r"critic\.path .*nowhere"):
+        load_policy(config)
+    assert load_policy(config, critic=False).critic_arch is None  # as for an evaluation or an export
+
+
+def test_episodes_of_an_evaluation_may_be_longer_than_those_of_training(tmp_path):
+    """Training is bounded by its tokens sampled and given, an evaluation by its own; both by positions."""
+    path = tmp_path / "environment.py"
+    path.write_text("class Silent:\n    def step(self, completion):\n        return None\n", "utf-8")
+    settings = [f"rollout.environment={path}:Silent", "rollout.max_new_tokens=4", "eval.max_new_tokens=64"]
+    config = load_config(None, settings, environ={}).config
+    loaded = load_policy(config)
+    with closing(build_engine(config, loaded)) as engine:
+        assert engine._episodes.max_tokens == loaded.arch.max_position
+
+
+def test_runs_with_one_weights_dir_keep_their_weights_apart(tmp_path):
+    """Two of the same name in other folders, and one that was killed and is resumed."""
+
+    def publisher_of(runs):
+        settings = (f"run.dir={tmp_path / runs}", "run.name=r", "rollout.servers=[http://127.0.0.1:9]")
+        config = load_config(None, [*settings, f"rollout.weights_dir={tmp_path / 'w'}"], environ={}).config
+        return rollout_workers(config, loaded, 1)[1]
+
+    loaded = _load()
+    weights = gathered(loaded.params, "float32")
+    one, other, resumed = (publisher_of(runs) for runs in ("a", "b", "a"))
+    first, second = (Path(each.publish(weights, 3)) for each in (one, other))
+    assert first.parent != second.parent
+    assert first.parent.name.startswith("r-")
+    other.close()
+    assert (first / "model.safetensors").exists()
+    assert not second.parent.exists()
+    assert Path(resumed.publish(weights, 3)) == first
+    resumed.close()
+    assert not list((tmp_path / "w").iterdir())
