@@ -1,0 +1,140 @@
+"""What a run shows and writes of its steps: progress, timings, traces, metrics, samples, warnings.
+
+Used by `train.py` and `run.py` around each stage and step; the files are those of `report/recorder.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.stop import Stop
+from quatrain.config.schema import Config
+from quatrain.loop.asynchronous import TrainBatch
+from quatrain.parallel.compilations import compile_seconds
+from quatrain.parallel.host_memory import peak_bytes
+from quatrain.report.progress import Progress
+from quatrain.report.recorder import Report
+from quatrain.run.metrics import StageTimer
+from quatrain.types.batches import AdvantagedBatch
+from quatrain.types.metrics import Metric, Metrics
+from quatrain.types.rollouts import RolloutProgress
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Shows and times the stages of a run in `folder`, and writes what its steps gave.
+
+    `report` is open, and `progress` shown, as long as the run is in progress. `skipped`: metrics of the
+    prompts that are not trained on, which every step has.
+    """
+
+    report: Report
+    progress: Progress
+
+    def __init__(self, config: Config, folder: Path, stop: Stop):
+        self._config, self._folder, self._stop = config, folder, stop
+        self._tracing = False
+        self.timer = StageTimer()
+        self.skipped: Mapping[str, Metric] = {}
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Measures the seconds of a training step and of compiling in it; `run.profile_steps` are traced.
+
+        Consecutive steps are one trace.
+        """
+        traced = self._config.run.profile_steps
+        if step in traced and not self._tracing and is_main_process():
+            jax.profiler.start_trace(str(self._folder / "profile"))
+            self._tracing = True
+        before, goes_on = compile_seconds(), False
+        try:
+            with self.timer.stage("step"):
+                yield
+            goes_on = step + 1 in traced
+        finally:
+            self.timer.add("compile", compile_seconds() - before)
+            if self._tracing and not goes_on:
+                jax.profiler.stop_trace()
+                self._tracing = False
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Shows `stage` in the progress display, and measures its seconds."""
+        self.progress.stage(stage)
+        with self.timer.stage(stage):
+            yield
+
+    def took(self, batch: TrainBatch) -> None:
+        """Counts the seconds of the stages that a batch has gone through."""
+        for stage, seconds in batch.seconds.items():
+            self.timer.add(stage, seconds)
+
+    def show_sampling(self, stage: str) -> None:
+        """Shows what the rollout does: as the stage of the step, or beside it where it runs ahead."""
+        (self.progress.beside if self._config.rollout.max_staleness else self.progress.stage)(stage)
+
+    def show_decoding(self, decoding: RolloutProgress) -> None:
+        """Shows the progress of the rollout, after which the run may be stopped."""
+        if self._config.rollout.max_staleness:
+            self.progress.beside(f"rollout: {decoding}")
+        else:
+            self.progress.detail(str(decoding))
+        self._stop.border()
+
+    def log(self, step: int, metrics: Metrics | None = None) -> None:
+        """Writes metrics of `step`, and the seconds of the stages since the last call; the page is due."""
+        self.report.log(step, {**(metrics or {}), **self.timer.metrics()})
+
+    def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: str | None) -> None:
+        """Writes metrics, samples and warnings of a training step, and moves the progress display on."""
+        rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
+        tokens_per_s = float(rollouts.attention_mask.sum()) / self.timer.seconds("step")
+        metrics = {
+            **rollouts.metrics,
+            **rewarded.metrics,
+            **advantaged.metrics,
+            **update,
+            **self.timer.metrics(),
+            **peak_memory(),
+            "throughput/tokens_per_s": Metric(tokens_per_s),
+            **self.skipped,
+        }
+        self.report.log(step, metrics)
+        self.report.samples(step, advantaged)
+        self.report.hint(step, metrics)
+        mismatch = logprob_diff_warning(self._config, update)
+        if mismatch is not None:
+            logger.warning("step %d: %s", step, mismatch)
+        reward = metrics["reward/mean"].result() if "reward/mean" in metrics else None
+        self.progress.step(step, reward=reward, accuracy=accuracy, tokens_per_s=tokens_per_s)
+
+
+def logprob_diff_warning(config: Config, update: Metrics) -> str | None:
+    """The warning for a step if sampler and trainer differ by more than `rollout.logprob_diff_warning`.
+
+    None if they do not, if no token was trained on, and if the key is null.
+    """
+    limit, mean = config.rollout.logprob_diff_warning, update.get("rollout/logprob_diff_mean")
+    if limit is None or mean is None or not mean.result() > limit:
+        return None
+    return (
+        f"log-probabilities of sampler and trainer differ by {mean.result():.3g} nats on average and "
+        f"{update['rollout/logprob_diff_max'].result():.3g} at most (rollout.logprob_diff_warning is "
+        f"{limit:g}): the trained policy differs from the one that was sampled from. Sample without "
+        f"rollout.top_p, top_k and min_p, or set model.dtype to float32 (it is {config.model.dtype}); null "
+        "disables this warning"
+    )
+
+
+def peak_memory() -> dict[str, Metric]:
+    """The most memory in use so far, where the device or the system tells."""
+    peak = peak_bytes()
+    return {} if peak is None else {"memory/peak_gib": Metric(peak / 2**30, reduction="max")}

@@ -1,0 +1,78 @@
+"""The reference policy of a run: kept at the start, moved after the policy, saved with it.
+
+Used by `run.py` at the start and by `train.py` after each step; the `Learner` computes its log-probabilities.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from quatrain.config.schema import Config
+from quatrain.loop.build import LoadedPolicy
+from quatrain.models.lora import trained_part, with_trained, without_adapters
+from quatrain.models.params import abstract_params
+from quatrain.parallel.mesh import to_memory, unshared
+from quatrain.run.checkpoint import Checkpointer
+from quatrain.update.learner import Learner, TrainState
+from quatrain.update.reference import followed
+
+
+class Reference:
+    """The reference policy of `learner`, of which a copy lies in `folder`."""
+
+    def __init__(self, config: Config, loaded: LoadedPolicy, learner: Learner, folder: Path):
+        self._config, self._learner, self._folder = config, learner, folder
+        self._arch, self._mesh = loaded.arch, loaded.meshes.reference
+        warm = config.lora.rank and config.sft.steps
+        self.in_checkpoints = bool(config.update.reference_sync_steps or warm)
+        """Whether checkpoints hold it: it follows the policy, or is the base after a warm start."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the folder has the copy of an earlier start of this run."""
+        return bool(Checkpointer(self._folder).steps())
+
+    def begin(self, params: Any, *, resumed: bool) -> None:
+        """Sets the reference, if the run needs one, from the policy `params` at the start of training.
+
+        It is a frozen copy on the devices of its role, saved in the run's folder for resuming, and in the
+        host's memory if `offload.reference`. With adapters it is the base without them, which is in memory
+        and needs no copy; where they are trained by a warm start, or the reference follows the policy, it
+        has copies of the adapters.
+        """
+        if self._config.needs_reference or self.in_checkpoints:
+            self._learner.reference = self._first(params, resumed)
+
+    def _first(self, params: Any, resumed: bool) -> Any:
+        arch = self._arch
+        if arch.lora:
+            if not self.in_checkpoints:
+                return without_adapters(params)
+            adapters = trained_part(params, arch)
+            copies = jax.tree.map(unshared, to_memory("device", adapters), adapters)
+            return with_trained(params, copies, arch)
+        like = abstract_params(arch, self._config.model.param_dtype, self._mesh)
+        with closing(Checkpointer(self._folder)) as store:
+            if not resumed:
+                store.save(0, {"params": params}, {})
+            _, arrays, _ = store.restore({"params": like})
+        return to_memory("host" if self._config.offload.reference else "device", arrays["params"])
+
+    def move_when_due(self, state: TrainState) -> None:
+        """Moves it to the policy every `update.reference_sync_steps` training steps."""
+        update = self._config.update
+        if update.reference_sync_steps and state.train_step % update.reference_sync_steps == 0:
+            old, new = (trained_part(params, self._arch) for params in (self._learner.reference, state.params))
+            self.restore(followed(old, new, update.reference_mixup))
+
+    def arrays(self) -> dict[str, Any]:
+        """Its part of a checkpoint."""
+        return {"reference": trained_part(self._learner.reference, self._arch)} if self.in_checkpoints else {}
+
+    def restore(self, trained: Any) -> None:
+        """Puts `trained`, as `arrays` has it, in the place of its trained part."""
+        self._learner.reference = with_trained(self._learner.reference, trained, self._arch)

@@ -1,0 +1,111 @@
+"""What must agree when a run is resumed: its configuration, its data, its base, its length.
+
+Data flow: `to_save` -> the host data of a checkpoint -> `check_*`, before the run goes on. A key of the
+configuration is added to `kept`; what else must agree has a check of its own here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quatrain.config.derive import value_at
+from quatrain.config.errors import listed
+from quatrain.config.schema import Config
+from quatrain.config.secrets import REDACTED, comparable, redact, same
+from quatrain.config.values import shown_data_sets
+
+ALWAYS = (
+    "seed",
+    "data.train",
+    "data.shuffle",
+    "data.batch_size",
+    "rollout.n",
+    "data.pass_rate_column",
+    "data.min_pass_rate",
+    "data.max_pass_rate",
+    "rollout.max_staleness",
+    "rollout.in_flight",
+    "update.reference_sync_steps",
+    "optimizer.state_dtype",
+)
+"""Keys that decide what is sampled for each training step, or what a checkpoint holds."""
+
+
+def kept(config: Config) -> dict[str, Any]:
+    """The keys that must not change on resume, with their values as JSON."""
+    keys = [*ALWAYS]
+    if config.critic.enabled:
+        keys.append("critic_optimizer.state_dtype")
+    keys.append("lora.rank")
+    if config.lora.rank:  # the reference after a warm start is then part of a checkpoint
+        keys += ["lora.alpha", "lora.targets", "sft.steps"]
+    if config.rollout.max_staleness:  # checkpoints then decide which weights sample a batch
+        keys.append("checkpoint.every_steps")
+    values = {key: value_at(config, key) for key in keys}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def to_save(config: Config, num_prompts: int, data: Mapping[str, str], base: str | None) -> dict[str, Any]:
+    """What a checkpoint says of the run, to be compared when it is resumed; secrets as digests."""
+    return {
+        "config": {key: comparable(value, os.environ) for key, value in kept(config).items()},
+        "num_prompts": num_prompts,
+        "data": comparable(data, os.environ),
+        **({} if base is None else {"base": base}),
+    }
+
+
+def check_config(config: Config, saved: Mapping[str, Any], run: Path, *, has_reference: bool) -> None:
+    """Raises ValueError if the configuration changes a kept key, or needs a reference that is not there."""
+    for key, value in kept(config).items():
+        # The default for keys that are newer than the checkpoint.
+        before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
+        if not same(before, value):
+            known = before[REDACTED] if isinstance(before, dict) else before
+            raise ValueError(
+                f"{key} of a resumed run must not change: {run} has {known}, got "
+                f"{redact(str(value), os.environ)}; set {key} back, or start another run"
+            )
+    if config.copies_reference and not has_reference:
+        key = "update.kl_coef" if config.update.kl_coef else "reward.kl_coef"
+        raise ValueError(
+            f"a run can be resumed with {key} above 0 only if it was started so: the reference policy is saved "
+            f"at the start; {run} has none, got {key} {value_at(config, key)}; set {key} back to 0, or start "
+            "another run"
+        )
+
+
+def check_prompts(config: Config, num_prompts: int, data: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if `data.train` does not have the rows that the checkpoint `saved` had."""
+    spec, before = shown_data_sets(config.data.train), saved["num_prompts"]
+    if num_prompts != before:
+        raise ValueError(
+            f"data.train of a resumed run must not change: {spec} had {before} prompts that were not "
+            f"skipped, and has {num_prompts}; restore the data and data.max_prompt_length, or start another run"
+        )
+    digests = saved.get("data", data)  # a checkpoint of an earlier version has none
+    changed = [] if same(digests, data) else differing(digests, data)
+    if changed:
+        raise ValueError(
+            f"data.train of a resumed run must not change: {spec} has as many rows as before, and "
+            f"{listed(changed)} differ; restore the data, and the keys of data, the tokenizer and the "
+            "chat template that prompts are made with, or start another run"
+        )
+
+
+def check_steps(steps: int, done: int, run: Path) -> None:
+    """Raises ValueError if the run has fewer steps than its newest checkpoint, that of step `done`."""
+    if steps < done:
+        raise ValueError(
+            f"run.steps of a resumed run must not be below the step of its newest checkpoint: {run} has one of "
+            f"step {done}, got {steps} steps; raise run.steps (or run.epochs), or export an earlier checkpoint "
+            "with `quatrain export RUN OUTPUT --step N`"
+        )
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of the digests that are not the same in both."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
