@@ -1,0 +1,197 @@
+"""When a run saves a checkpoint, what is in it, and how the run goes on from one.
+
+Used by `train.py` after each step and by `run.py` at the start and the end. Data flow: `TrainState` ->
+`Checkpointer`, and back; what must agree is checked in `run/resume.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+
+from quatrain.cluster.processes import decided_by_main, num_processes
+from quatrain.config.schema import Config
+from quatrain.loop.evaluations import Evaluations
+from quatrain.loop.recorder import Recorder
+from quatrain.loop.reference import Reference
+from quatrain.models.architecture import Architecture
+from quatrain.models.lora import trained_part, with_trained
+from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed
+from quatrain.run.run_dir import RunDir
+from quatrain.run.saved_state import check_saved_state
+from quatrain.types.batches import PromptPlace
+from quatrain.update.learner import TrainState
+from quatrain.update.trainer import ModelState
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Saves the state of a run of `steps` training steps, with its reference and its evaluations.
+
+    `identity` is what must agree when the run is resumed (`resume.to_save`); `check` raises ValueError if it
+    does not agree with that of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunDir,
+        store: Checkpointer,
+        arch: Architecture,
+        reference: Reference,
+        evaluations: Evaluations,
+        recorder: Recorder,
+        *,
+        steps: int,
+        identity: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None],
+    ):
+        self._every, self._folder, self._store = config.checkpoint.every_steps, folder, store
+        self._arch, self._reference, self._evaluations = arch, reference, evaluations
+        self._recorder, self._steps, self._identity, self._check = recorder, steps, identity, check
+        self._ahead = config.rollout.max_staleness > 0
+        self._failure: SaveFailed | None = None
+        """Why the last checkpoint could not be written."""
+
+    @property
+    def _best_step(self) -> int | None:
+        best = self._evaluations.best
+        return None if best is None or best.found is None else int(best.found["step"])
+
+    def save_when_due(self, state: TrainState) -> None:
+        """Save every `checkpoint.every_steps` training steps, at a new best, and after the last.
+
+        After optimizer steps that were not applied, weights may not be finite; until one is applied again,
+        the checkpoints before them are not displaced by others.
+        """
+        step, best = state.train_step, self._best_step
+        if best is not None:
+            self._store.pinned = [*self._store.pinned, best] if best not in self._store.pinned else self._store.pinned
+        due = (bool(self._every) and step % self._every == 0) or step in self._store.pinned
+        bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
+        if step == self._steps or (due and not bad_steps):
+            self.save(state)
+            self._recorder.log(step)
+            self._recorder.report.page()
+        elif due:
+            logger.warning(
+                "no checkpoint of step %d: the last %d optimizer steps were not applied", step, bad_steps
+            )
+        if best == step:
+            self._confirm_best(step)
+
+    def _confirm_best(self, step: int) -> None:
+        """Forget the best evaluation, that of `step`, if its checkpoint could not be written."""
+        with self._reported_if_failed():
+            self._store.wait()
+        if step not in decided_by_main(self._store.steps):
+            self._store.pinned.remove(step)
+            assert self._evaluations.best is not None
+            self._evaluations.best.withdraw()
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint of `state`, unless one of the same or a later step exists.
+
+        If a checkpoint cannot be written, a run of one process reports it and goes on, one of several raises
+        SaveFailed. Raises NonFiniteState if parameters or optimizer state have numbers that are not finite.
+        """
+        with self._reported_if_failed():
+            self._store.wait()
+        latest = decided_by_main(self._store.latest_step)
+        if latest is not None and state.train_step <= latest:
+            return
+        with self._recorder.timed("checkpoint"), self._reported_if_failed():
+            try:
+                self._store.save(state.train_step, self._arrays(state), self._host(state))
+            except NonFiniteState as error:
+                before = "there is no checkpoint before it"
+                if latest is not None:
+                    before = f"continue from step {latest} with `--resume {self._folder.name}`"
+                raise NonFiniteState(f"{error}; lower optimizer.learning_rate; {before}") from error
+
+    def save_before_end(self, state: TrainState) -> None:
+        """Save a checkpoint of `state` in a run that ends early; what prevents it is logged."""
+        try:
+            self.save(state)
+        except NonFiniteState as error:
+            logger.error("%s", error)
+
+    def check_last(self) -> None:
+        """Wait for the last checkpoint; raises SaveFailed if it is not that of the last step."""
+        self._store.wait()
+        newest = decided_by_main(self._store.latest_step)
+        if newest != self._steps:
+            raise SaveFailed(
+                f"the model is exported to {self._folder.final}, but the newest checkpoint is of step "
+                f"{newest}, not {self._steps}: {self._failure}; then resume the run"
+            )
+
+    def restore(self, state: TrainState) -> TrainState:
+        """The state of the newest checkpoint that is not damaged; `state` is given up for it."""
+        wanted = jax.tree.map(_abstract, self._arrays(state))
+        for leaf in jax.tree.leaves(self._arrays(state)):
+            leaf.delete()  # there may not be memory for the state that a run begins with beside the restored
+        step, arrays, host = self._store.restore(wanted)
+        check_saved_state(host, self._folder.checkpoints)
+        self._check(host)  # an earlier checkpoint's, if the latest is damaged
+        arrays["params"] = with_trained(state.params, arrays["params"], self._arch)
+        self._store.set_aside()
+        self._folder.rewind(step)
+        self._evaluations.restore(host, step, self._store.steps())
+        best = self._best_step
+        self._store.pinned = [] if best is None else [best]
+        if self._ahead and (not self._every or step % self._every):
+            self._recorder.report.event(
+                f"the checkpoint of step {step} is not one of checkpoint.every_steps: the next batches are "
+                "sampled by newer weights than in a run that was not stopped there"
+            )
+        if "reference" in arrays:
+            self._reference.restore(arrays.pop("reference"))
+        critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
+        counters = {name: host[name] for name in ("step", "bad_steps", "train_step", "reward_kl_coef")}
+        return replace(state, **arrays, critic=critic, place=PromptPlace(**host["place"]), **counters)
+
+    def _arrays(self, state: TrainState) -> dict[str, Any]:
+        """The arrays of a checkpoint: what is trained, not a frozen base."""
+        arrays = {"params": trained_part(state.params, self._arch), "opt_state": state.opt_state}
+        if state.critic is not None:
+            arrays["critic"] = {"params": state.critic.params, "opt_state": state.critic.opt_state}
+        return arrays | self._reference.arrays()
+
+    def _host(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint holds besides arrays."""
+        return {
+            **_counts(state),
+            "train_step": state.train_step,
+            "place": asdict(state.place),
+            "reward_kl_coef": state.reward_kl_coef,
+            "critic": None if state.critic is None else _counts(state.critic),
+            **self._identity,
+            **self._evaluations.to_save(state.train_step),
+        }
+
+    @contextmanager
+    def _reported_if_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as error:
+            if num_processes() > 1:  # the others wait for this one's files
+                raise
+            self._failure = error
+            logger.warning(
+                "%s; the run goes on; its newest checkpoint is of step %s", error, self._store.latest_step()
+            )
+
+
+def _counts(state: ModelState) -> dict[str, int]:
+    return {"step": state.step, "bad_steps": state.bad_steps}
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
