@@ -25,7 +25,7 @@ from quatrain.loop import run as run_module
 from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
 from quatrain.loop.prompts import NoSignal
-from quatrain.loop.run import logprob_diff_warning
+from quatrain.loop.recorder import logprob_diff_warning
 from quatrain.loop.train import supervise, train
 from quatrain.report import progress
 from quatrain.run.catalogue import unknown_metrics

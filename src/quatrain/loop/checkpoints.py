@@ -71,8 +71,8 @@ class Checkpoints:
         the checkpoints before them are not displaced by others.
         """
         step, best = state.train_step, self._best_step
-        if best is not None:
-            self._store.pinned = [*self._store.pinned, best] if best not in self._store.pinned else self._store.pinned
+        if best is not None and best not in self._store.pinned:
+            self._store.pinned.append(best)
         due = (bool(self._every) and step % self._every == 0) or step in self._store.pinned
         bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
         if step == self._steps or (due and not bad_steps):

@@ -64,6 +64,7 @@ class Evaluations:
     ):
         self._config, self._evaluator, self._engine = config, evaluator, engine
         self._batches, self._recorder, self._stop, self._steps = batches, recorder, stop, steps
+        self._done_as = self._what_decides()
         self.best = best
         self.before: dict[str, float] = {}
         """Metrics before training."""
@@ -136,7 +137,7 @@ class Evaluations:
         """What a checkpoint of `step` keeps of the evaluations so far."""
         return {
             "before": self.before,
-            "evaluated_as": {what: comparable(value, os.environ) for what, value in self._done_as().items()},
+            "evaluated_as": {what: comparable(value, os.environ) for what, value in self._done_as.items()},
             "accuracy": self._accuracy,
             "evaluation_due": self._is_due(step),
             "best": None if self.best is None else self.best.found,
@@ -157,7 +158,7 @@ class Evaluations:
         if self.best is not None:
             self.best.restore(saved.get("best"), step, [] if changed else checkpoints)
 
-    def _done_as(self) -> dict[str, Any]:
+    def _what_decides(self) -> dict[str, Any]:
         """What decides whether two evaluations of a run can be compared, as JSON values."""
         config, rollout = self._config, self._config.rollout
         count = config.eval.usual_num_prompts
@@ -178,7 +179,7 @@ class Evaluations:
 
     def _changed(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the evaluations of the checkpoint `saved`."""
-        now = self._done_as()
+        now = self._done_as
         before = {"rows": now["rows"]} | saved.get("evaluated_as", now)  # earlier versions saved no digests
         changed = [
             what for what in {**before, **now} if what not in before or not same(before[what], now.get(what))

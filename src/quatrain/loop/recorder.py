@@ -54,6 +54,8 @@ class Recorder:
         if step in traced and not self._tracing and is_main_process():
             jax.profiler.start_trace(str(self._folder / "profile"))
             self._tracing = True
+        if self._config.rollout.max_staleness:
+            self.progress.stage("waiting for the rollout")
         before, goes_on = compile_seconds(), False
         try:
             with self.timer.stage("step"):

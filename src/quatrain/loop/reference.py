@@ -31,11 +31,6 @@ class Reference:
         self.in_checkpoints = bool(config.update.reference_sync_steps or warm)
         """Whether checkpoints hold it: it follows the policy, or is the base after a warm start."""
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether the folder has the copy of an earlier start of this run."""
-        return bool(Checkpointer(self._folder).steps())
-
     def begin(self, params: Any, *, resumed: bool) -> None:
         """Sets the reference, if the run needs one, from the policy `params` at the start of training.
 
@@ -66,7 +61,9 @@ class Reference:
         """Moves it to the policy every `update.reference_sync_steps` training steps."""
         update = self._config.update
         if update.reference_sync_steps and state.train_step % update.reference_sync_steps == 0:
-            old, new = (trained_part(params, self._arch) for params in (self._learner.reference, state.params))
+            old, new = (
+                trained_part(params, self._arch) for params in (self._learner.reference, state.params)
+            )
             self.restore(followed(old, new, update.reference_mixup))
 
     def arrays(self) -> dict[str, Any]:

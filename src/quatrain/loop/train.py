@@ -7,7 +7,7 @@ in `run.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.loop.prompts import NoSignal
-from quatrain.loop.run import Run, Summary, open_run
+from quatrain.loop.run import Run, Summary, build_run, open_run
 from quatrain.loop.step import learn
 from quatrain.plan import device_memory
 from quatrain.plan.batches import plan as batch_plan
@@ -49,32 +49,36 @@ def train(
     """
     with open_run(resolved, resume, reward_functions) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
-        with Progress(run.steps) as run.progress:
+        with Progress(run.steps) as run.recorder.progress:
             state = _train(run, run.begin())
-            after = run.evaluate_last(state.params, state.train_step, version=state.step)
+            after = run.evaluations.last(state.params, state.train_step, version=state.step)
             run.export(state.params)
         return run.conclude(state.train_step, after)
 
 
 def _train(run: Run, state: TrainState) -> TrainState:
-    run.progress.phase("train")
-    run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
+    recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
+    recorder.progress.phase("train")
+    evaluations.when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:
-            with run.profiled(state.train_step + 1), run.timed_step():
-                batch = run.take(state)
-                state, advantaged = learn(run.stages, state, batch.rewarded, timed=run.timed)
+            with recorder.step(state.train_step + 1):
+                with run.stop.interruptible():
+                    batch = run.batches.take(state)
+                recorder.took(batch)
+                state, advantaged = learn(run.stages, state, batch.rewarded, timed=recorder.timed)
                 state = replace(state, place=batch.place)
-            run.move_reference_when_due(state)
-            run.record(state.train_step, state.metrics, advantaged)
-            run.evaluate_when_due(state)
-            run.save_when_due(state)
+            run.reference.move_when_due(state)
+            recorder.record(state.train_step, state.metrics, advantaged, evaluations.accuracy)
+            evaluations.when_due(state)
+            checkpoints.save_when_due(state)
         except TooManyBadSteps as stopped:
-            run.record(stopped.state.train_step + 1, stopped.state.metrics, stopped.batch)
-            run.save_before_end(stopped.state)
+            bad = stopped.state
+            recorder.record(bad.train_step + 1, bad.metrics, stopped.batch, evaluations.accuracy)
+            checkpoints.save_before_end(bad)
             raise
         except (NoSignal, Stopped):
-            run.save_before_end(state)
+            checkpoints.save_before_end(state)
             raise
     return state
 
@@ -96,7 +100,8 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
     new = [path for path in (root, *root.parents) if not path.exists()]
     with Stop(agreement()) as stop, closing(RunDir.create(config.run.dir, config.run.name)) as folder:
         try:
-            with stop.interruptible(), closing(Run(resolved, folder, stop, weights=False)) as run:
+            with stop.interruptible(), ExitStack() as parts:
+                run = build_run(resolved, folder, stop, parts, weights=False)
                 placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
                 lines = [
                     f"{run.steps} steps of {run.step_size}, {len(run.prompts)} training prompts",
@@ -139,9 +144,9 @@ def supervise(resolved: Resolved) -> Summary:
     with open_run(resolved, None) as run:
         run.resumable = False
         run.announce(f"{steps} supervised steps of {resolved.config.sft.batch_size} demonstrations")
-        with Progress(steps) as run.progress:
-            run.evaluate_first(run.loaded.params)
+        with Progress(steps) as run.recorder.progress:
+            run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
-            after = run.evaluate_last(params, steps, version=steps)
+            after = run.evaluations.last(params, steps, version=steps)
             run.export(params)
         return run.conclude(steps, after)

@@ -16,6 +16,8 @@ from quatrain.config.errors import listed
 from quatrain.config.schema import Config
 from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets
+from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.run_dir import RunDir
 
 ALWAYS = (
     "seed",
@@ -58,8 +60,9 @@ def to_save(config: Config, num_prompts: int, data: Mapping[str, str], base: str
     }
 
 
-def check_config(config: Config, saved: Mapping[str, Any], run: Path, *, has_reference: bool) -> None:
+def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> None:
     """Raises ValueError if the configuration changes a kept key, or needs a reference that is not there."""
+    run = folder.path
     for key, value in kept(config).items():
         # The default for keys that are newer than the checkpoint.
         before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
@@ -69,22 +72,25 @@ def check_config(config: Config, saved: Mapping[str, Any], run: Path, *, has_ref
                 f"{key} of a resumed run must not change: {run} has {known}, got "
                 f"{redact(str(value), os.environ)}; set {key} back, or start another run"
             )
-    if config.copies_reference and not has_reference:
+    if config.copies_reference and not Checkpointer(folder.reference).steps():
         key = "update.kl_coef" if config.update.kl_coef else "reward.kl_coef"
         raise ValueError(
-            f"a run can be resumed with {key} above 0 only if it was started so: the reference policy is saved "
-            f"at the start; {run} has none, got {key} {value_at(config, key)}; set {key} back to 0, or start "
-            "another run"
+            f"a run can be resumed with {key} above 0 only if it was started so: the reference policy is "
+            f"saved at the start; {run} has none, got {key} {value_at(config, key)}; set {key} back to 0, or "
+            "start another run"
         )
 
 
-def check_prompts(config: Config, num_prompts: int, data: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+def check_prompts(
+    config: Config, num_prompts: int, data: Mapping[str, str], saved: Mapping[str, Any]
+) -> None:
     """Raises ValueError if `data.train` does not have the rows that the checkpoint `saved` had."""
     spec, before = shown_data_sets(config.data.train), saved["num_prompts"]
     if num_prompts != before:
         raise ValueError(
             f"data.train of a resumed run must not change: {spec} had {before} prompts that were not "
-            f"skipped, and has {num_prompts}; restore the data and data.max_prompt_length, or start another run"
+            f"skipped, and has {num_prompts}; restore the data and data.max_prompt_length, or start another "
+            "run"
         )
     digests = saved.get("data", data)  # a checkpoint of an earlier version has none
     changed = [] if same(digests, data) else differing(digests, data)
@@ -100,9 +106,9 @@ def check_steps(steps: int, done: int, run: Path) -> None:
     """Raises ValueError if the run has fewer steps than its newest checkpoint, that of step `done`."""
     if steps < done:
         raise ValueError(
-            f"run.steps of a resumed run must not be below the step of its newest checkpoint: {run} has one of "
-            f"step {done}, got {steps} steps; raise run.steps (or run.epochs), or export an earlier checkpoint "
-            "with `quatrain export RUN OUTPUT --step N`"
+            f"run.steps of a resumed run must not be below the step of its newest checkpoint: {run} has one "
+            f"of step {done}, got {steps} steps; raise run.steps (or run.epochs), or export an earlier "
+            "checkpoint with `quatrain export RUN OUTPUT --step N`"
         )
 
 

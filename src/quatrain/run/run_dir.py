@@ -118,6 +118,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def reference(self) -> Path:
+        """Folder of the reference policy as it was at the start of training."""
+        return self.path / "reference"
+
+    @property
     def final(self) -> Path:
         """Folder of the exported model."""
         return self.path / "final"
@@ -184,8 +189,8 @@ class RunDir:
         """
 
         def put_aside() -> None:
-            if (self.path / "reference").exists():
-                shutil.rmtree(self.path / "reference")
+            if self.reference.exists():
+                shutil.rmtree(self.reference)
                 _log.warning("reference/ of an earlier attempt without a checkpoint is overwritten")
             self.hints.unlink(missing_ok=True)
             self.rewind(-1)
