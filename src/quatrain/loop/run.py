@@ -393,6 +393,7 @@ def build_run(
         on_progress=recorder.show_decoding,
         usual_prompt=prompts.usual_longest(config.data.batch_size),
     )
+    parts.callback(engine.close)
     stages = Stages(engine, scorer, advantage, learner)
     batches = AsyncRollouts(
         stages,
