@@ -6,9 +6,11 @@ not import JAX.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
+from quatrain.config.axes import DATA_AXES, DP, TP
 from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
 
@@ -70,18 +72,19 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
 
 def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processes: int) -> Role:
     """The role of a rollout on `devices` of this run, with a check of `rollout.max_concurrency`."""
-    spec, name = config.rollout.mesh, "rollout.mesh"
+    spec: str | Mapping[str, int] | None = config.rollout.mesh
+    name = "rollout.mesh"
     if spec is None:
         name = "rollout.mesh (null: tp is that of mesh)"
         replicas = train.mesh.num_data_shards if devices == train.devices else -1
-        spec = f"{replicas},1,{train.mesh.tp}"
+        spec = {DP: replicas, TP: train.mesh.tp}
     mesh = resolve_mesh(spec, len(devices) * num_processes, num_processes, name=name)
     concurrency = config.rollout.max_concurrency
     if concurrency is not None and concurrency < mesh.num_data_shards:
         raise ValueError(
-            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got "
-            f"{concurrency} and {mesh.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
-            "rollout.max_concurrency, or tp of rollout.mesh"
+            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got {concurrency} "
+            f"and {mesh.num_data_shards} replicas ({' x '.join(DATA_AXES)} of rollout.mesh); raise "
+            f"rollout.max_concurrency, or {TP} of rollout.mesh"
         )
     return Role(devices, mesh)
 
@@ -101,7 +104,7 @@ def _check_room_for_rollout(config: Config, roles: Roles) -> None:
     elif not copied:
         problem = (
             f"the rollout computes with these very parameters, as model.dtype and model.param_dtype are "
-            f"{model.dtype} and both meshes {','.join(map(str, roles.train.mesh))}"
+            f"{model.dtype} and both meshes {roles.train.mesh}"
         )
     if problem:
         raise ValueError(

@@ -23,6 +23,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.lora import trained_part
 from quatrain.models.params import is_spec, param_specs, partition
 from quatrain.ops.logprobs import even_parts
+from quatrain.parallel.axes import TP
 
 OFF_BY = "-4 % to +12 %, with tp up to +54 %"
 """Difference of the estimate from the memory analysis of XLA's compiler for TPUs (docs/scaling.md)."""
@@ -139,7 +140,7 @@ class _Widths:
 
     @classmethod
     def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
-        shared = "tp" in partition(arch, mesh)["embed"]
+        shared = TP in partition(arch, mesh)["embed"]
         return cls(
             hidden=arch.hidden_size,
             queries=arch.num_heads * arch.head_dim // mesh.tp,

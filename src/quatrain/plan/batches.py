@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from quatrain.config.axes import DATA_AXES, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
@@ -23,6 +24,7 @@ SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
 WIDTH = 100
 GAP = "  "
+_TIMES = " x "
 UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
@@ -150,13 +152,13 @@ def _device_rows(layout: _Layout) -> Iterator[Row]:
         "data_shards",
         layout.shards,
         "shards",
-        f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
+        f"D: {_TIMES.join(DATA_AXES)} = {_TIMES.join(map(str, layout.mesh.data_sizes))}",
     )
     yield Row(
         "devices_per_shard",
-        layout.mesh.tp,
+        layout.mesh.num_devices // layout.shards,
         "devices",
-        f"tp: {own} / D = {layout.mesh.num_devices} / {layout.shards}; tensor parallel",
+        f"{TP}: {own} / D = {layout.mesh.num_devices} / {layout.shards}; tensor parallel",
     )
 
 
@@ -169,7 +171,7 @@ def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         "rollout_replicas",
         replicas,
         "replicas",
-        f"dp x fsdp of rollout.mesh = {layout.rollout_mesh.dp} x {layout.rollout_mesh.fsdp}",
+        f"{_TIMES.join(DATA_AXES)} of rollout.mesh = {_TIMES.join(map(str, layout.rollout_mesh.data_sizes))}",
     )
     total = whole * n
     remark = f"; {whole // replicas} prompts x {n}" if whole % replicas == 0 else ""

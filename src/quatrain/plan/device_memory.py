@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles
 from quatrain.plan.batches import GAP, WIDTH
 
@@ -182,7 +181,7 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {format_mesh(result.roles.train.mesh)}"
+    yield f"parameters on mesh {result.roles.train.mesh}"
     head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
     rows = [
         (
@@ -243,11 +242,6 @@ def _table(rows: Sequence[Part], title: str = "bytes on each device") -> Iterato
 def _warning_lines(result: Placement) -> Iterator[str]:
     for warning in result.warnings:
         yield from textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
-
-
-def format_mesh(mesh: MeshShape) -> str:
-    """`mesh` in the configuration's notation `dp,fsdp,tp`."""
-    return ",".join(map(str, mesh))
 
 
 def in_units(num_bytes: int) -> str:

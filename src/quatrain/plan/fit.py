@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
+from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
 from quatrain.plan.batches import GAP, WIDTH
-from quatrain.plan.device_memory import Placement, format_mesh, in_units
+from quatrain.plan.device_memory import Placement, in_units
 from quatrain.plan.placement import architecture, placement
 
 ROOM = 0.9
@@ -119,7 +120,7 @@ def fit(
     smallest = {mesh: least for mesh in meshes if (least := search.smallest(mesh)) is not None}
     if not smallest:
         raise ValueError(
-            f"no mesh of {devices} devices can shard the model; the meshes tried are {', '.join(meshes)}; "
+            f"no mesh of {devices} devices can shard the model, of {'; '.join(map(str, meshes))}; "
             "use another number of devices"
         )
     found: list[tuple[_Cost, Combination]] = []
@@ -146,25 +147,25 @@ class _Search:
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
         self._least = 1 if update.micro_batch_size else longest_sequence(self._config)
-        self._frugal: dict[tuple[str, _Kept], Combination | None] = {}
+        self._frugal: dict[tuple[MeshShape, _Kept], Combination | None] = {}
 
-    def meshes(self) -> list[str]:
-        """All meshes of the training devices, as `dp,fsdp,tp`."""
+    def meshes(self) -> list[MeshShape]:
+        """All meshes of the training devices that differ in dp, fsdp and tp."""
         n = self._mesh_devices
         sizes = [size for size in range(1, n + 1) if n % size == 0]
-        return [f"{n // (f * t)},{f},{t}" for t in sizes for f in sizes if n % (f * t) == 0]
+        return [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
 
-    def smallest(self, mesh: str) -> Combination | None:
+    def smallest(self, mesh: MeshShape) -> Combination | None:
         """The combination on `mesh` that needs the least memory; None if the model cannot be sharded so."""
         least = (self._least_with(mesh, kept) for kept in self._kept())
         return min(filter(None, least), key=lambda each: each.peak, default=None)
 
-    def may_fit(self, mesh: str, kept: _Kept) -> bool:
+    def may_fit(self, mesh: MeshShape, kept: _Kept) -> bool:
         """Whether there is a size of micro-batches and a `model.remat` with which `kept` fits."""
         least = self._least_with(mesh, kept)
         return least is not None and least.peak <= self.usable
 
-    def _least_with(self, mesh: str, kept: _Kept) -> Combination | None:
+    def _least_with(self, mesh: MeshShape, kept: _Kept) -> Combination | None:
         if (mesh, kept) not in self._frugal:
             made = self.made(mesh, _Switches("layer", self._halvings()[-1], kept))
             self._frugal[mesh, kept] = made and made[1]
@@ -183,7 +184,7 @@ class _Search:
         every = itertools.product(references, policies, (False, True), moments, dtypes)
         return [_Kept(*values) for values in every]
 
-    def in_order(self, meshes: Sequence[str]) -> Iterator[tuple[_Cost, str, _Switches]]:
+    def in_order(self, meshes: Sequence[MeshShape]) -> Iterator[tuple[_Cost, MeshShape, _Switches]]:
         """All combinations on `meshes`, the cheapest first."""
         choices = itertools.starmap(_Switches, itertools.product(REMATS, self._halvings(), self._kept()))
         frozen = self._config.lora.rank > 0
@@ -192,7 +193,7 @@ class _Search:
         ]
         yield from sorted(every, key=lambda each: (sum(each[0]), each[1:]))
 
-    def made(self, mesh: str, switches: _Switches) -> tuple[bool, Combination] | None:
+    def made(self, mesh: MeshShape, switches: _Switches) -> tuple[bool, Combination] | None:
         """(whether nothing warns, the combination); None if it is not possible, as where a mesh is not."""
         now, (remat, halvings, kept) = self._config, switches
         budget = max(self._budget >> halvings, self._least)
@@ -226,7 +227,7 @@ class _Search:
             return None
         return not placed.warnings, Combination(
             tuple(overrides),
-            format_mesh(placed.roles.train.mesh),
+            str(placed.roles.train.mesh),
             remat,
             str(budget),
             " ".join(what for what, on in offloads.items() if on) or "-",
@@ -239,16 +240,15 @@ class _Search:
         return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
 
 
-def _cost(mesh: str, switches: _Switches, *, frozen: bool) -> _Cost:
+def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     """Tensor parallelism communicates in every layer, offloading copies over a slow bus.
 
     bfloat16 costs no time but accuracy: little in the first moment; in the parameters the noise of rounding
     in every step, which costs the most, unless they are `frozen`.
     """
-    _, fsdp, tp = map(int, mesh.split(","))
     kept = switches.kept
     return _Cost(
-        mesh=(fsdp > 1) + 4.0 * (tp > 1) * (tp.bit_length() - 1),
+        mesh=(mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
         remat=2.0 * REMATS.index(switches.remat),
         halvings=0.5 * switches.halvings,
         reference=3.0 * kept.reference,
@@ -267,7 +267,7 @@ def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int)
     if not found.found:
         return render(found)
     (first,) = found.found
-    same = f"mesh={format_mesh(placed.roles.train.mesh)}"
+    same = f"mesh={placed.roles.train.mesh}"
     changes = replace(first, overrides=tuple(each for each in first.overrides if each != same))
     return f"it fits with: {changes.command}"
 

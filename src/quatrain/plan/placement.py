@@ -46,7 +46,6 @@ from quatrain.plan.device_memory import (
     ParameterKind,
     Part,
     Placement,
-    format_mesh,
     in_units,
 )
 from quatrain.update.optimizer import build_optimizer
@@ -117,7 +116,7 @@ def _sampled_by(config: Config) -> str:
     if rollout.servers:
         return f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
     own = resolve_roles(worker_config(config), devices_of_worker(config)).rollout
-    where = f"each on devices of its own with mesh {format_mesh(own.mesh)}"
+    where = f"each on devices of its own with mesh {own.mesh}"
     return f"rollout.workers ({rollout.workers}) sample, {where}"
 
 
@@ -195,7 +194,7 @@ class _Plan:
         trained = self._weights(self.mesh, model.param_dtype, trained=True) if lora else 0
         away = self.config.offload.policy
         phases = (GRADIENT, STEP) if away else PHASES
-        why = f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}{FROZEN * bool(lora)}"
+        why = f"model.param_dtype {model.param_dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
         yield Part("weights", weights - trained, why + OFFLOADED * away, phases)
         if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
@@ -226,7 +225,7 @@ class _Plan:
     def _critic_parts(self, critic: CriticConfig, dtype: str) -> Iterator[Part]:
         """The critic's parts, of a plan whose model is the critic and whose training devices are its own."""
         host, optimizer = self.config.offload.critic, self.config.critic_optimizer
-        why = f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}"
+        why = f"model.param_dtype {dtype} on mesh {self.mesh}"
         weights = self._weights(self.mesh, dtype)
         yield Part("weights", weights, why + OFFLOADED * host, CRITIC_PHASES if host else PHASES)
         why = _in_words(optimizer) + OFFLOADED * host
@@ -251,7 +250,7 @@ class _Plan:
                 size = own._weights(mesh, dtype)
             except ValueError as error:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
-            why = f"{path}: model.param_dtype {dtype} on mesh {format_mesh(mesh)}{OFFLOADED * host}"
+            why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             waits = host and not self.config.rollout.max_staleness
             yield Part(key, size, why, () if waits else PHASES, REWARD)
@@ -334,7 +333,7 @@ class _Plan:
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
         coefs = {"update.kl_coef": self.config.update.kl_coef, "reward.kl_coef": self.config.reward.kl_coef}
         used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
-        why = f"{used}; on mesh {format_mesh(mesh)}"
+        why = f"{used}; on mesh {mesh}"
         size = self._weights(mesh, model.param_dtype)
         phases = () if host else PHASES
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
@@ -369,7 +368,7 @@ class _Plan:
         arch = replace(self.arch, lora=None) if merges else self.arch
         places = partition(arch, self.rollout_mesh)
         copied = jax.tree_util.tree_map_with_path(own, param_specs(arch), places, is_leaf=is_spec)
-        why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
+        why = f"model.dtype {model.dtype} on rollout.mesh {self.rollout_mesh}"
         if lora:
             merged = "adapters merged into copies of their matrices"
             why = f"{merged if merges else 'base and adapters'}, {why}"
