@@ -85,9 +85,9 @@ def launch(
 def _check(command: Sequence[str], processes: int, devices_per_process: int) -> None:
     if not command or command[0] not in COMMANDS:
         raise ValueError(
-            f"launch runs the command {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, given after two dashes; got "
-            f"{repr(command[0]) if command else 'no command'}; write quatrain launch --processes 2 -- train "
-            "CONFIG.yaml"
+            f"launch runs the command {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, given after two dashes; "
+            f"got {repr(command[0]) if command else 'no command'}; write quatrain launch --processes 2 -- "
+            "train CONFIG.yaml"
         )
     for option, number in (("--processes", processes), ("--devices-per-process", devices_per_process)):
         if number < 1:
@@ -114,11 +114,12 @@ def _free_port(port: int | None) -> int:
 
 def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """Environment of the processes: `devices` simulated CPU devices, unbuffered output, a secret to share."""
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     return {
         **environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip(),
+        "XLA_FLAGS": flags.strip(),
         LAUNCHER: str(os.getpid()),
         TOKEN: secrets.token_hex(),
     }

@@ -7,7 +7,6 @@ completions are given as a range over all possible lengths. This module does not
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -19,13 +18,11 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.plan.text import table, warning_lines
 
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
-WIDTH = 100
-GAP = "  "
 _TIMES = " x "
-UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
@@ -228,9 +225,7 @@ def _update_rows(
     )
     stage = _Stage.of(config, "update.", update, "B", sequences, shards)
     yield stage.per_shard("sequences_per_shard")
-    yield stage.per_micro_batch("micro_batch_sequences")
-    yield stage.budget("max_tokens_per_device")
-    yield stage.passes("micro_batches_per_optimizer_step")
+    yield from stage.rows_of("", "micro_batches_per_optimizer_step")
 
 
 def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
@@ -238,9 +233,7 @@ def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
     whole = _Span(total, total)
     stage = _Stage.of(config, "logprob.", config.logprob, "P x G", whole, layout.shards)
     yield _sweeps(config, config.update.epochs * count)
-    yield stage.per_micro_batch("logprob_micro_batch_sequences")
-    yield stage.budget("logprob_max_tokens_per_device")
-    yield stage.passes("logprob_forward_passes")
+    yield from stage.rows_of("logprob_", "forward_passes")
 
 
 def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
@@ -268,14 +261,10 @@ def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
         f"B of the critic: prompts of an optimizer step x G = "
         f"{_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
     )
-    yield stage.per_micro_batch("critic_micro_batch_sequences")
-    yield stage.budget("critic_max_tokens_per_device")
-    yield stage.passes("critic_micro_batches_per_optimizer_step")
+    yield from stage.rows_of("critic_", "micro_batches_per_optimizer_step")
     total = _Span(whole * n, whole * n)
     values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", total, shards)
-    yield values.per_micro_batch("critic_forward_micro_batch_sequences")
-    yield values.budget("critic_forward_max_tokens_per_device")
-    yield values.passes("critic_forward_passes")
+    yield from values.rows_of("critic_forward_", "passes")
 
 
 def _reward_model_rows(config: Config) -> Iterator[Row]:
@@ -348,6 +337,14 @@ class _Stage:
         shared = config.update.shares_prompts
         return cls(keys, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
+    def rows_of(self, prefix: str, passes: str) -> Iterator[Row]:
+        """Sequences and tokens of a micro-batch, and the number of `passes`; keys begin with `prefix`."""
+        yield self._per_micro_batch(f"{prefix}micro_batch_sequences")
+        name = f"{self.keys}max_tokens_per_device"
+        why = f"not used: {self.keys}micro_batch_size is set" if self.tokens is None else f"C: {name}"
+        yield Row(f"{prefix}max_tokens_per_device", self.tokens, "tokens", why)
+        yield self._passes(f"{prefix}{passes}")
+
     def per_shard(self, key: str) -> Row:
         """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
         if self.tokens is None or self.shards == 1:
@@ -358,7 +355,7 @@ class _Stage:
         remark = f"{average} on average: shards are balanced by cost, not by number"
         return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
 
-    def per_micro_batch(self, key: str) -> Row:
+    def _per_micro_batch(self, key: str) -> Row:
         """Sequences per shard in one micro-batch."""
         if self.tokens is None:
             return self._per_micro_batch_in_fixed_mode(key)
@@ -380,13 +377,7 @@ class _Stage:
         numbers = f"min({self.rows}, ceil({self.sequences.high} / {self.shards}))"
         return Row(key, largest, "sequences", f"min(m, ceil({self.total} / D)) = {numbers}; m: {name}")
 
-    def budget(self, key: str) -> Row:
-        """Maximum tokens per shard in one micro-batch."""
-        name = f"{self.keys}max_tokens_per_device"
-        fixed = f"not used: {self.keys}micro_batch_size is set"
-        return Row(key, self.tokens, "tokens", fixed if self.tokens is None else f"C: {name}")
-
-    def passes(self, key: str) -> Row:
+    def _passes(self, key: str) -> Row:
         """Number of micro-batches into which `sequences` are divided; the same on every shard."""
         if self.tokens is None:
             numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
@@ -507,24 +498,8 @@ def overview(result: BatchPlan) -> list[str]:
 
 def render(batch_plan: BatchPlan) -> str:
     """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
-    cells = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
-    name, value, unit = (max(len(row[k]) for row in cells) for k in range(3))
-    width = WIDTH - name - value - unit - 3 * len(GAP)
-    lines = []
-    for row in cells:
-        first, *more = _wrapped(row[3], width)
-        lines.append(GAP.join((row[0].ljust(name), row[1].rjust(value), row[2].ljust(unit), first)))
-        lines += [" " * (WIDTH - width) + line for line in more]
-    for warning in batch_plan.warnings:
-        lines += textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def _wrapped(formula: str, width: int) -> list[str]:
-    """`formula` wrapped to lines of `width`, which are broken between terms but not next to an operator."""
-    for operator in ("/", "x"):
-        formula = formula.replace(f" {operator} ", f"{UNBROKEN}{operator}{UNBROKEN}")
-    return [line.replace(UNBROKEN, " ") for line in textwrap.wrap(formula, width, break_on_hyphens=False)]
+    rows = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
+    return "\n".join((*table(rows, right=(1,), wrap=True), *warning_lines(batch_plan.warnings)))
 
 
 def _format_value(value: int | dict[str, int] | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,9 +16,9 @@ from quatrain.config.derive import longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
-from quatrain.plan.batches import GAP, WIDTH
 from quatrain.plan.device_memory import Placement, in_units
 from quatrain.plan.placement import architecture, placement
+from quatrain.plan.text import table, wrapped
 
 ROOM = 0.9
 """Part of a device's memory that the plan may fill; the rest is for what it does not count."""
@@ -281,19 +280,14 @@ def render(result: Fits) -> str:
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "
             "or lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
         )
-        return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+        return "\n".join(wrapped(text))
     head = ("mesh", "remat", "budget", "offloaded", "state", "params", "peak", "of a device")
     rows = [
         (
             *(c.mesh, c.remat, c.budget, c.offloaded, c.state_dtype, c.param_dtype),
-            *(in_units(c.peak), _share(c, result)),
+            *(in_units(c.peak), f"{c.peak / result.device_memory:.0%}"),
         )
         for c in result.found
     ]
-    widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
-    table = [GAP.join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
-    return "\n".join((f"fits {memory}, the cheapest first", *table, "", result.found[0].command))
-
-
-def _share(combination: Combination, result: Fits) -> str:
-    return f"{combination.peak / result.device_memory:.0%}"
+    title = f"fits {memory}, the cheapest first"
+    return "\n".join((title, *table([head, *rows]), "", result.found[0].command))
