@@ -7,6 +7,7 @@ shapes are used, as in `placement.py`.
 from __future__ import annotations
 
 import itertools
+import operator
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,21 +30,8 @@ Resolve = Callable[[Sequence[str]], Config]
 """The configuration with further overrides, each as `key=value`."""
 
 
-class _Cost(NamedTuple):
-    """What a combination costs, in units of about the same slowdown; 0 is the fastest."""
-
-    mesh: float
-    remat: float
-    halvings: float
-    reference: float
-    policy: float
-    state_dtype: float
-    optimizer: float
-    param_dtype: float
-
-    def exceeds(self, other: _Cost) -> bool:
-        """Whether it costs at least as much in everything."""
-        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+_Cost = tuple[float, ...]
+"""What each switch of a combination costs, in units of about the same slowdown; 0 is the fastest."""
 
 
 class _Kept(NamedTuple):
@@ -127,7 +115,8 @@ def fit(
     for cost, mesh, switches in search.in_order(fitting):
         if len(found) == most_rows:
             break
-        if any(cost.exceeds(other) for other, _ in found) or not search.may_fit(mesh, switches.kept):
+        dearer = any(all(map(operator.ge, cost, other)) for other, _ in found)
+        if dearer or not search.may_fit(mesh, switches.kept):
             continue
         made = search.made(mesh, switches)
         if made is not None and made[0] and made[1].peak <= search.usable:
@@ -199,20 +188,16 @@ class _Search:
         optimizers = ["optimizer"]
         if now.critic.enabled and kept.state_dtype == "bfloat16":
             optimizers.append("critic_optimizer")
-        offloads = {"reference": kept.reference, "policy": kept.policy, "optimizer": kept.optimizer}
-        overrides = [f"mesh={mesh}"]
-        for key, value, current in (
+        offloads = {name: getattr(kept, name) for name in ("reference", "policy", "optimizer")}
+        values = (
             ("model.remat", remat, now.model.remat),
             (f"update.{self._key}", budget, self._budget),
-            *(
-                (f"offload.{what}", str(on).lower(), str(getattr(now.offload, what)).lower())
-                for what, on in offloads.items()
-            ),
+            *((f"offload.{what}", on, getattr(now.offload, what)) for what, on in offloads.items()),
             *((f"{o}.state_dtype", kept.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
             ("model.param_dtype", kept.param_dtype, now.model.param_dtype),
-        ):
-            if value != current:
-                overrides.append(f"{key}={value}")
+        )
+        changed = (f"{key}={str(value).lower()}" for key, value, current in values if value != current)
+        overrides = [f"mesh={mesh}", *changed]
         try:
             config = self._resolve(overrides)
             placed = placement(
@@ -246,15 +231,15 @@ def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     in every step, which costs the most, unless they are `frozen`.
     """
     kept = switches.kept
-    return _Cost(
-        mesh=(mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
-        remat=2.0 * REMATS.index(switches.remat),
-        halvings=0.5 * switches.halvings,
-        reference=3.0 * kept.reference,
-        policy=4.0 * kept.policy,
-        state_dtype=5.0 * (kept.state_dtype == "bfloat16"),
-        optimizer=6.0 * kept.optimizer,
-        param_dtype=(1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
+    return (
+        (mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
+        2.0 * REMATS.index(switches.remat),
+        0.5 * switches.halvings,
+        3.0 * kept.reference,
+        4.0 * kept.policy,
+        5.0 * (kept.state_dtype == "bfloat16"),
+        6.0 * kept.optimizer,
+        (1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
     )
 
 
