@@ -48,23 +48,17 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     """
     devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
-    own_rollout = Role(devices["train"], train)
+
+    def like_training(numbers: tuple[int, ...]) -> Role:
+        if numbers == devices["train"]:
+            return Role(numbers, train)
+        return Role(numbers, resolve_mesh("auto", len(numbers) * num_processes, num_processes))
+
+    by_name = {name: like_training(numbers) for name, numbers in devices.items()}
+    by_name["rollout"] = by_name["train"]
     if not config.rollout.has_fleet:
-        own_rollout = _rollout(config, devices["rollout"], own_rollout, num_processes)
-
-    def like_training(role: str) -> Role:
-        own, mesh = devices[role], train
-        if own != devices["train"]:
-            mesh = resolve_mesh("auto", len(own) * num_processes, num_processes)
-        return Role(own, mesh)
-
-    roles = Roles(
-        train=Role(devices["train"], train),
-        rollout=own_rollout,
-        reference=like_training("reference"),
-        critic=like_training("critic"),
-        reward=like_training("reward"),
-    )
+        by_name["rollout"] = _rollout(config, devices["rollout"], by_name["train"], num_processes)
+    roles = Roles(**by_name)
     if config.offload.policy:
         _check_room_for_rollout(config, roles)
     return roles
@@ -91,51 +85,44 @@ def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processe
 
 def _check_room_for_rollout(config: Config, roles: Roles) -> None:
     """Raises ValueError if the rollout gains no memory from parameters that wait in the host's memory."""
-    lag, model = config.rollout.max_staleness, config.model
+    rollout, model = config.rollout, config.model
     copied = model.dtype != model.param_dtype or roles.rollout.mesh != roles.train.mesh
-    copied |= config.lora.rank > 0 and config.rollout.lora == "merged"
-    problem = None
-    if config.rollout.has_fleet:
+    copied |= config.lora.rank > 0 and rollout.lora == "merged"
+    if rollout.has_fleet:
         problem = "rollout.workers and rollout.servers sample on devices of their own"
-    elif lag:
-        problem = f"the rollout never stops with rollout.max_staleness {lag}, so that training keeps them"
+    elif rollout.max_staleness:
+        problem = f"with rollout.max_staleness {rollout.max_staleness} the rollout never stops"
     elif roles.rollout.devices != roles.train.devices:
         problem = "the rollout has devices of its own, and those of training wait for it"
-    elif not copied:
+    elif copied:
+        return
+    else:
         problem = (
             f"the rollout computes with these very parameters, as model.dtype and model.param_dtype are "
             f"{model.dtype} and both meshes {roles.train.mesh}"
         )
-    if problem:
-        raise ValueError(
-            "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
-            f"{problem}; set it to false, or remove that reason"
-        )
+    raise ValueError(
+        "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
+        f"{problem}; set it to false, or remove that reason"
+    )
 
 
 def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
     """The device numbers of each role, in a process with `in_process` devices."""
-    asked = config.placement.model_dump()
-    everything = tuple(range(in_process))
-    devices = {"train": everything}
-    for role, spec in asked.items():
+    devices = {"train": tuple(range(in_process))}
+    for role, spec in config.placement.model_dump().items():
         devices[role] = devices["train"] if spec is None else device_numbers(spec)
-        missing = set(devices[role]) - set(everything)
-        if missing:
+        if missing := set(devices[role]) - set(range(in_process)):
             raise ValueError(
                 f"placement.{role} must name devices 0 to {in_process - 1}, as each process has "
                 f"{in_process}; got {spec}, with {min(missing)}; name other devices"
             )
     for one, other in combinations(devices, 2):
-        both = set(devices[one]) & set(devices[other])
+        both = sorted(set(devices[one]) & set(devices[other]))
         if both and devices[one] != devices[other]:
+            first, second, common = (",".join(map(str, n)) for n in (devices[one], devices[other], both))
             raise ValueError(
-                f"two roles must have the same devices or none in common; {one} has {_listed(devices[one])}, "
-                f"{other} {_listed(devices[other])}, and both have {_listed(tuple(sorted(both)))}; change "
-                f"placement.{one} or placement.{other}"
+                f"two roles must have the same devices or none in common; {one} has {first}, {other} "
+                f"{second}, and both have {common}; change placement.{one} or placement.{other}"
             )
     return devices
-
-
-def _listed(devices: tuple[int, ...]) -> str:
-    return ",".join(map(str, devices))
