@@ -95,7 +95,11 @@ def test_devices_that_processes_do_not_divide_are_refused():
         ((), 1, r"computes with these very parameters, .* are float32 and both meshes 1,1,1; set it to"),
         (("mesh=4,1,2",), 8, "both meshes 4,1,2"),
         (("lora.rank=2", "rollout.lora=adapter"), 1, "these very parameters"),
-        (("rollout.max_staleness=1", "model.dtype=bfloat16"), 1, "never stops with rollout.max_staleness 1"),
+        (
+            ("rollout.max_staleness=1", "model.dtype=bfloat16"),
+            1,
+            "with rollout.max_staleness 1 the rollout never stops",
+        ),
         (("placement.train=0", "placement.rollout=1"), 2, "the rollout has devices of its own"),
         (("rollout.workers=1", "model.dtype=bfloat16"), 1, "rollout.workers and rollout.servers sample on"),
     ],

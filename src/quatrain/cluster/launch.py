@@ -85,10 +85,10 @@ def launch(
 
 def _check(command: Sequence[str], processes: int, devices_per_process: int) -> None:
     if not command or command[0] not in COMMANDS:
-        received = f"got {command[0]!r}" if command else "got no command"
         raise ValueError(
             f"launch runs the command {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}, given after two dashes; "
-            f"{received}; write quatrain launch --processes 2 -- train CONFIG.yaml"
+            f"got {repr(command[0]) if command else 'no command'}; write quatrain launch --processes 2 -- "
+            "train CONFIG.yaml"
         )
     for option, number in (("--processes", processes), ("--devices-per-process", devices_per_process)):
         if number < 1:
@@ -107,18 +107,23 @@ def _free_port(port: int | None) -> int:
             probe.bind(("127.0.0.1", port or 0))
         except (OSError, OverflowError) as error:
             raise ValueError(
-                "--port must be a port that is not in use; "
-                f"got {port} ({getattr(error, 'strerror', None) or error}); "
-                "choose another, or leave --port out to use any free port"
+                f"--port must be a port that is not in use; got {port} ("
+                f"{getattr(error, 'strerror', None) or error}); choose another, or leave --port out for any"
             ) from None
         return int(probe.getsockname()[1])
 
 
 def _simulated(environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """Environment of the processes: `devices` simulated CPU devices, unbuffered output, a secret to share."""
-    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    own = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-    return {**environ, **own, "XLA_FLAGS": flags, TOKEN: secrets.token_hex()}
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    return {
+        **environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": flags.strip(),
+        LAUNCHER: str(os.getpid()),
+        TOKEN: secrets.token_hex(),
+    }
 
 
 class _Child:
@@ -133,17 +138,12 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
         )
-        assert self._popen.stdout is not None
-        assert self._popen.stderr is not None
-        self.readers = [
-            _started(self._pass_on, self._popen.stdout, sys.stdout),
-            _started(self._pass_on, self._popen.stderr, sys.stderr),
-        ]
+        outputs = ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
+        self.readers = [_started(self._pass_on, *pair) for pair in outputs]
         self._ended = _started(self._note_end)
 
     @property
@@ -154,8 +154,7 @@ class _Child:
     @property
     def status(self) -> int:
         """Exit status of a process that has ended; 128 plus the signal's number if a signal ended it."""
-        status = self._popen.wait()
-        return status if status >= 0 else 128 - status
+        return 128 - self._popen.returncode if self.killed else self._popen.returncode
 
     @property
     def killed(self) -> bool:

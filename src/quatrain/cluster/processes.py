@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
@@ -37,13 +36,9 @@ LEAST_BYTES = 1 << 8
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Membership:
-    connections: rendezvous.Connections
-    shutdown_timeout_s: float
-
-
-_membership: _Membership | None = None
+_connections: rendezvous.Connections | None = None
+"""Of this process to the others of the run; None in a run of one process."""
+_shutdown_timeout_s = 0.0
 
 
 def is_main_process() -> bool:
@@ -68,7 +63,7 @@ def joined() -> bool:
 
 def agreement() -> Agreement | None:
     """Where the connected processes of the run agree on a border to stop at; None in a run of one process."""
-    return None if _membership is None else _membership.connections.agreement
+    return None if _connections is None else _connections.agreement
 
 
 def initialize(
@@ -95,31 +90,28 @@ def initialize(
     if joined():
         raise RuntimeError("initialize must be called once per process; this process is connected already")
     token = _token(place.coordinator)
-    if place.process_id == 0:
-        arguments = (place.coordinator, place.num_processes, start_timeout_s, token)
-        connections = rendezvous.accept_processes(*arguments)
+    address, count, process = place.coordinator, place.num_processes, place.process_id
+    if process == 0:
+        connections = rendezvous.accept_processes(address, count, start_timeout_s, token)
     else:
-        others = (place.coordinator, place.num_processes, place.process_id, start_timeout_s, token)
-        connections = {0: rendezvous.connect_to_main(*others)}
+        connections = {0: rendezvous.connect_to_main(address, count, process, start_timeout_s, token)}
     # `stop.py` handles SIGTERM; JAX's preemption service would catch the signal and only record it.
     with suppress(AttributeError):  # some versions of JAX do not have this option
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        coordinator_address=place.coordinator,
-        coordinator_bind_address=rendezvous.bind_address(place.coordinator)
-        if place.process_id == 0
-        else None,
-        num_processes=place.num_processes,
-        process_id=place.process_id,
+        coordinator_address=address,
+        coordinator_bind_address=None if process else rendezvous.bind_address(address),
+        num_processes=count,
+        process_id=process,
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=min(start_timeout_s, CONNECT_S),
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
-    global _membership
-    opened = rendezvous.Connections(place.process_id, connections, _end_after, silence_s=heartbeat_timeout_s)
-    _membership = _Membership(opened, shutdown_timeout_s)
+    global _connections, _shutdown_timeout_s
+    _connections = rendezvous.Connections(process, connections, _end_after, silence_s=heartbeat_timeout_s)
+    _shutdown_timeout_s = shutdown_timeout_s
 
 
 def _token(coordinator: str) -> str:
@@ -253,13 +245,13 @@ def shutdown() -> None:
 
     Raises TimeoutError after `shutdown_timeout_s`, naming the processes that have not called it.
     """
-    global _membership
-    if _membership is None:
+    global _connections
+    if _connections is None:
         return
-    _membership.connections.leave(_membership.shutdown_timeout_s)
+    _connections.leave(_shutdown_timeout_s)
     jax.distributed.shutdown()
-    _membership.connections.close()
-    _membership = None
+    _connections.close()
+    _connections = None
 
 
 def wait_for_failure_message() -> None:
@@ -268,7 +260,7 @@ def wait_for_failure_message() -> None:
     Called after an error in this process, because a collective raises an error here if another process has
     died.
     """
-    if _membership is not None:
+    if _connections is not None:
         time.sleep(FAILURE_MESSAGE_S)
 
 
@@ -277,8 +269,8 @@ def abandon(message: str, status: int = FAILED) -> None:
 
     In a run of one process it does nothing and returns.
     """
-    if _membership is not None:
-        _membership.connections.fail(f"failed: {message}")
+    if _connections is not None:
+        _connections.fail(f"failed: {message}")
         _exit(status)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -86,9 +86,7 @@ class Signals:
         _open = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._thread is None:
             return
         self.restore(self._wakeup_before)
@@ -131,8 +129,6 @@ class Signals:
 
 
 _open: Signals | None = None
-
-
 _forking = threading.local()
 
 
@@ -172,10 +168,8 @@ class Stop:
         self._signals.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self._signals.__exit__(*raised)
 
     def border(self) -> None:
         """The state of the last finished step is whole here, and every process of the run comes by.

@@ -1,39 +1,60 @@
-"""Device mesh shapes: sizes of the data-parallel, fully-sharded and tensor-parallel axes.
+"""Device mesh shapes: the size of each axis in the table of mesh axes (`config/axes.py`).
 
 Data flow: the user's mesh specification and the number of devices -> `MeshShape` -> the batch plan and the
-placement of arrays. This module does not import JAX.
+shardings of arrays. This module does not import JAX.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import namedtuple
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quatrain.config.axes import AXES, DATA_AXES, DP, FSDP, NUM_IN_TEXT
 from quatrain.config.errors import listed, shown
 
 MAX_DEVICES = 2**20
 """Of a run, in all its processes."""
+IN_TEXT = ",".join(axis.name for axis in AXES[:NUM_IN_TEXT])
+
+if TYPE_CHECKING:
+
+    class _Sizes(NamedTuple):
+        dp: int = 1
+        fsdp: int = 1
+        tp: int = 1
+
+else:
+    _Sizes = namedtuple("_Sizes", [axis.name for axis in AXES], defaults=[1] * len(AXES))
 
 
-class MeshShape(NamedTuple):
-    """Size of each mesh axis: data parallel, fully sharded data parallel, tensor parallel."""
+class MeshShape(_Sizes):
+    """Size of each mesh axis, in the order of the table; 1 for those that are left out."""
 
-    dp: int
-    fsdp: int
-    tp: int
+    __slots__ = ()
 
     @property
     def num_devices(self) -> int:
         """Number of devices in the mesh, over all processes."""
-        return self.dp * self.fsdp * self.tp
+        return math.prod(self)
+
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """The sizes of the axes that split a batch."""
+        return tuple(getattr(self, axis) for axis in DATA_AXES)
 
     @property
     def num_data_shards(self) -> int:
-        """Number of parts that a batch is split into; the `tp` devices of one part hold the same data."""
-        return self.dp * self.fsdp
+        """Number of parts that a batch is split into; the devices of one part hold the same data."""
+        return math.prod(self.data_sizes)
+
+    def __str__(self) -> str:
+        """The configuration's notation `dp,fsdp,tp`."""
+        extra = max((n for n, size in enumerate(self, 1) if size > 1), default=0)
+        return ",".join(map(str, self[: max(extra, NUM_IN_TEXT)]))
 
 
 def resolve_mesh(
@@ -52,12 +73,12 @@ def resolve_mesh(
     """
     in_process = devices_of_process(num_devices, num_processes)
     if spec == "auto":
-        return MeshShape(num_processes, in_process, 1)
+        return MeshShape(**{DP: num_processes, FSDP: in_process})
     sizes = axis_sizes(spec, name)
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    has_open_axis = -1 in sizes.values()
     known = math.prod(size for size in sizes.values() if size != -1)
-    if num_devices % known or (not open_axes and known != num_devices):
-        remedy = "change a number or set one axis to -1" if not open_axes else "change a number"
+    if num_devices % known or (not has_open_axis and known != num_devices):
+        remedy = "change a number" + " or set one axis to -1" * (not has_open_axis)
         raise ValueError(
             f"the product of the axis sizes of {name} must be the number of devices; got {_format(sizes)} "
             f"for {num_devices} devices; {remedy}, or change the number of devices"
@@ -85,8 +106,7 @@ def device_numbers(spec: int | str) -> tuple[int, ...]:
     if not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(
             f"devices are given by their numbers, from 0 to {MAX_DEVICES - 1}, each number once, a range "
-            "from its lower to its higher number, without blanks; "
-            f"got {shown(spec)}; write e.g. 0-3 or 0,2,5"
+            f"from its lower to its higher number, without blanks; got {shown(spec)}; write e.g. 0-3 or 0,2,5"
         )
     return tuple(numbers)
 
@@ -94,13 +114,21 @@ def device_numbers(spec: int | str) -> tuple[int, ...]:
 def _device_range(text: str) -> range:
     """The numbers of "3" or "0-3"; none for another form."""
     form = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", text)
-    found = range(int(form[1]), int(form[2] or form[1]) + 1) if form else range(0)
-    return found if found.stop <= MAX_DEVICES else range(0)
+    numbers = range(int(form[1]), int(form[2] or form[1]) + 1) if form else range(0)
+    return numbers if numbers.stop <= MAX_DEVICES else range(0)
 
 
 def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:
     """The axis sizes of a spec other than "auto"; raises ValueError or TypeError for another form."""
-    sizes = _parse_sizes(spec, name)
+    if isinstance(spec, str):
+        sizes = _sizes_in(spec, name)
+    elif isinstance(spec, Mapping):
+        unknown = [str(axis) for axis in spec if axis not in MeshShape._fields]
+        if unknown:
+            raise ValueError(f"the axes of {name} are {', '.join(MeshShape._fields)}; got {listed(unknown)}")
+        sizes = {axis: spec.get(axis, 1) for axis in MeshShape._fields}
+    else:
+        raise TypeError(f"{name} must be text or a mapping of axes; got {shown(spec)}")
     if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(
             f"each axis size of {name} must be at least 1, or -1 for at most one axis; got {_format(sizes)}"
@@ -110,24 +138,14 @@ def axis_sizes(spec: Any, name: str = "mesh") -> dict[str, int]:
     return sizes
 
 
-def _parse_sizes(spec: str | Mapping[str, int], name: str) -> dict[str, int]:
-    if isinstance(spec, str):
-        parts = spec.split(",")
-        try:
-            numbers = [int(part) for part in parts]
-        except ValueError:
-            numbers = []
-        if len(numbers) != len(MeshShape._fields):
-            raise ValueError(
-                f'{name} must be "auto" or three numbers "dp,fsdp,tp" such as "1,-1,1"; got {shown(spec)}'
-            )
-        return dict(zip(MeshShape._fields, numbers, strict=True))
-    if not isinstance(spec, Mapping):
-        raise TypeError(f"{name} must be text or a mapping of axes; got {shown(spec)}")
-    unknown = [str(axis) for axis in spec if axis not in MeshShape._fields]
-    if unknown:
-        raise ValueError(f"the axes of {name} are {', '.join(MeshShape._fields)}; got {listed(unknown)}")
-    return {axis: spec.get(axis, 1) for axis in MeshShape._fields}
+def _sizes_in(text: str, name: str) -> dict[str, int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not NUM_IN_TEXT <= len(numbers) <= len(AXES):
+        raise ValueError(f'{name} must be "auto" or sizes "{IN_TEXT}" such as "1,-1,1"; got {shown(text)}')
+    return MeshShape(*numbers)._asdict()
 
 
 def _format(sizes: Mapping[str, int]) -> str:

@@ -6,9 +6,11 @@ not import JAX.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
+from quatrain.config.axes import DATA_AXES, DP, TP
 from quatrain.config.mesh import MeshShape, device_numbers, devices_of_process, resolve_mesh
 from quatrain.config.schema import Config
 
@@ -46,23 +48,17 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
     """
     devices = _devices(config, devices_of_process(num_devices, num_processes))
     train = resolve_mesh(config.mesh, len(devices["train"]) * num_processes, num_processes)
-    own_rollout = Role(devices["train"], train)
+
+    def like_training(numbers: tuple[int, ...]) -> Role:
+        if numbers == devices["train"]:
+            return Role(numbers, train)
+        return Role(numbers, resolve_mesh("auto", len(numbers) * num_processes, num_processes))
+
+    by_name = {name: like_training(numbers) for name, numbers in devices.items()}
+    by_name["rollout"] = by_name["train"]
     if not config.rollout.has_fleet:
-        own_rollout = _rollout(config, devices["rollout"], own_rollout, num_processes)
-
-    def like_training(role: str) -> Role:
-        own, mesh = devices[role], train
-        if own != devices["train"]:
-            mesh = resolve_mesh("auto", len(own) * num_processes, num_processes)
-        return Role(own, mesh)
-
-    roles = Roles(
-        train=Role(devices["train"], train),
-        rollout=own_rollout,
-        reference=like_training("reference"),
-        critic=like_training("critic"),
-        reward=like_training("reward"),
-    )
+        by_name["rollout"] = _rollout(config, devices["rollout"], by_name["train"], num_processes)
+    roles = Roles(**by_name)
     if config.offload.policy:
         _check_room_for_rollout(config, roles)
     return roles
@@ -70,69 +66,63 @@ def resolve_roles(config: Config, num_devices: int, num_processes: int = 1) -> R
 
 def _rollout(config: Config, devices: tuple[int, ...], train: Role, num_processes: int) -> Role:
     """The role of a rollout on `devices` of this run, with a check of `rollout.max_concurrency`."""
-    spec, name = config.rollout.mesh, "rollout.mesh"
+    spec: str | Mapping[str, int] | None = config.rollout.mesh
+    name = "rollout.mesh"
     if spec is None:
         name = "rollout.mesh (null: tp is that of mesh)"
         replicas = train.mesh.num_data_shards if devices == train.devices else -1
-        spec = f"{replicas},1,{train.mesh.tp}"
+        spec = {DP: replicas, TP: train.mesh.tp}
     mesh = resolve_mesh(spec, len(devices) * num_processes, num_processes, name=name)
     concurrency = config.rollout.max_concurrency
     if concurrency is not None and concurrency < mesh.num_data_shards:
         raise ValueError(
-            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got "
-            f"{concurrency} and {mesh.num_data_shards} replicas (dp x fsdp of rollout.mesh); raise "
-            "rollout.max_concurrency, or tp of rollout.mesh"
+            f"rollout.max_concurrency must be at least 1 for each replica of the sampler; got {concurrency} "
+            f"and {mesh.num_data_shards} replicas ({' x '.join(DATA_AXES)} of rollout.mesh); raise "
+            f"rollout.max_concurrency, or {TP} of rollout.mesh"
         )
     return Role(devices, mesh)
 
 
 def _check_room_for_rollout(config: Config, roles: Roles) -> None:
     """Raises ValueError if the rollout gains no memory from parameters that wait in the host's memory."""
-    lag, model = config.rollout.max_staleness, config.model
+    rollout, model = config.rollout, config.model
     copied = model.dtype != model.param_dtype or roles.rollout.mesh != roles.train.mesh
-    copied |= config.lora.rank > 0 and config.rollout.lora == "merged"
-    problem = None
-    if config.rollout.has_fleet:
+    copied |= config.lora.rank > 0 and rollout.lora == "merged"
+    if rollout.has_fleet:
         problem = "rollout.workers and rollout.servers sample on devices of their own"
-    elif lag:
-        problem = f"the rollout never stops with rollout.max_staleness {lag}, so that training keeps them"
+    elif rollout.max_staleness:
+        problem = f"with rollout.max_staleness {rollout.max_staleness} the rollout never stops"
     elif roles.rollout.devices != roles.train.devices:
         problem = "the rollout has devices of its own, and those of training wait for it"
-    elif not copied:
+    elif copied:
+        return
+    else:
         problem = (
             f"the rollout computes with these very parameters, as model.dtype and model.param_dtype are "
-            f"{model.dtype} and both meshes {','.join(map(str, roles.train.mesh))}"
+            f"{model.dtype} and both meshes {roles.train.mesh}"
         )
-    if problem:
-        raise ValueError(
-            "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
-            f"{problem}; set it to false, or remove that reason"
-        )
+    raise ValueError(
+        "offload.policy must be false unless it gives the rollout the room of the policy's parameters; "
+        f"{problem}; set it to false, or remove that reason"
+    )
 
 
 def _devices(config: Config, in_process: int) -> dict[str, tuple[int, ...]]:
     """The device numbers of each role, in a process with `in_process` devices."""
-    asked = config.placement.model_dump()
-    everything = tuple(range(in_process))
-    devices = {"train": everything}
-    for role, spec in asked.items():
+    devices = {"train": tuple(range(in_process))}
+    for role, spec in config.placement.model_dump().items():
         devices[role] = devices["train"] if spec is None else device_numbers(spec)
-        missing = set(devices[role]) - set(everything)
-        if missing:
+        if missing := set(devices[role]) - set(range(in_process)):
             raise ValueError(
                 f"placement.{role} must name devices 0 to {in_process - 1}, as each process has "
                 f"{in_process}; got {spec}, with {min(missing)}; name other devices"
             )
     for one, other in combinations(devices, 2):
-        both = set(devices[one]) & set(devices[other])
+        both = sorted(set(devices[one]) & set(devices[other]))
         if both and devices[one] != devices[other]:
+            first, second, common = (",".join(map(str, n)) for n in (devices[one], devices[other], both))
             raise ValueError(
-                f"two roles must have the same devices or none in common; {one} has {_listed(devices[one])}, "
-                f"{other} {_listed(devices[other])}, and both have {_listed(tuple(sorted(both)))}; change "
-                f"placement.{one} or placement.{other}"
+                f"two roles must have the same devices or none in common; {one} has {first}, {other} "
+                f"{second}, and both have {common}; change placement.{one} or placement.{other}"
             )
     return devices
-
-
-def _listed(devices: tuple[int, ...]) -> str:
-    return ",".join(map(str, devices))

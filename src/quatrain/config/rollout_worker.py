@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from quatrain.config.axes import TP
 from quatrain.config.mesh import axis_sizes
 from quatrain.config.schema import Config
 
@@ -45,5 +46,5 @@ def _mesh(config: Config) -> Any:
     """The mesh of each worker: `rollout.mesh`, or replicas of the sampler with `tp` of `mesh`."""
     if config.rollout.mesh is not None:
         return config.rollout.mesh
-    tp = 1 if config.mesh == "auto" else axis_sizes(config.mesh)["tp"]
+    tp = 1 if config.mesh == "auto" else axis_sizes(config.mesh)[TP]
     return f"-1,1,{tp}" if tp > 0 else "1,1,-1"

@@ -33,9 +33,10 @@ from quatrain.models.decoder import logits
 from quatrain.models.kv_cache import CACHE_SPEC, CachePart
 from quatrain.models.params import partition
 from quatrain.ops.sampling import EachSampling, sample, sample_each, token_uniforms
+from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, any_shard, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
-from quatrain.parallel.mesh import DATA_AXES, mesh_shape
+from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.rollouts import Sampling
 
 EACH_REPLICA, EVERYWHERE = PartitionSpec(DATA_AXES), PartitionSpec()
@@ -133,7 +134,7 @@ class Program:
                 min_p=sampling.min_p,
                 vocabulary_first=by_word,
             )
-        return from_first_device(tokens, "tp"), from_first_device(logprobs, "tp")
+        return from_first_device(tokens, TP), from_first_device(logprobs, TP)
 
     def stops(self, tokens: jax.Array) -> jax.Array:
         """[B] bool: which `tokens` end a completion."""

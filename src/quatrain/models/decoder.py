@@ -37,6 +37,7 @@ from quatrain.models.layers import (
     softcap,
 )
 from quatrain.models.params import GatheredLayer, Params, gather_params, output_head_name, partition
+from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import (
     all_gather,
     axis_index,
@@ -224,7 +225,7 @@ def logits(
 
 def vocabulary_axis(arch: Architecture) -> str | None:
     """The axis of the current mesh that the vocabulary is sharded over; None if it is not sharded."""
-    return "tp" if "tp" in partition(arch, current_mesh())["embed"] else None
+    return TP if TP in partition(arch, current_mesh())["embed"] else None
 
 
 def _layer(
@@ -277,7 +278,7 @@ def _norm(x: jax.Array, layer: Layer, name: str, arch: Architecture) -> jax.Arra
 
 def _heads(x_BTD: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """[B, T, K, G + 2, H]: for each key/value head its G = N / K query heads, its key and its value."""
-    x_BTD = psum_backward(_norm(x_BTD, layer, "attention_norm", arch), "tp")
+    x_BTD = psum_backward(_norm(x_BTD, layer, "attention_norm", arch), TP)
     return linear(x_BTD, _own_rows(layer, arch), "qkv", few_rows=few_rows, lora_scale=arch.lora_scale)
 
 
@@ -289,7 +290,7 @@ def _queries_keys_values(
     q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, arch.head_dim)
     k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
     if arch.qk_norm:
-        q_norm, k_norm = (psum_backward(layer[name], "tp") for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (psum_backward(layer[name], TP) for name in ("q_norm", "k_norm"))
         q_BTNH = rms_norm(q_BTNH, q_norm, arch.norm_eps, arch.norm_offset)
         k_BTKH = rms_norm(k_BTKH, k_norm, arch.norm_eps, arch.norm_offset)
     return rotate(q_BTNH, angles) * arch.query_scale, rotate(k_BTKH, angles), v_BTKH
@@ -298,7 +299,7 @@ def _queries_keys_values(
 def _output(y_BTNH: jax.Array, layer: Layer, arch: Architecture, few_rows: int) -> jax.Array:
     """The output projection of attention: [B, T, D], summed over all heads of all `tp` devices."""
     y = y_BTNH.reshape(*y_BTNH.shape[:2], -1)
-    return linear(y, layer, "o", sum_axis="tp", few_rows=few_rows, lora_scale=arch.lora_scale)
+    return linear(y, layer, "o", sum_axis=TP, few_rows=few_rows, lora_scale=arch.lora_scale)
 
 
 def _own_rows(layer: Layer, arch: Architecture) -> Layer:
@@ -308,13 +309,13 @@ def _own_rows(layer: Layer, arch: Architecture) -> Layer:
     rows. Otherwise there are more devices than key/value heads, and every device holds all of them: several
     devices then compute the same key/value head, each with its own part of that head's query heads.
     """
-    if arch.num_kv_heads % axis_size("tp") == 0:
+    if arch.num_kv_heads % axis_size(TP) == 0:
         return layer
-    sharing = axis_size("tp") // arch.num_kv_heads
-    number = axis_index("tp")
+    sharing = axis_size(TP) // arch.num_kv_heads
+    number = axis_index(TP)
 
     def own(rows: jax.Array) -> jax.Array:
-        head = lax.dynamic_index_in_dim(psum_backward(rows, "tp"), number // sharing, 0)
+        head = lax.dynamic_index_in_dim(psum_backward(rows, TP), number // sharing, 0)
         queries = (head.shape[1] - 2) // sharing
         first = number % sharing * queries
         return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)

@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture
-from quatrain.parallel.mesh import DATA_AXES
+from quatrain.parallel.axes import DATA_AXES, TP
+from quatrain.parallel.mesh import mesh_shape
 
-CACHE_SPEC = PartitionSpec(DATA_AXES, "tp")
+CACHE_SPEC = PartitionSpec(DATA_AXES, TP)
 """The sharding of a cache: rows over the replicas of the sampler, heads over a replica's `tp` devices."""
 
 LayerCache = tuple[jax.Array, jax.Array]
@@ -55,8 +56,8 @@ class CachePart:
 
 def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `rows` rows on each replica (data shard) of `mesh`."""
-    heads, size = cached_heads(arch, mesh.shape["tp"]), arch.head_dim
-    rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
+    heads, size = cached_heads(arch, mesh.shape[TP]), arch.head_dim
+    rows *= mesh_shape(mesh).num_data_shards
     place = NamedSharding(mesh, CACHE_SPEC)
     keys, values = (
         tuple(jnp.zeros((rows, heads, *shape), dtype, device=place) for _ in range(arch.num_layers))

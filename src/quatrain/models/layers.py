@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.models.families import Architecture, RopeScaling
+from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import psum_backward, psum_forward
 
 Layer = Mapping[str, jax.Array]
@@ -143,7 +144,7 @@ def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_ro
     work: A where outputs are sharded, B where inputs are.
     """
     a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
-    a, b = (psum_backward(a, "tp"), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
+    a, b = (psum_backward(a, TP), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
     low = matmul_transposed(x, a, few_rows=few_rows)
     if a.ndim > 2:
         b = _beside_each_other(b, name, len(a))
@@ -229,7 +230,7 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0, lora_scale: float = 1.0) -> jax.Array:
     """The first half of a gated MLP: gate(x) and up(x) as [B, T, 2, F] (Shazeer 2020)."""
-    x_BTD = psum_backward(x_BTD, "tp")
+    x_BTD = psum_backward(x_BTD, TP)
     return linear(x_BTD, layer, "gate_up", few_rows=few_rows, lora_scale=lora_scale)
 
 
@@ -238,4 +239,4 @@ def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: 
     gate, up = jnp.split(gate_up.reshape(*gate_up.shape[:-2], -1), 2, axis=-1)
     gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
     scale = arch.lora_scale
-    return linear(gate * up, layer, "down", sum_axis="tp", few_rows=few_rows, lora_scale=scale)
+    return linear(gate * up, layer, "down", sum_axis=TP, few_rows=few_rows, lora_scale=scale)

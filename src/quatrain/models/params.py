@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
 from quatrain.models.families import Architecture, TensorName, tensor_names
+from quatrain.parallel.axes import FSDP, partition_spec
 from quatrain.parallel.collectives import all_gather, psum_backward
 from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
-from quatrain.parallel.sharding import partition_spec
 
 Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], and the output head}.
@@ -172,9 +172,9 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
     """
 
     def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if "fsdp" not in spec:
-            return psum_backward(parameter, "fsdp")
-        return all_gather(parameter, "fsdp", spec.index("fsdp"), dtype if parameter.ndim > 1 else None)
+        if FSDP not in spec:
+            return psum_backward(parameter, FSDP)
+        return all_gather(parameter, FSDP, spec.index(FSDP), dtype if parameter.ndim > 1 else None)
 
     return jax.tree.map(one, params, specs)
 

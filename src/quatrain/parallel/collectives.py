@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
-from quatrain.parallel.mesh import DATA_AXES
+from quatrain.parallel.axes import DATA_AXES
 
 
 def shard_mapped(

@@ -68,11 +68,10 @@ def compilation_cache(setting: str | None) -> Iterator[Path | None]:
 
 
 def _is_for_us() -> bool:
-    """Whether `auto` means a folder of ours: JAX has no folder by its own variables, and it is safe."""
-    enabled, folder = _current("jax_enable_compilation_cache"), _current("jax_compilation_cache_dir")
-    if not enabled or folder:
-        return False
-    return this_backend() != CPU or sys.platform == "linux"
+    """Whether `auto` means a folder of ours: JAX has none by its own variables, and it is safe."""
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    enabled, folder = (getattr(jax.config, name) for name in names)
+    return bool(enabled and not folder and (this_backend() != CPU or sys.platform == "linux"))
 
 
 def _open(setting: str) -> tuple[Path | None, bool]:
@@ -114,8 +113,8 @@ def _open_to_all(folder: Path) -> bool:
 
 def default_root(environ: Mapping[str, str]) -> Path:
     """The folder that `auto` stands for: `quatrain/compiled` in the user's folder for caches."""
-    given = environ.get("XDG_CACHE_HOME", "")
-    caches = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    caches = environ.get("XDG_CACHE_HOME", "")
+    caches = caches if os.path.isabs(caches) else os.path.expanduser("~/.cache")
     return Path(caches, "quatrain", "compiled")
 
 
@@ -154,8 +153,8 @@ def _prune(root: Path) -> None:
     entries = []
     for path in glob.iglob(f"{glob.escape(str(root))}/*-jax*/*{_SUFFIX}"):
         with suppress(OSError):  # another process deletes too
-            found = os.lstat(path)
-            entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+            status = os.lstat(path)
+            entries.append((max(status.st_atime, status.st_mtime), status.st_size, path))
     size = sum(size for _, size, _ in entries)
     for _, bytes_, path in sorted(entries):
         if size <= MOST_BYTES:
@@ -172,22 +171,18 @@ def _delete(path: str | Path) -> None:
 @contextmanager
 def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
     """JAX with `settings`, and as it was after the block."""
-    before = {name: _current(name) for name in settings}
+
+    def update(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        jax_cache.reset_cache()  # which has looked at its settings once, at the first program compiled
+
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
-        _update(settings)
+        update(settings)
         yield
     finally:
-        _update(before)
-
-
-def _current(name: str) -> Any:
-    return getattr(jax.config, name)
-
-
-def _update(settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()  # which has looked at its settings once, at the first program compiled
+        update(before)
 
 
 @contextmanager

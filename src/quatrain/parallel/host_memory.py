@@ -45,17 +45,15 @@ def peak_bytes() -> int | None:
     The devices of a CPU do not tell: there it is the largest resident set of the process, its children not
     counted.
     """
-    told = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]
-    return max(peaks) if peaks else _resident_peak()
-
-
-def _resident_peak() -> int | None:
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in statistics if "peak_bytes_in_use" in stats]
+    if peaks:
+        return max(peaks)
     if sys.platform == "linux":
         # Not `ru_maxrss`, which a process inherits from the one that started it.
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        if found:
-            return 1024 * int(found[1])
+        resident = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if resident:
+            return 1024 * int(resident[1])
     if sys.platform == "win32":
         return None
     import resource

@@ -1,4 +1,4 @@
-"""Device meshes with the axes `dp`, `fsdp`, `tp`, and moving arrays to, between and from their devices.
+"""Device meshes, and moving arrays to, between and from their devices.
 
 Data flow: `MeshShape` (config) -> `jax.sharding.Mesh` -> shardings of parameters, batches and results.
 """
@@ -19,9 +19,7 @@ from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Role
-
-DATA_AXES = ("dp", "fsdp")
-"""The mesh axes that batches are sharded over: there are dp x fsdp data shards."""
+from quatrain.parallel.axes import DATA_AXES
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
@@ -49,7 +47,7 @@ def role_mesh(role: Role) -> Mesh:
 @cache
 def one_device() -> Mesh:
     """A mesh of one device, the first of this process."""
-    return make_mesh(MeshShape(1, 1, 1), jax.local_devices()[:1])
+    return make_mesh(MeshShape(), jax.local_devices()[:1])
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:

@@ -7,23 +7,22 @@ completions are given as a range over all possible lengths. This module does not
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
+from quatrain.config.axes import DATA_AXES, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker
 from quatrain.config.schema import Config, CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.plan.text import table, warning_lines
 
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
-WIDTH = 100
-GAP = "  "
-UNBROKEN = "\N{NO-BREAK SPACE}"
+TIMES = " x "
 
 
 @dataclass(frozen=True)
@@ -70,23 +69,12 @@ class _Span:
     def value(self) -> int | dict[str, int]:
         return self.low if self.low == self.high else {"min": self.low, "max": self.high}
 
+    def times(self, n: int) -> _Span:
+        return _Span(self.low * n, self.high * n)
 
-class _Layout(NamedTuple):
-    """Number of devices and processes, and the meshes of training, rollout and critic."""
-
-    devices: int
-    processes: int
-    mesh: MeshShape
-    rollout_mesh: MeshShape
-    critic_mesh: MeshShape
-
-    @property
-    def shards(self) -> int:
-        return self.mesh.num_data_shards
-
-    @property
-    def replicas(self) -> int:
-        return self.rollout_mesh.num_data_shards
+    def written(self, form: str = "{}") -> str:
+        """`form` of the number, or of both ends."""
+        return _either(form.format(self.low), form.format(self.high))
 
 
 def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
@@ -96,19 +84,23 @@ def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
     meshes (`roles.resolve_roles`).
     """
     roles = resolve_roles(config, devices, processes)
-    layout = _Layout(devices, processes, roles.train.mesh, roles.rollout.mesh, roles.critic.mesh)
-    steps, prompts = _mini_batches(config, config.update)
-    sequences = _Span(prompts.low * config.rollout.n, prompts.high * config.rollout.n)
+    shards = roles.train.mesh.num_data_shards
     rows = chain(
         _step_rows(config),
-        _device_rows(layout),
-        _rollout_rows(config, layout),
-        _update_rows(config, layout, steps, prompts, sequences),
-        _logprob_rows(config, layout, steps),
-        _critic_rows(config, layout),
+        _device_rows(roles.train.mesh, devices, processes),
+        _fleet_rows(config) if config.rollout.has_fleet else _replica_rows(config, roles.rollout.mesh),
+        _update_rows(config, shards),
+        _logprob_rows(config, shards),
+        _critic_rows(config, roles.critic.mesh.num_data_shards) if config.critic.enabled else (),
         _reward_model_rows(config),
     )
-    return BatchPlan(tuple(rows), tuple(_warnings(config, layout, sequences)))
+    return BatchPlan(tuple(rows), tuple(_warnings(config, shards, roles.rollout.mesh.num_data_shards)))
+
+
+def _whole(config: Config) -> _Span:
+    """Sequences of a training step."""
+    whole = config.data.batch_size * config.rollout.n
+    return _Span(whole, whole)
 
 
 def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[int, _Span]:
@@ -119,192 +111,121 @@ def _mini_batches(config: Config, sizes: UpdateConfig | CriticConfig) -> tuple[i
 
 
 def _step_rows(config: Config) -> Iterator[Row]:
-    whole, n = config.data.batch_size, config.rollout.n
-    prompt, completion = config.data.max_prompt_length, config.rollout.max_new_tokens
+    whole, n, rounds = config.data.batch_size, config.rollout.n, config.rollout.dynamic_sampling_rounds
     yield Row("prompts_per_step", whole, "prompts", "P: data.batch_size")
     yield Row("samples_per_prompt", n, "sequences", "G: rollout.n")
     yield Row("sequences_per_step", whole * n, "sequences", f"P x G = {whole} x {n}")
-    rounds = config.rollout.dynamic_sampling_rounds
     if rounds > 1:
-        yield Row(
-            "drawn_prompts_per_step",
-            _Span(whole, rounds * whole).value,
-            "prompts",
-            f"P to rollout.dynamic_sampling_rounds x P = {whole} to {rounds} x {whole}",
-        )
-    added = environment_tokens(config)
-    keys = "data.max_prompt_length + rollout.max_new_tokens" + " + rollout.max_environment_tokens" * bool(
-        added
-    )
-    numbers = f"{prompt} + {completion}" + f" + {added}" * bool(added)
-    yield Row("max_sequence_tokens", longest_sequence(config), "tokens", f"L: {keys} = {numbers}")
+        why = f"P to rollout.dynamic_sampling_rounds x P = {whole} to {rounds} x {whole}"
+        yield Row("drawn_prompts_per_step", _Span(whole, rounds * whole).value, "prompts", why)
+    parts = {
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+    }
+    if added := environment_tokens(config):
+        parts["rollout.max_environment_tokens"] = added
+    why = f"L: {' + '.join(parts)} = {' + '.join(map(str, parts.values()))}"
+    yield Row("max_sequence_tokens", longest_sequence(config), "tokens", why)
 
 
-def _device_rows(layout: _Layout) -> Iterator[Row]:
-    n, k = layout.devices, layout.processes
-    own = "N" if layout.mesh.num_devices == n else "devices of training"
-    yield Row("devices", n, "devices", "N: total over all processes")
-    yield Row("processes", k, "processes", "K: each has the same number of devices")
-    yield Row("devices_per_process", n // k, "devices", f"N / K = {n} / {k}")
-    yield Row(
-        "data_shards",
-        layout.shards,
-        "shards",
-        f"D: dp x fsdp = {layout.mesh.dp} x {layout.mesh.fsdp}",
-    )
-    yield Row(
-        "devices_per_shard",
-        layout.mesh.tp,
-        "devices",
-        f"tp: {own} / D = {layout.mesh.num_devices} / {layout.shards}; tensor parallel",
-    )
+def _device_rows(mesh: MeshShape, devices: int, processes: int) -> Iterator[Row]:
+    in_process, shards = devices // processes, mesh.num_data_shards
+    yield Row("devices", devices, "devices", "N: total over all processes")
+    yield Row("processes", processes, "processes", "K: each has the same number of devices")
+    yield Row("devices_per_process", in_process, "devices", f"N / K = {devices} / {processes}")
+    yield Row("data_shards", shards, "shards", f"D: {TIMES.join(DATA_AXES)} = {_shards_of(mesh)}")
+    trained = "N" if mesh.num_devices == devices else "devices of training"
+    why = f"{TP}: {trained} / D = {mesh.num_devices} / {shards}; tensor parallel"
+    yield Row("devices_per_shard", mesh.num_devices // shards, "devices", why)
 
 
-def _rollout_rows(config: Config, layout: _Layout) -> Iterator[Row]:
-    if config.rollout.has_fleet:
-        yield from _fleet_rows(config)
-        return
-    whole, n, replicas = config.data.batch_size, config.rollout.n, layout.replicas
-    yield Row(
-        "rollout_replicas",
-        replicas,
-        "replicas",
-        f"dp x fsdp of rollout.mesh = {layout.rollout_mesh.dp} x {layout.rollout_mesh.fsdp}",
-    )
-    total = whole * n
-    remark = f"; {whole // replicas} prompts x {n}" if whole % replicas == 0 else ""
-    yield Row(
-        "sequences_per_replica",
-        _Span(total // replicas, _ceil(total, replicas)).value,
-        "sequences",
-        f"P x G / replicas = {_shares(_Span(total, total), replicas)}{remark}",
-    )
+def _shards_of(mesh: MeshShape) -> str:
+    return TIMES.join(map(str, mesh.data_sizes))
+
+
+def _replica_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+    whole, prompts, replicas = _whole(config), config.data.batch_size, mesh.num_data_shards
+    why = f"{TIMES.join(DATA_AXES)} of rollout.mesh = {_shards_of(mesh)}"
+    yield Row("rollout_replicas", replicas, "replicas", why)
+    remark = f"; {prompts // replicas} prompts x {config.rollout.n}" if prompts % replicas == 0 else ""
+    share = _Span(whole.low // replicas, _ceil(whole.high, replicas)).value
+    why = f"P x G / replicas = {_shares(whole, replicas)}{remark}"
+    yield Row("sequences_per_replica", share, "sequences", why)
 
 
 def _fleet_rows(config: Config) -> Iterator[Row]:
     """The rows of workers or servers, which take the groups of a training step as they become free."""
-    rollout, total = config.rollout, config.data.batch_size * config.rollout.n
+    rollout, whole = config.rollout, _whole(config)
     if rollout.servers:
         name, count, why = "server", len(rollout.servers), "W: rollout.servers; their devices are not planned"
     else:
         name, count, why = "worker", rollout.workers, "W: rollout.workers, with devices of their own"
     yield Row(f"rollout_{name}s", count, f"{name}s", why)
     if rollout.workers:
-        each = devices_of_worker(config)
-        yield Row(
-            "devices_per_worker", each, "devices", "those of its rollout.mesh, with 1 for an axis of -1"
-        )
-    share = f"P x G / W = {_shares(_Span(total, total), count)}"
-    several = f"0 to P x G = 0 to {total}; {share} on average: groups go to the {name} that has room"
-    value, why = (total, share) if count == 1 else (_Span(0, total).value, several)
+        why = "those of its rollout.mesh, with 1 for an axis of -1"
+        yield Row("devices_per_worker", devices_of_worker(config), "devices", why)
+    value, why = whole.value, f"P x G / W = {_shares(whole, count)}"
+    if count > 1:
+        value = _Span(0, whole.high).value
+        why = f"0 to P x G = 0 to {whole.high}; {why} on average: groups go to the {name} that has room"
     yield Row(f"sequences_per_{name}", value, "sequences", why)
 
 
-def _update_rows(
-    config: Config, layout: _Layout, count: int, prompts: _Span, sequences: _Span
-) -> Iterator[Row]:
-    update, n, shards = config.update, config.rollout.n, layout.shards
-    whole = config.data.batch_size
+def _update_rows(config: Config, shards: int) -> Iterator[Row]:
+    update, whole = config.update, config.data.batch_size
+    count, prompts = _mini_batches(config, update)
     parts = f"ceil({whole} / {update.mini_batch_size or whole})"
-    yield Row(
-        "mini_batch_prompts",
-        prompts.value,
-        "prompts",
-        f"P / ceil(P / M) = {_shares(_Span(whole, whole), count, parts)}; M: update.mini_batch_size",
-    )
-    yield Row(
-        "optimizer_steps_per_train_step",
-        update.epochs * count,
-        "steps",
-        f"update.epochs x ceil(P / M) = {update.epochs} x {parts}",
-    )
-    yield Row(
-        "mini_batch_sequences",
-        sequences.value,
-        "sequences",
-        f"B: mini_batch_prompts x G = {_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
-    )
+    why = f"P / ceil(P / M) = {_shares(_Span(whole, whole), count, parts)}; M: update.mini_batch_size"
+    yield Row("mini_batch_prompts", prompts.value, "prompts", why)
+    why = f"update.epochs x ceil(P / M) = {update.epochs} x {parts}"
+    yield Row("optimizer_steps_per_train_step", update.epochs * count, "steps", why)
+    sequences = prompts.times(config.rollout.n)
+    why = f"B: mini_batch_prompts x G = {prompts.written(f'{{}} x {config.rollout.n}')}"
+    yield Row("mini_batch_sequences", sequences.value, "sequences", why)
     stage = _Stage.of(config, "update.", update, "B", sequences, shards)
     yield stage.per_shard("sequences_per_shard")
-    yield stage.per_micro_batch("micro_batch_sequences")
-    yield stage.budget("max_tokens_per_device")
-    yield stage.passes("micro_batches_per_optimizer_step")
+    yield from stage.rows_of("", "micro_batches_per_optimizer_step")
 
 
-def _logprob_rows(config: Config, layout: _Layout, count: int) -> Iterator[Row]:
-    total = config.data.batch_size * config.rollout.n
-    whole = _Span(total, total)
-    stage = _Stage.of(config, "logprob.", config.logprob, "P x G", whole, layout.shards)
-    yield _sweeps(config, config.update.epochs * count)
-    yield stage.per_micro_batch("logprob_micro_batch_sequences")
-    yield stage.budget("logprob_max_tokens_per_device")
-    yield stage.passes("logprob_forward_passes")
+def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
+    update, reward_coef, reference = config.update, config.reward.kl_coef, config.needs_reference
+    steps = update.epochs * _mini_batches(config, update)[0]
+    several = update.old_logprobs == "auto" and (steps > 1 or reward_coef > 0)
+    old = update.old_logprobs == "recompute" or several
+    why = f"old + reference = {old:d} + {reference:d}; update.old_logprobs is {update.old_logprobs}"
+    if update.old_logprobs == "auto":
+        why += f", {steps} optimizer step{'s' if steps > 1 else ''}"
+    why += f"; update.kl_coef is {update.kl_coef:g}"
+    why += f"; reward.kl_coef is {reward_coef:g}" if reward_coef > 0 else ""
+    yield Row("logprob_sweeps", old + reference, "sweeps", why)
+    stage = _Stage.of(config, "logprob.", config.logprob, "P x G", _whole(config), shards)
+    yield from stage.rows_of("logprob_", "forward_passes")
 
 
-def _critic_rows(config: Config, layout: _Layout) -> Iterator[Row]:
-    """The critic's optimizer steps and values; nothing without a critic."""
-    critic, n, whole = config.critic, config.rollout.n, config.data.batch_size
-    if not critic.enabled:
-        return
-    shards = layout.critic_mesh.num_data_shards
+def _critic_rows(config: Config, shards: int) -> Iterator[Row]:
+    """The critic's optimizer steps and values."""
+    critic, n = config.critic, config.rollout.n
     assert critic.mini_batch_size is not None, "batch sizes are derived before they come here"
     assert critic.epochs is not None, "epochs are derived before they come here"
     count, prompts = _mini_batches(config, critic)
-    parts = f"ceil({whole} / {critic.mini_batch_size})"
-    yield Row(
-        "critic_optimizer_steps_per_train_step",
-        critic.epochs * count,
-        "steps",
-        f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size",
-    )
-    sequences = _Span(prompts.low * n, prompts.high * n)
+    parts = f"ceil({config.data.batch_size} / {critic.mini_batch_size})"
+    why = f"critic.epochs x ceil(P / M) = {critic.epochs} x {parts}; M: critic.mini_batch_size"
+    yield Row("critic_optimizer_steps_per_train_step", critic.epochs * count, "steps", why)
+    sequences = prompts.times(n)
+    why = f"B of the critic: prompts of an optimizer step x G = {prompts.written(f'{{}} x {n}')}"
+    yield Row("critic_mini_batch_sequences", sequences.value, "sequences", why)
     stage = _Stage.of(config, "critic.", critic, "B", sequences, shards)
-    yield Row(
-        "critic_mini_batch_sequences",
-        sequences.value,
-        "sequences",
-        f"B of the critic: prompts of an optimizer step x G = "
-        f"{_either(f'{prompts.low} x {n}', f'{prompts.high} x {n}')}",
-    )
-    yield stage.per_micro_batch("critic_micro_batch_sequences")
-    yield stage.budget("critic_max_tokens_per_device")
-    yield stage.passes("critic_micro_batches_per_optimizer_step")
-    total = _Span(whole * n, whole * n)
-    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", total, shards)
-    yield values.per_micro_batch("critic_forward_micro_batch_sequences")
-    yield values.budget("critic_forward_max_tokens_per_device")
-    yield values.passes("critic_forward_passes")
+    yield from stage.rows_of("critic_", "micro_batches_per_optimizer_step")
+    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", _whole(config), shards)
+    yield from values.rows_of("critic_forward_", "passes")
 
 
 def _reward_model_rows(config: Config) -> Iterator[Row]:
     """The token budget of reward models; nothing without one."""
-    budget = config.reward.model_max_tokens_per_device
+    key, budget = "model_max_tokens_per_device", config.reward.model_max_tokens_per_device
     if config.reward.models and budget is not None:
-        yield Row(
-            "reward_model_max_tokens_per_device",
-            budget,
-            "tokens",
-            "reward.model_max_tokens_per_device: tokens of the reward model's own tokenizer in a micro-batch",
-        )
-
-
-def _sweeps(config: Config, steps: int) -> Row:
-    update, in_reward = config.update, config.reward.kl_coef > 0
-    several = update.old_logprobs == "auto" and (steps > 1 or in_reward)
-    old = update.old_logprobs == "recompute" or several
-    reference = config.needs_reference
-    reason = {
-        "recompute": "update.old_logprobs is recompute",
-        "rollout": "update.old_logprobs is rollout",
-        "auto": f"update.old_logprobs is auto, {steps} optimizer step{'s' if steps > 1 else ''}",
-    }[update.old_logprobs]
-    return Row(
-        "logprob_sweeps",
-        old + reference,
-        "sweeps",
-        f"old + reference = {old:d} + {reference:d}; {reason}; update.kl_coef is {update.kl_coef:g}"
-        + (f"; reward.kl_coef is {config.reward.kl_coef:g}" if in_reward else ""),
-    )
+        why = f"reward.{key}: tokens of the reward model's own tokenizer in a micro-batch"
+        yield Row(f"reward_{key}", budget, "tokens", why)
 
 
 @dataclass(frozen=True)
@@ -346,23 +267,31 @@ class _Stage:
         shared = config.update.shares_prompts
         return cls(keys, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
 
+    def rows_of(self, prefix: str, passes: str) -> Iterator[Row]:
+        """Sequences and tokens of a micro-batch, and the number of `passes`; keys begin with `prefix`."""
+        yield self._per_micro_batch(f"{prefix}micro_batch_sequences")
+        name = f"{self.keys}max_tokens_per_device"
+        why = f"not used: {self.keys}micro_batch_size is set" if self.tokens is None else f"C: {name}"
+        yield Row(f"{prefix}max_tokens_per_device", self.tokens, "tokens", why)
+        yield self._passes(f"{prefix}{passes}")
+
     def per_shard(self, key: str) -> Row:
         """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
         if self.tokens is None or self.shards == 1:
             value = _Span(self.sequences.low // self.shards, _ceil(self.sequences.high, self.shards)).value
             return Row(key, value, "sequences", f"{self.total} / D = {_shares(self.sequences, self.shards)}")
         value = _Span(0, self.sequences.high).value
-        average = _either(*(f"{n} / {self.shards}" for n in self._ends))
+        average = self.sequences.written(f"{{}} / {self.shards}")
         remark = f"{average} on average: shards are balanced by cost, not by number"
         return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
 
-    def per_micro_batch(self, key: str) -> Row:
+    def _per_micro_batch(self, key: str) -> Row:
         """Sequences per shard in one micro-batch."""
         if self.tokens is None:
             return self._per_micro_batch_in_fixed_mode(key)
         if self._num_passes.high * self.shards == 1:
             whole = self.sequences
-            return Row(key, whole.value, "sequences", f"{self.total} = {_either(*map(str, self._ends))}")
+            return Row(key, whole.value, "sequences", f"{self.total} = {self.sequences.written()}")
         in_bin, symbol, number = self._most_in_bin
         most = min(self.sequences.high, in_bin)
         numbers = f"0 to min({self.sequences.high}, {number})"
@@ -378,13 +307,7 @@ class _Stage:
         numbers = f"min({self.rows}, ceil({self.sequences.high} / {self.shards}))"
         return Row(key, largest, "sequences", f"min(m, ceil({self.total} / D)) = {numbers}; m: {name}")
 
-    def budget(self, key: str) -> Row:
-        """Maximum tokens per shard in one micro-batch."""
-        name = f"{self.keys}max_tokens_per_device"
-        fixed = f"not used: {self.keys}micro_batch_size is set"
-        return Row(key, self.tokens, "tokens", fixed if self.tokens is None else f"C: {name}")
-
-    def passes(self, key: str) -> Row:
+    def _passes(self, key: str) -> Row:
         """Number of micro-batches into which `sequences` are divided; the same on every shard."""
         if self.tokens is None:
             numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
@@ -426,9 +349,9 @@ class _Stage:
         return f"; the last holds {left}" if even and left and high // self.shards > self.rows else ""
 
 
-def _warnings(config: Config, layout: _Layout, sequences: _Span) -> Iterator[str]:
-    shards, replicas, least = layout.shards, layout.replicas, sequences.low
-    total, size = config.data.batch_size * config.rollout.n, config.update.micro_batch_size
+def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
+    sequences = _mini_batches(config, config.update)[1].times(config.rollout.n)
+    least, total, size = sequences.low, _whole(config).low, config.update.micro_batch_size
     if least < shards:
         yield (
             f"there are more data shards ({shards}) than sequences of an optimizer step ({least}): "
@@ -505,24 +428,8 @@ def overview(result: BatchPlan) -> list[str]:
 
 def render(batch_plan: BatchPlan) -> str:
     """A table of name, value, unit and formula, at most 100 columns wide; warnings follow it."""
-    cells = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
-    name, value, unit = (max(len(row[k]) for row in cells) for k in range(3))
-    width = WIDTH - name - value - unit - 3 * len(GAP)
-    lines = []
-    for row in cells:
-        first, *more = _wrapped(row[3], width)
-        lines.append(GAP.join((row[0].ljust(name), row[1].rjust(value), row[2].ljust(unit), first)))
-        lines += [" " * (WIDTH - width) + line for line in more]
-    for warning in batch_plan.warnings:
-        lines += textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def _wrapped(formula: str, width: int) -> list[str]:
-    """`formula` wrapped to lines of `width`, which are broken between terms but not next to an operator."""
-    for operator in ("/", "x"):
-        formula = formula.replace(f" {operator} ", f"{UNBROKEN}{operator}{UNBROKEN}")
-    return [line.replace(UNBROKEN, " ") for line in textwrap.wrap(formula, width, break_on_hyphens=False)]
+    rows = [(row.key, _format_value(row.value), row.unit, row.why) for row in batch_plan.rows]
+    return "\n".join((*table(rows, right=(1,), wrap=True), *warning_lines(batch_plan.warnings)))
 
 
 def _format_value(value: int | dict[str, int] | None) -> str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles
-from quatrain.plan.batches import GAP, WIDTH
+from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
 TRAIN, REFERENCE, CRITIC, REWARD = "train", "reference", "critic", "reward"
@@ -176,14 +174,13 @@ def render(result: Placement) -> str:
         "",
         *_table([*result.parts, *_totals(result)]),
         *_elsewhere(result, whole=True),
-        *_warning_lines(result),
+        *warning_lines(result.warnings),
     )
     return "\n".join((*lines, result.remedy) if result.remedy else lines)
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {format_mesh(result.roles.train.mesh)}"
-    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
+    yield f"parameters on mesh {result.roles.train.mesh}"
     rows = [
         (
             kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
@@ -194,9 +191,7 @@ def _parameter_table(result: Placement) -> Iterator[str]:
         )
         for kind in result.parameters
     ]
-    widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
-    for *cells, size in (head, *rows):
-        yield GAP.join((*map(str.ljust, cells, widths), size.rjust(widths[-1])))
+    yield from table([("name", "shape", "logical axes", "PartitionSpec", "on a device"), *rows], right=(4,))
 
 
 def totals_table(result: Placement) -> Iterator[str]:
@@ -208,7 +203,7 @@ def totals_table(result: Placement) -> Iterator[str]:
 def _elsewhere(result: Placement, *, whole: bool) -> Iterator[str]:
     """Who samples if the devices of the run do not, with the table of a worker; its parts if `whole`."""
     if result.elsewhere:
-        yield from ("", *textwrap.wrap(result.elsewhere, WIDTH, break_on_hyphens=False))
+        yield from ("", *wrapped(result.elsewhere))
     if result.worker is not None:
         parts = result.worker.parts if whole else ()
         yield from _table([*parts, *_totals(result.worker)], "bytes on each device of a rollout worker")
@@ -231,23 +226,9 @@ def _totals(result: Placement) -> list[Part]:
     return rows
 
 
-def _table(rows: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
-    name, size = (max(map(len, column)) for column in zip(*((r.key, in_units(r.num_bytes)) for r in rows)))
+def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterator[str]:
     yield title
-    for row in rows:
-        first, *more = textwrap.wrap(row.why, WIDTH - name - size - 2 * len(GAP)) or [""]
-        yield GAP.join((row.key.ljust(name), in_units(row.num_bytes).rjust(size), first)).rstrip()
-        yield from (" " * (name + size + 2 * len(GAP)) + line for line in more)
-
-
-def _warning_lines(result: Placement) -> Iterator[str]:
-    for warning in result.warnings:
-        yield from textwrap.wrap(f"warning: {warning}", WIDTH, subsequent_indent=GAP, break_on_hyphens=False)
-
-
-def format_mesh(mesh: MeshShape) -> str:
-    """`mesh` in the configuration's notation `dp,fsdp,tp`."""
-    return ",".join(map(str, mesh))
+    yield from table([(p.key, in_units(p.num_bytes), p.why) for p in parts], right=(1,), wrap=True)
 
 
 def in_units(num_bytes: int) -> str:

@@ -7,18 +7,19 @@ shapes are used, as in `placement.py`.
 from __future__ import annotations
 
 import itertools
+import operator
 import shlex
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from quatrain.config.derive import longest_sequence
+from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import resolve_roles
 from quatrain.config.schema import Config
-from quatrain.plan.batches import GAP, WIDTH
-from quatrain.plan.device_memory import Placement, format_mesh, in_units
+from quatrain.plan.device_memory import Placement, in_units
 from quatrain.plan.placement import architecture, placement
+from quatrain.plan.text import table, wrapped
 
 ROOM = 0.9
 """Part of a device's memory that the plan may fill; the rest is for what it does not count."""
@@ -29,21 +30,8 @@ Resolve = Callable[[Sequence[str]], Config]
 """The configuration with further overrides, each as `key=value`."""
 
 
-class _Cost(NamedTuple):
-    """What a combination costs, in units of about the same slowdown; 0 is the fastest."""
-
-    mesh: float
-    remat: float
-    halvings: float
-    reference: float
-    policy: float
-    state_dtype: float
-    optimizer: float
-    param_dtype: float
-
-    def exceeds(self, other: _Cost) -> bool:
-        """Whether it costs at least as much in everything."""
-        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+_Cost = tuple[float, ...]
+"""What each switch of a combination costs, in units of about the same slowdown; 0 is the fastest."""
 
 
 class _Kept(NamedTuple):
@@ -119,7 +107,7 @@ def fit(
     smallest = {mesh: least for mesh in meshes if (least := search.smallest(mesh)) is not None}
     if not smallest:
         raise ValueError(
-            f"no mesh of {devices} devices can shard the model; the meshes tried are {', '.join(meshes)}; "
+            f"no mesh of {devices} devices can shard the model, of {'; '.join(map(str, meshes))}; "
             "use another number of devices"
         )
     found: list[tuple[_Cost, Combination]] = []
@@ -127,7 +115,8 @@ def fit(
     for cost, mesh, switches in search.in_order(fitting):
         if len(found) == most_rows:
             break
-        if any(cost.exceeds(other) for other, _ in found) or not search.may_fit(mesh, switches.kept):
+        dearer = any(all(map(operator.ge, cost, other)) for other, _ in found)
+        if dearer or not search.may_fit(mesh, switches.kept):
             continue
         made = search.made(mesh, switches)
         if made is not None and made[0] and made[1].peak <= search.usable:
@@ -146,25 +135,25 @@ class _Search:
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
         self._least = 1 if update.micro_batch_size else longest_sequence(self._config)
-        self._frugal: dict[tuple[str, _Kept], Combination | None] = {}
+        self._frugal: dict[tuple[MeshShape, _Kept], Combination | None] = {}
 
-    def meshes(self) -> list[str]:
-        """All meshes of the training devices, as `dp,fsdp,tp`."""
+    def meshes(self) -> list[MeshShape]:
+        """All meshes of the training devices that differ in dp, fsdp and tp."""
         n = self._mesh_devices
         sizes = [size for size in range(1, n + 1) if n % size == 0]
-        return [f"{n // (f * t)},{f},{t}" for t in sizes for f in sizes if n % (f * t) == 0]
+        return [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
 
-    def smallest(self, mesh: str) -> Combination | None:
+    def smallest(self, mesh: MeshShape) -> Combination | None:
         """The combination on `mesh` that needs the least memory; None if the model cannot be sharded so."""
         least = (self._least_with(mesh, kept) for kept in self._kept())
         return min(filter(None, least), key=lambda each: each.peak, default=None)
 
-    def may_fit(self, mesh: str, kept: _Kept) -> bool:
+    def may_fit(self, mesh: MeshShape, kept: _Kept) -> bool:
         """Whether there is a size of micro-batches and a `model.remat` with which `kept` fits."""
         least = self._least_with(mesh, kept)
         return least is not None and least.peak <= self.usable
 
-    def _least_with(self, mesh: str, kept: _Kept) -> Combination | None:
+    def _least_with(self, mesh: MeshShape, kept: _Kept) -> Combination | None:
         if (mesh, kept) not in self._frugal:
             made = self.made(mesh, _Switches("layer", self._halvings()[-1], kept))
             self._frugal[mesh, kept] = made and made[1]
@@ -183,7 +172,7 @@ class _Search:
         every = itertools.product(references, policies, (False, True), moments, dtypes)
         return [_Kept(*values) for values in every]
 
-    def in_order(self, meshes: Sequence[str]) -> Iterator[tuple[_Cost, str, _Switches]]:
+    def in_order(self, meshes: Sequence[MeshShape]) -> Iterator[tuple[_Cost, MeshShape, _Switches]]:
         """All combinations on `meshes`, the cheapest first."""
         choices = itertools.starmap(_Switches, itertools.product(REMATS, self._halvings(), self._kept()))
         frozen = self._config.lora.rank > 0
@@ -192,27 +181,23 @@ class _Search:
         ]
         yield from sorted(every, key=lambda each: (sum(each[0]), each[1:]))
 
-    def made(self, mesh: str, switches: _Switches) -> tuple[bool, Combination] | None:
+    def made(self, mesh: MeshShape, switches: _Switches) -> tuple[bool, Combination] | None:
         """(whether nothing warns, the combination); None if it is not possible, as where a mesh is not."""
         now, (remat, halvings, kept) = self._config, switches
         budget = max(self._budget >> halvings, self._least)
         optimizers = ["optimizer"]
         if now.critic.enabled and kept.state_dtype == "bfloat16":
             optimizers.append("critic_optimizer")
-        offloads = {"reference": kept.reference, "policy": kept.policy, "optimizer": kept.optimizer}
-        overrides = [f"mesh={mesh}"]
-        for key, value, current in (
+        offloads = {name: getattr(kept, name) for name in ("reference", "policy", "optimizer")}
+        values = (
             ("model.remat", remat, now.model.remat),
             (f"update.{self._key}", budget, self._budget),
-            *(
-                (f"offload.{what}", str(on).lower(), str(getattr(now.offload, what)).lower())
-                for what, on in offloads.items()
-            ),
+            *((f"offload.{what}", on, getattr(now.offload, what)) for what, on in offloads.items()),
             *((f"{o}.state_dtype", kept.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
             ("model.param_dtype", kept.param_dtype, now.model.param_dtype),
-        ):
-            if value != current:
-                overrides.append(f"{key}={value}")
+        )
+        changed = (f"{key}={str(value).lower()}" for key, value, current in values if value != current)
+        overrides = [f"mesh={mesh}", *changed]
         try:
             config = self._resolve(overrides)
             placed = placement(
@@ -226,7 +211,7 @@ class _Search:
             return None
         return not placed.warnings, Combination(
             tuple(overrides),
-            format_mesh(placed.roles.train.mesh),
+            str(placed.roles.train.mesh),
             remat,
             str(budget),
             " ".join(what for what, on in offloads.items() if on) or "-",
@@ -239,23 +224,22 @@ class _Search:
         return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
 
 
-def _cost(mesh: str, switches: _Switches, *, frozen: bool) -> _Cost:
+def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     """Tensor parallelism communicates in every layer, offloading copies over a slow bus.
 
     bfloat16 costs no time but accuracy: little in the first moment; in the parameters the noise of rounding
     in every step, which costs the most, unless they are `frozen`.
     """
-    _, fsdp, tp = map(int, mesh.split(","))
     kept = switches.kept
-    return _Cost(
-        mesh=(fsdp > 1) + 4.0 * (tp > 1) * (tp.bit_length() - 1),
-        remat=2.0 * REMATS.index(switches.remat),
-        halvings=0.5 * switches.halvings,
-        reference=3.0 * kept.reference,
-        policy=4.0 * kept.policy,
-        state_dtype=5.0 * (kept.state_dtype == "bfloat16"),
-        optimizer=6.0 * kept.optimizer,
-        param_dtype=(1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
+    return (
+        (mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
+        2.0 * REMATS.index(switches.remat),
+        0.5 * switches.halvings,
+        3.0 * kept.reference,
+        4.0 * kept.policy,
+        5.0 * (kept.state_dtype == "bfloat16"),
+        6.0 * kept.optimizer,
+        (1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
     )
 
 
@@ -267,7 +251,7 @@ def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int)
     if not found.found:
         return render(found)
     (first,) = found.found
-    same = f"mesh={format_mesh(placed.roles.train.mesh)}"
+    same = f"mesh={placed.roles.train.mesh}"
     changes = replace(first, overrides=tuple(each for each in first.overrides if each != same))
     return f"it fits with: {changes.command}"
 
@@ -281,19 +265,14 @@ def render(result: Fits) -> str:
             f"device, of which {ROOM:.0%} may be filled, with {result.smallest.command}; use more devices, "
             "or lower rollout.max_new_tokens, data.max_prompt_length or rollout.max_concurrency"
         )
-        return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+        return "\n".join(wrapped(text))
     head = ("mesh", "remat", "budget", "offloaded", "state", "params", "peak", "of a device")
     rows = [
         (
             *(c.mesh, c.remat, c.budget, c.offloaded, c.state_dtype, c.param_dtype),
-            *(in_units(c.peak), _share(c, result)),
+            *(in_units(c.peak), f"{c.peak / result.device_memory:.0%}"),
         )
         for c in result.found
     ]
-    widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
-    table = [GAP.join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
-    return "\n".join((f"fits {memory}, the cheapest first", *table, "", result.found[0].command))
-
-
-def _share(combination: Combination, result: Fits) -> str:
-    return f"{combination.peak / result.device_memory:.0%}"
+    title = f"fits {memory}, the cheapest first"
+    return "\n".join((title, *table([head, *rows]), "", result.found[0].command))

@@ -30,7 +30,7 @@ from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.ladder import power_of_two, round_up
-from quatrain.plan.activations import OFF_BY, Activations, activations, elements_on_device
+from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
 from quatrain.plan.device_memory import (
     CRITIC,
     CRITIC_GRADIENT,
@@ -46,7 +46,6 @@ from quatrain.plan.device_memory import (
     ParameterKind,
     Part,
     Placement,
-    format_mesh,
     in_units,
 )
 from quatrain.update.optimizer import build_optimizer
@@ -75,7 +74,8 @@ def placement(
     """
     known = arch or architecture(config)
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
-    parts = (*plan.persistent_parts(), *plan.update_parts(), *plan.critic_parts())
+    update = plan.update_parts(config.update, GRADIENT, STEP)
+    parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory)
     if not config.rollout.has_fleet:
         return _with_cache(plan, result)
@@ -117,7 +117,7 @@ def _sampled_by(config: Config) -> str:
     if rollout.servers:
         return f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
     own = resolve_roles(worker_config(config), devices_of_worker(config)).rollout
-    where = f"each on devices of its own with mesh {format_mesh(own.mesh)}"
+    where = f"each on devices of its own with mesh {own.mesh}"
     return f"rollout.workers ({rollout.workers}) sample, {where}"
 
 
@@ -175,10 +175,7 @@ class _Plan:
             yield self._rollout_weights()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
-        host = self.config.offload.optimizer
-        why = _in_words(self.config.optimizer) + OFFLOADED * host
-        state = self._optimizer_state(self.config.optimizer, self.arch)
-        yield Part("optimizer_state", state, why, (STEP,) if host else PHASES)
+        yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, STEP)
         yield from self._reward_model_parts()
         if self.config.needs_reference:
             yield self._reference()
@@ -190,56 +187,46 @@ class _Plan:
 
     def _policy(self) -> Iterator[Part]:
         """The parameters of the policy, as they are trained."""
-        model = self.config.model
-        weights, lora = self._weights(self.mesh, model.param_dtype), self.arch.lora
-        trained = self._weights(self.mesh, model.param_dtype, trained=True) if lora else 0
-        away = self.config.offload.policy
-        phases = (GRADIENT, STEP) if away else PHASES
-        why = f"model.param_dtype {model.param_dtype} on mesh {format_mesh(self.mesh)}{FROZEN * bool(lora)}"
-        yield Part("weights", weights - trained, why + OFFLOADED * away, phases)
+        lora, phases = self.arch.lora, (GRADIENT, STEP) if self.config.offload.policy else None
+        yield self._trained_weights("weights", phases)
         if lora:
-            why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
-            yield Part("adapters", trained, why + OFFLOADED * away, phases)
+            yield self._trained_weights("adapters", phases)
 
-    def update_parts(self) -> Iterator[Part]:
-        """The parts that exist only during the update."""
+    def _trained_weights(self, key: str, phases: tuple[str, ...] | None) -> Part:
+        """The weights, or their adapters; None for `phases` where they do not wait in the host's memory."""
+        lora, dtype = self.arch.lora, self.config.model.param_dtype
+        size = self._weights(self.mesh, dtype, trained=True) if lora else 0
+        why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
+        if key == "weights":
+            size = self._weights(self.mesh, dtype) - size
+        else:
+            assert lora is not None
+            why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
+        return Part(key, size, why + OFFLOADED * bool(phases), phases or PHASES)
+
+    def update_parts(self, sizes: UpdateConfig | CriticConfig, gradient: str, step: str) -> Iterator[Part]:
+        """The parts that exist only during the update, in its phases `gradient` and `step`."""
         sums = self._weights(self.mesh, "float32", trained=True)
-        each = "accumulated over micro-batches, in float32"
-        yield Part("gradients", sums, f"of adapters, {each}" if self.arch.lora else each, (GRADIENT, STEP))
-        update = self.config.update
-        size, tokens = self._activations(self.arch, update, update.mini_batch_size)
-        yield Part("activations", size.total, self._parts_of(size, tokens), (GRADIENT,))
+        why = "of adapters, " * bool(self.arch.lora) + "accumulated over micro-batches, in float32"
+        yield Part("gradients", sums, why, (gradient, step))
+        yield self._activations(sizes, gradient)
         if self.mesh.dp > 1:
-            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (STEP,))
+            yield Part("gradient_sum", sums, f"sum of the gradients of {self.mesh.dp} dp replicas", (step,))
 
     def critic_parts(self) -> Iterator[Part]:
         """The parts of the critic; nothing without one."""
-        critic, dtype = self.config.critic, self.config.model.param_dtype
+        critic, host = self.config.critic, self.config.offload.critic
         if not critic.enabled:
             return
-        own = self.arch if critic.path is None else _architecture_at(critic.path, self.arch.vocab_size)
-        arch = replace(own, head="score")
-        own_plan = replace(self, arch=arch, roles=replace(self.roles, train=self.roles.critic))
-        for part in own_plan._critic_parts(critic, dtype):
-            yield replace(part, key=f"critic_{part.key}", role=CRITIC)
-
-    def _critic_parts(self, critic: CriticConfig, dtype: str) -> Iterator[Part]:
-        """The critic's parts, of a plan whose model is the critic and whose training devices are its own."""
-        host, optimizer = self.config.offload.critic, self.config.critic_optimizer
-        why = f"model.param_dtype {dtype} on mesh {format_mesh(self.mesh)}"
-        weights = self._weights(self.mesh, dtype)
-        yield Part("weights", weights, why + OFFLOADED * host, CRITIC_PHASES if host else PHASES)
-        why = _in_words(optimizer) + OFFLOADED * host
-        state = self._optimizer_state(optimizer, self.arch)
-        yield Part("optimizer_state", state, why, (CRITIC_STEP,) if host else PHASES)
-        sums = self._weights(self.mesh, "float32")
-        accumulated = "accumulated over micro-batches, in float32"
-        yield Part("gradients", sums, accumulated, CRITIC_PHASES)
-        size, tokens = self._activations(self.arch, critic, critic.mini_batch_size)
-        yield Part("activations", size.total, self._parts_of(size, tokens), (CRITIC_GRADIENT,))
-        if self.mesh.dp > 1:
-            why = f"sum of the gradients of {self.mesh.dp} dp replicas"
-            yield Part("gradient_sum", sums, why, (CRITIC_STEP,))
+        arch = self.arch if critic.path is None else _architecture_at(critic.path, self.arch.vocab_size)
+        roles = replace(self.roles, train=self.roles.critic)
+        plan = replace(self, arch=replace(arch, head="score"), roles=roles)
+        parts = (
+            plan._trained_weights("weights", CRITIC_PHASES if host else None),
+            plan._optimizer_state(self.config.critic_optimizer, host, CRITIC_STEP),
+            *plan.update_parts(critic, *CRITIC_PHASES),
+        )
+        yield from (replace(part, key=f"critic_{part.key}", role=CRITIC) for part in parts)
 
     def _reward_model_parts(self) -> Iterator[Part]:
         """The weights of each reward model."""
@@ -251,17 +238,10 @@ class _Plan:
                 size = own._weights(mesh, dtype)
             except ValueError as error:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
-            why = f"{path}: model.param_dtype {dtype} on mesh {format_mesh(mesh)}{OFFLOADED * host}"
+            why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
             waits = host and not self.config.rollout.max_staleness
             yield Part(key, size, why, () if waits else PHASES, REWARD)
-
-    def _parts_of(self, size: Activations, tokens: str) -> str:
-        """The parts of an estimate of activations, in words."""
-        layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {self.config.model.remat})"
-        working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
-        rest = f"gradients not yet accumulated {in_units(size.gradients)}"
-        return f"estimate, error {OFF_BY}, for {tokens}: {layers} + {working} + {rest}"
 
     def cache(self, sequences: int) -> Part:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
@@ -311,16 +291,10 @@ class _Plan:
 
     def _weights(self, mesh: MeshShape, dtype: str, *, trained: bool = False) -> int:
         """Bytes on one device of the parameters, or of those that are trained."""
-        specs, places = param_specs(self.arch), partition(self.arch, mesh)
+        trees = param_specs(self.arch), partition(self.arch, mesh)
         if trained:
-            specs, places = trained_part(specs, self.arch), trained_part(places, self.arch)
-        sizes = jax.tree.map(
-            lambda p, spec: elements_on_device(p.shape, spec, mesh) * jnp.dtype(p.dtype or dtype).itemsize,
-            specs,
-            places,
-            is_leaf=is_spec,
-        )
-        return sum(jax.tree.leaves(sizes))
+            trees = trained_part(trees[0], self.arch), trained_part(trees[1], self.arch)
+        return sum_on_device(*trees, mesh, lambda spec: jnp.dtype(spec.dtype or dtype).itemsize)
 
     def _reference(self) -> Part:
         """The reference policy: a copy of the parameters on the devices of its role.
@@ -334,7 +308,7 @@ class _Plan:
         model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
         coefs = {"update.kl_coef": self.config.update.kl_coef, "reward.kl_coef": self.config.reward.kl_coef}
         used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
-        why = f"{used}; on mesh {format_mesh(mesh)}"
+        why = f"{used}; on mesh {mesh}"
         size = self._weights(mesh, model.param_dtype)
         phases = () if host else PHASES
         return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
@@ -369,7 +343,7 @@ class _Plan:
         arch = replace(self.arch, lora=None) if merges else self.arch
         places = partition(arch, self.rollout_mesh)
         copied = jax.tree_util.tree_map_with_path(own, param_specs(arch), places, is_leaf=is_spec)
-        why = f"model.dtype {model.dtype} on rollout.mesh {format_mesh(self.rollout_mesh)}"
+        why = f"model.dtype {model.dtype} on rollout.mesh {self.rollout_mesh}"
         if lora:
             merged = "adapters merged into copies of their matrices"
             why = f"{merged if merges else 'base and adapters'}, {why}"
@@ -384,34 +358,33 @@ class _Plan:
         """The matrices into which adapters are merged before they are published, on the training mesh."""
         lora, dtype = self.arch.lora, self.config.model.dtype
         assert lora is not None
-        specs, places = param_specs(self.arch)["layers"], partition(self.arch, self.mesh)["layers"]
-        elements = sum(
-            elements_on_device(spec[name].shape, place[name], self.mesh)
-            for spec, place in zip(specs, places, strict=True)
-            for name in lora.targets
+        specs, shardings = (
+            [[layer[name] for name in lora.targets] for layer in tree["layers"]]
+            for tree in (param_specs(self.arch), partition(self.arch, self.mesh))
         )
+        elements = sum_on_device(specs, shardings, self.mesh)
         why = f"adapters merged into copies of their matrices, model.dtype {dtype}, until servers have them"
         return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, (ROLLOUT,))
 
-    def _optimizer_state(self, config: OptimizerConfig, arch: Architecture) -> int:
-        """Bytes on one device: moments are sharded like their parameters, other state is replicated."""
-        optimizer, state = _abstract_state(config, arch)
-        own = optax.tree_map_params(
+    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: str) -> Part:
+        """The optimizer state: moments are sharded like their parameters, other state is replicated."""
+        optimizer, state = _abstract_state(config, self.arch)
+        sizes = optax.tree_map_params(
             optimizer,
-            lambda x, place: elements_on_device(x.shape, place, self.mesh) * x.dtype.itemsize,
+            lambda x, spec: elements_on_device(x.shape, spec, self.mesh) * x.dtype.itemsize,
             state,
-            trained_part(partition(arch, self.mesh), arch),
+            trained_part(partition(self.arch, self.mesh), self.arch),
             transform_non_params=lambda x: x.size * x.dtype.itemsize,
         )
-        return sum(jax.tree.leaves(own))
+        moment = f", its first moment in {config.state_dtype}" if config.state_dtype != "float32" else ""
+        why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
+        return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
 
-    def _activations(
-        self, arch: Architecture, sizes: UpdateConfig | CriticConfig, mini_batch_size: int | None
-    ) -> tuple[Activations, str]:
-        """The activations of the largest micro-batch, and a description of its size."""
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: str) -> Part:
+        """The activations of the largest micro-batch."""
         model, n = self.config.model, self.config.rollout.n
         longest = longest_sequence(self.config)
-        prompts = mini_batch_size or self.config.data.batch_size
+        prompts = sizes.mini_batch_size or self.config.data.batch_size
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
             tokens = min(sizes.max_tokens_per_device, round_up(prompts * n * longest))
@@ -421,14 +394,18 @@ class _Plan:
             tokens = rows * round_up(longest)
             words = f"{rows} x {round_up(longest)} tokens"
         size = activations(
-            arch,
+            self.arch,
             tokens=tokens,
             remat=model.remat,
             dtype=model.dtype,
             param_dtype=model.param_dtype,
             mesh=self.mesh,
         )
-        return size, words
+        layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
+        working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
+        rest = f"gradients not yet accumulated {in_units(size.gradients)}"
+        why = f"estimate, error {OFF_BY}, for {words}: {layers} + {working} + {rest}"
+        return Part("activations", size.total, why, (phase,))
 
     def phase_warnings(self, result: Placement) -> Iterator[str]:
         """Warnings about phases that need more memory than a device has."""
@@ -492,11 +469,6 @@ def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.
     """The optimizer, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
     optimizer = build_optimizer(config, total_steps=1)
     return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
-
-
-def _in_words(optimizer: OptimizerConfig) -> str:
-    moment = f", its first moment in {optimizer.state_dtype}" if optimizer.state_dtype != "float32" else ""
-    return f"{optimizer.name}, in float32{moment}"
 
 
 def _not_fitting(parts: list[Part], memory: int) -> Iterator[str]:

@@ -28,10 +28,11 @@ from quatrain.models.families import Architecture
 from quatrain.models.flops import packing_cost
 from quatrain.models.params import partition
 from quatrain.ops.packing import buffers_per_shard, plan_packing
+from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
-from quatrain.parallel.mesh import DATA_AXES, data_sharding, mesh_shape, one_device, place, to_memory
+from quatrain.parallel.mesh import data_sharding, mesh_shape, one_device, place, to_memory
 from quatrain.reward.values import Scores
 from quatrain.types.batches import PromptText, RolloutBatch
 from quatrain.weights.load import load_classifier
@@ -132,7 +133,7 @@ def _scores(params: Any, batch: _Buffers, *, spec: ScoreSpec) -> jax.Array:
             layout=batch.layout,
             backend=backend,
         )
-        return all_gather_shards(from_first_device(scores(params, arch, hidden), "tp"))
+        return all_gather_shards(from_first_device(scores(params, arch, hidden), TP))
 
     in_specs = (partition(spec.arch, mesh_shape(spec.mesh)), PartitionSpec(DATA_AXES))
     return shard_mapped(own, spec.mesh, in_specs, PartitionSpec())(params, batch)

@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from quatrain.ops.rounding import round_tree
 from quatrain.ops.tokens import TokenLoss
+from quatrain.parallel.axes import DATA_AXES, DP
 from quatrain.parallel.collectives import all_gather_shards, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
-from quatrain.parallel.mesh import DATA_AXES, full, reshard, shardings, to_memory
+from quatrain.parallel.mesh import full, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
 from quatrain.update.cuts import Cutting
 from quatrain.update.micro_batch import MicroBatch, micro_batches
@@ -162,7 +163,7 @@ def _accumulate(
 
 def _copies(specs: Any) -> Any:
     """Specs of a gradient's total [dp, ...]: each copy of the model has its own until the step is applied."""
-    return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), specs)
+    return jax.tree.map(lambda spec: PartitionSpec(DP, *spec), specs)
 
 
 gradient_program = jit_for_backend(
