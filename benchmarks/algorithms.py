@@ -44,8 +44,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from quatrain.config.algorithms import ESTIMATORS, LOSSES
 from quatrain.config.layers import file_layer, override_layer
-from quatrain.config.schema import ADVANTAGE_SCALES, POLICY_LOSSES
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.run.metrics import read_metrics
 
@@ -96,8 +96,8 @@ def algorithms() -> Suite:
         "estimator": "Advantage estimators, with the loss `ppo_clip`",
         "loss": "Policy losses, with `grpo`",
     }
-    named = [(f"estimator/{name}", {"advantage.estimator": name}) for name in ADVANTAGE_SCALES]
-    named += [(f"loss/{name}", {"update.loss": name}) for name in POLICY_LOSSES]
+    named = [(f"estimator/{name}", {"advantage.estimator": name}) for name in ESTIMATORS]
+    named += [(f"loss/{name}", {"update.loss": name}) for name in LOSSES]
     settings = {
         name: own | KIND_SETTINGS[name.partition("/")[0]] | VARIANT_SETTINGS.get(name, {})
         for name, own in named

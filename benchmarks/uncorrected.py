@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quatrain.ops.corrections import behaviour_weights
-from quatrain.ops.losses import ppo_clip
+from quatrain.ops.losses.ppo_clip import ppo_clip
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 
 CAP = 2.0

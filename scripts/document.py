@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quatrain.config.layers import sections
-from quatrain.config.schema import Config, Section
+from quatrain.config.fields import Section
+from quatrain.config.schema import Config, sections
 from quatrain.run.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 CONFIG_INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` (scripts/document.py) from src/quatrain/config/schema.py. Edit that file. -->
+<!-- Written by `make docs` (scripts/document.py) from src/quatrain/config/sections. Edit those files. -->
 
 A YAML file describes a run; every key has a default. `quatrain config CONFIG.yaml` prints the resolved
 configuration, each value with the layer it came from (`--json` prints JSON).
@@ -144,7 +144,12 @@ def _table(prefix: str, kind: type[Section], names: list[str]) -> str:
     for name in names:
         field = properties[name]
         default = json.dumps(field["default"], ensure_ascii=False)
-        cells = [f"`{prefix}{name}`", type_text(field), f"`{default}`", field["description"]]
+        cells = [
+            f"`{prefix}{name}`",
+            type_text(field),
+            f"`{default}`",
+            " ".join(field["description"].split()),
+        ]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

@@ -7,7 +7,8 @@ import pytest
 from episode_batches import episodes
 
 from quatrain.advantage.estimate import AdvantageEstimator
-from quatrain.config.schema import ADVANTAGE_SCALES, AdvantageConfig
+from quatrain.config.algorithms import ESTIMATORS
+from quatrain.config.schema import AdvantageConfig
 from quatrain.types.batches import RewardedBatch, RolloutBatch
 
 
@@ -114,11 +115,11 @@ def test_values_come_with_a_critic():
         AdvantageEstimator(AdvantageConfig(estimator="gae")).estimate(rewarded([1] * 5, [0] * 5, MASK))
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGE_SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_built_in_estimator_takes_its_derived_scale(estimator):
     batch = rewarded([1, 3, np.nan, 2, 2], [5, 5, 8, 8, 8], MASK, values=[[1, 2, 3, 4]] * 5)
     batch = replace(batch, baseline_rewards=np.array([2, 2, 0, 0, 0], np.float32))
-    for scale in (None, *ADVANTAGE_SCALES[estimator]):
+    for scale in (None, *ESTIMATORS[estimator].scales):
         advantaged = AdvantageEstimator(AdvantageConfig(estimator=estimator, scale=scale)).estimate(batch)
         assert advantaged.advantages[:2].any()
         assert not advantaged.advantages[2].any()

@@ -3,8 +3,6 @@ from pydantic import ValidationError
 
 from quatrain.config.layers import sections, valid_keys
 from quatrain.config.schema import (
-    ADVANTAGE_SCALES,
-    POLICY_LOSSES,
     AdvantageConfig,
     Config,
     DataConfig,
@@ -17,7 +15,6 @@ from quatrain.config.schema import (
     RunConfig,
     UpdateConfig,
 )
-from quatrain.ops import advantages, losses
 
 SIZES = ("mini_batch_size", "micro_batch_size", "max_tokens_per_device")
 
@@ -122,11 +119,6 @@ def test_two_micro_batch_modes_in_one_section_are_refused(section):
         Config(**{section: both})
     mixed = Config(update={"micro_batch_size": 8}, logprob={"max_tokens_per_device": 4096})
     assert (mixed.update.micro_batch_size, mixed.logprob.max_tokens_per_device) == (8, 4096)
-
-
-def test_the_scales_are_those_the_estimators_know():
-    assert ADVANTAGE_SCALES == advantages.ADVANTAGE_SCALES
-    assert set(POLICY_LOSSES) == set(losses.POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(

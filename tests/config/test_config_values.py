@@ -37,7 +37,7 @@ def test_a_list_of_one_data_set_is_the_one():
         ("data.train=[a, 1]", "data.train must be a data set, or a list"),
         (
             "reward.functions={f: {wieght: 1}}",
-            "no other keys than weight, args and data_source; it has wieght",
+            "no other keys than weight, args and data_source; got {'wieght': 1}",
         ),
         ("reward.functions={f: {weight: x}}", "reward.functions.f.weight must be a number; got 'x'"),
         ("reward.functions={f: {args: [1]}}", "reward.functions.f.args must be a mapping of names to values"),

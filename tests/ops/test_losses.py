@@ -8,20 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from quatrain.ops.losses import (
-    LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
-    cispo,
-    clip_cov,
-    gmpo,
-    gpg,
-    gspo,
-    kl_cov,
-    ppo_clip,
-    reinforce,
-    sapo,
-    token_weights,
-)
+from quatrain.ops.aggregation import LOSS_AGGREGATIONS, token_weights
+from quatrain.ops.losses import POLICY_LOSSES
+from quatrain.ops.losses.cispo import cispo
+from quatrain.ops.losses.clip_cov import clip_cov
+from quatrain.ops.losses.gmpo import gmpo
+from quatrain.ops.losses.gpg import gpg
+from quatrain.ops.losses.gspo import gspo
+from quatrain.ops.losses.kl_cov import kl_cov
+from quatrain.ops.losses.ppo_clip import ppo_clip
+from quatrain.ops.losses.reinforce import reinforce
+from quatrain.ops.losses.sapo import sapo
 from quatrain.ops.tokens import ScoredTokens
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}

@@ -7,11 +7,11 @@ import pytest
 import sequence_loss
 from rollouts import at_version
 
-from quatrain.config.schema import POLICY_LOSSES, LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
 from quatrain.models.architecture import LoRA
 from quatrain.models.decoder import forward, logits
 from quatrain.models.lora import with_adapters
-from quatrain.ops.losses import LOSS_AGGREGATIONS
+from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import AdvantagedBatch

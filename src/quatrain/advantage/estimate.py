@@ -12,12 +12,7 @@ import numpy as np
 
 from quatrain.advantage.turns import turn_rewards
 from quatrain.config.schema import AdvantageConfig
-from quatrain.ops.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    ADVANTAGE_SCALES,
-    TokenAdvantages,
-    check_scale,
-)
+from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, TokenAdvantages
 from quatrain.types.batches import AdvantagedBatch, RewardedBatch
 from quatrain.types.metrics import Metric, describe
 from quatrain.workers.user_code import find_function, own_arguments
@@ -48,8 +43,6 @@ class AdvantageEstimator:
         if config.scale is not None:
             if "scale" in given:
                 raise ValueError("advantage.args has scale; set the key advantage.scale instead")
-            if config.estimator in ADVANTAGE_SCALES:
-                check_scale(config.estimator, config.scale)
             given["scale"] = config.scale
         self._arguments = own_arguments(
             self._function, self._name, inputs=INPUTS, shared={}, given=given, key="advantage.args"

@@ -7,18 +7,17 @@ error.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import yaml
 
 from quatrain.config.elsewhere import key_for
 from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
-from quatrain.config.schema import Config, Section
+from quatrain.config.schema import is_mapping, sections, valid_keys
 
 MAX_CHARS = 2**17
 MAX_NODES = 10_000
@@ -135,29 +134,6 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
         children = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
         sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
     return sizes[id(node)]
-
-
-@functools.cache
-def sections() -> dict[str, type[Section]]:
-    """The sections of the configuration by name, in order."""
-    kinds = ((name, field.annotation) for name, field in Config.model_fields.items())
-    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Section)}
-
-
-@functools.cache
-def valid_keys() -> list[str]:
-    """All dotted keys of the schema; a section's name alone is not among them."""
-    nested = sections()
-    keys = [name for name in Config.model_fields if name not in nested]
-    return keys + [f"{name}.{key}" for name, kind in nested.items() for key in kind.model_fields]
-
-
-def is_mapping(path: KeyPath) -> bool:
-    """Whether the value of the key at `path` is a mapping with arbitrary names (`reward.functions`)."""
-    kind = sections().get(path[0])
-    if len(path) != 2 or kind is None or path[1] not in kind.model_fields:
-        return False
-    return get_origin(kind.model_fields[path[1]].annotation) is dict
 
 
 def file_layer(path: Path | None) -> list[Setting]:

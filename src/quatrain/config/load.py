@@ -17,20 +17,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from quatrain.config.derive import derived_values, value_at, warnings_about
+from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
+from quatrain.config.fields import value_at
 from quatrain.config.layers import (
     QUICKSTART,
     KeyPath,
     Setting,
     environment_layer,
     file_layer,
-    is_mapping,
     override_layer,
-    valid_keys,
 )
-from quatrain.config.schema import Config
+from quatrain.config.schema import Config, is_mapping, valid_keys
 from quatrain.config.secrets import REDACTED
+from quatrain.config.warnings import warnings_about
 
 DEFAULT = "default"
 DERIVED = "derived"

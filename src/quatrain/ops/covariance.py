@@ -2,7 +2,7 @@
 
 Data flow: log-probabilities and advantages of a whole mini-batch -> here (host-side numpy), before it is cut
 into micro-batches -> the column `high_covariance`, 1.0 on chosen tokens, and for `kl_cov` the column
-`moved` -> the losses in `losses.py`.
+`moved` -> the losses in `losses/`.
 
 Both functions follow "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
 2505.22617): an update lowers the policy's entropy mainly through the few tokens whose log-probability and

@@ -1,7 +1,7 @@
 """What a loss sees of a micro-batch, and what it returns.
 
 Data flow: `update/gradient.py` makes a `ScoredTokens` of the forward pass and the micro-batch's columns -> a
-policy loss, built in (`losses.py`) or a user's own -> `TokenLoss`, which is weighted and summed.
+policy loss, built in (`losses/`) or a user's own -> `TokenLoss`, which is weighted and summed.
 """
 
 from __future__ import annotations

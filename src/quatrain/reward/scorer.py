@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quatrain.config.errors import listed
-from quatrain.config.schema import RewardConfig, RewardEntry
+from quatrain.config.sections.reward import RewardConfig, RewardEntry
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,

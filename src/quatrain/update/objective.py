@@ -1,7 +1,7 @@
 """The objective of reinforcement learning: policy loss, KL to the reference and entropy bonus per token.
 
 Made by `learner.py` of its configuration, run by `gradient.py` on each micro-batch. The policy loss is one of
-`ops/losses.py`, or a user's own function of `ScoredTokens`.
+`ops/losses/`, or a user's own function of `ScoredTokens`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.config.schema import SHARED_LOSS_ARGUMENTS, UpdateConfig
+from quatrain.config.sections.update import SHARED_LOSS_ARGUMENTS, UpdateConfig
 from quatrain.ops.corrections import Correction, behaviour_weights
 from quatrain.ops.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3
 from quatrain.ops.losses import POLICY_LOSSES

@@ -1,0 +1,376 @@
+"""What depends on what in the configuration: one table of rules, and the function that applies it.
+
+Data flow: `Config` with sections that are valid alone -> `broken_rule`, the first row that holds -> an error.
+Conditions and sentences read the configuration as `c.section.key` and `{c.section.key}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from quatrain.config.algorithms import ESTIMATORS, takes
+from quatrain.config.fields import is_default, value_at
+from quatrain.config.sections.critic import CriticConfig
+from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
+
+
+class Rule(NamedTuple):
+    """One row: `key` is refused with `sentence` (the rule and the remedy) where `broken` holds."""
+
+    key: str
+    broken: Callable[[Any], object]
+    sentence: str
+
+
+def broken_rule(config: Any) -> tuple[str, Any, str] | None:
+    """Key, value and sentence of the first rule that the `Config` breaks; None if it breaks none."""
+    for rule in RULES:
+        if rule.broken(config):
+            return rule.key, value_at(config, rule.key), rule.sentence.format(c=config)
+    return None
+
+
+def no_effect(
+    keys: Iterable[str], used: Callable[[Any], object], reason: str, remedy: str = ""
+) -> list[Rule]:
+    """Rules for keys that must have their defaults unless `used` holds: they have `no effect REASON`."""
+    sentence = f"has no effect {reason}; {remedy + ', or ' if remedy else ''}leave this key at its default"
+
+    def unused(key: str) -> Callable[[Any], object]:
+        return lambda c: not used(c) and not is_default(c, key)
+
+    return [Rule(key, unused(key), sentence) for key in keys]
+
+
+def _keys(section: str, kind: Any, *besides: str) -> list[str]:
+    return [f"{section}.{key}" for key in kind.model_fields if key not in besides]
+
+
+def _has_critic(c: Any) -> bool:
+    return takes(c.advantage.estimator, "values") or bool(c.critic.enabled)
+
+
+def _is_corrected(c: Any) -> bool:
+    return c.update.correction not in (None, "none")
+
+
+def _filters(c: Any) -> bool:
+    return not c.rollout.samples_the_policy
+
+
+FILTERS = "rollout.top_p, top_k, min_p or temperature 0"
+
+
+def _of_micro_batches(section: str) -> Rule:
+    rows, tokens = f"{section}.micro_batch_size", f"{section}.max_tokens_per_device"
+    return Rule(
+        rows,
+        lambda c: None not in (value_at(c, rows), value_at(c, tokens)),
+        f"must be null if {tokens} ({{c.{tokens}}}) is set: the size of micro-batches is given in sequences "
+        "or in tokens, not both; set one of the two to null",
+    )
+
+
+def _of_optimizer(section: str) -> list[Rule]:
+    return [
+        Rule(
+            f"{section}.weight_decay",
+            lambda c: getattr(c, section).name == "sgd" and getattr(c, section).weight_decay > 0,
+            f"must be 0 for {section}.name sgd, which has no weight decay; set 0, or take adamw or lion",
+        ),
+        *no_effect(
+            [f"{section}.state_dtype"],
+            lambda c: getattr(c, section).has_first_moment,
+            f"for {section}.name sgd with beta1 0, which has no first moment",
+            "set beta1 above 0",
+        ),
+        *no_effect(
+            [f"{section}.stochastic_rounding"],
+            lambda c: c.model.param_dtype == "bfloat16" and not c.lora.rank,
+            "where what is trained is float32 and not rounded (model.param_dtype float32, or adapters)",
+        ),
+    ]
+
+
+def _of_estimator(name: str, scales: Sequence[str]) -> Rule:
+    return Rule(
+        "advantage.scale",
+        lambda c: c.advantage.estimator == name and c.advantage.scale not in (None, *scales),
+        f"must be {' or '.join(scales)} for advantage.estimator {name}; set that, or null to derive it",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *no_effect(
+        ["data.pass_rate_column"],
+        lambda c: (c.data.min_pass_rate, c.data.max_pass_rate) != (None, None),
+        "without data.min_pass_rate or data.max_pass_rate",
+        "set one of these",
+    ),
+    Rule(
+        "data.min_pass_rate",
+        lambda c: c.data.max_pass_rate is not None and (c.data.min_pass_rate or 0) > c.data.max_pass_rate,
+        "must be at most data.max_pass_rate ({c.data.max_pass_rate}); lower it, or raise data.max_pass_rate",
+    ),
+    *no_effect(
+        ["eval.temperature", "eval.top_p"],
+        lambda c: c.eval.n,
+        "with eval.n 0, which evaluates greedy completions only",
+        "set eval.n to 1 or more",
+    ),
+    Rule(
+        "update.mini_batch_size",
+        lambda c: (c.update.mini_batch_size or 0) > c.data.batch_size,
+        "must be at most data.batch_size ({c.data.batch_size}), the number of prompts in a training step; "
+        "set a smaller number, or null for all of them",
+    ),
+    Rule(
+        "update.mini_batch_size",
+        lambda c: (
+            c.update.num_mini_batches and c.update.mini_batch_size not in (None, c.size_of_mini_batches)
+        ),
+        "must be null, or {c.size_of_mini_batches} as update.num_mini_batches {c.update.num_mini_batches} "
+        "and data.batch_size {c.data.batch_size} make it; set one of the two to null",
+    ),
+    *no_effect(
+        ["update.reference_sync_steps"],
+        lambda c: c.needs_reference,
+        "without a reference",
+        "set update.kl_coef or reward.kl_coef above 0",
+    ),
+    *no_effect(
+        ["update.reference_mixup"],
+        lambda c: c.update.reference_sync_steps is not None,
+        "without update.reference_sync_steps",
+        "set that",
+    ),
+    *no_effect(
+        ["checkpoint.best_mode"],
+        lambda c: c.checkpoint.best_metric is not None,
+        "without checkpoint.best_metric",
+        "set that",
+    ),
+    *map(_of_micro_batches, ("update", "logprob", "critic")),
+    Rule(
+        "critic.enabled",
+        lambda c: takes(c.advantage.estimator, "values") and c.critic.enabled is False,
+        "must not be false for advantage.estimator {c.advantage.estimator}, which needs a critic; set true "
+        "or null",
+    ),
+    *no_effect(
+        [
+            *_keys("critic", CriticConfig, "enabled"),
+            *_keys("critic_optimizer", CriticOptimizerConfig),
+            "placement.critic",
+            "offload.critic",
+        ],
+        _has_critic,
+        "without a critic",
+        "set advantage.estimator to gae, or critic.enabled to true for an estimator of your own",
+    ),
+    *no_effect(
+        ["placement.reward", "offload.reward_models"],
+        lambda c: c.reward.models,
+        "without a reward model",
+        "add model:PATH to reward.functions",
+    ),
+    *no_effect(
+        ["reward.overlong_limit", "reward.overlong_buffer"],
+        lambda c: "overlong" in c.reward.functions,
+        "without the function overlong in reward.functions",
+        "add it",
+    ),
+    Rule(
+        "reward.overlong_buffer",
+        lambda c: (c.reward.overlong_buffer or 0) > c.overlong_limit,
+        "must be at most reward.overlong_limit ({c.overlong_limit} tokens); set a smaller number",
+    ),
+    Rule(
+        "rollout.greedy_baseline",
+        lambda c: takes(c.advantage.estimator, "baseline_rewards") and c.rollout.greedy_baseline is False,
+        "must not be false for advantage.estimator {c.advantage.estimator}, whose baseline it is; set true "
+        "or null",
+    ),
+    Rule(
+        "rollout.dynamic_sampling_rounds",
+        lambda c: c.rollout.dynamic_sampling_rounds > 1 and c.rollout.n == 1,
+        "must be 1 for rollout.n 1: it looks for groups whose samples have different rewards, which a single "
+        "sample never has; set 1, or raise rollout.n",
+    ),
+    Rule(
+        "rollout.tools",
+        lambda c: c.rollout.environment is not None and c.rollout.tools,
+        "must be empty if rollout.environment is set: an environment has its own tools, as methods; set one "
+        "of the two",
+    ),
+    Rule(
+        "data.on_long_prompt",
+        lambda c: c.rollout.has_episodes and c.data.on_long_prompt == "truncate_left",
+        "must be error or skip with rollout.environment or rollout.tools: the chat template writes schemas "
+        "of tools and what follows a prompt from its messages, which must be whole; set one of the two",
+    ),
+    Rule(
+        "reward.functions.environment",
+        lambda c: not c.rollout.has_episodes and "environment" in c.reward.functions,
+        "names the reward of an environment, which there is not; set rollout.environment, or leave the "
+        "function out",
+    ),
+    *no_effect(
+        [
+            "rollout.max_turns",
+            "rollout.max_environment_tokens",
+            "rollout.environment_timeout_s",
+            "rollout.environment_workers",
+        ],
+        lambda c: c.rollout.has_episodes,
+        "without rollout.environment or rollout.tools",
+        "set one of these",
+    ),
+    Rule(
+        "rollout.servers",
+        lambda c: c.rollout.workers and c.rollout.servers,
+        "must be empty with rollout.workers: either workers or servers sample; leave one of the two out",
+    ),
+    Rule(
+        "rollout.servers",
+        lambda c: c.rollout.servers and c.rollout.has_episodes,
+        "must be empty with rollout.environment and rollout.tools: quatrain's own engine samples episodes; "
+        "set rollout.workers, or sample on devices of this run",
+    ),
+    Rule(
+        "rollout.servers",
+        lambda c: len(set(c.rollout.servers)) < len(c.rollout.servers),
+        "must name each server once; leave the second one out",
+    ),
+    Rule(
+        "rollout.mesh",
+        lambda c: c.rollout.servers and c.rollout.mesh is not None,
+        "must be null with rollout.servers: each server decides how it uses its devices; set null, and start "
+        "servers with the parallelism that they need",
+    ),
+    Rule(
+        "placement.rollout",
+        lambda c: c.rollout.has_fleet and c.placement.rollout is not None,
+        "must be null with rollout.workers and rollout.servers, which have devices of their own; set null, "
+        "or sample on devices of this run",
+    ),
+    Rule(
+        "rollout.in_flight",
+        lambda c: c.rollout.has_fleet and c.rollout.in_flight,
+        "must be false with rollout.workers and rollout.servers: each of their groups is sampled from one "
+        "version of the weights; set false, or sample on devices of this run",
+    ),
+    *no_effect(
+        ["rollout.weights_dir"],
+        lambda c: c.rollout.has_fleet,
+        "without rollout.workers or rollout.servers",
+        "set one of these",
+    ),
+    Rule(
+        "rollout.weights_dir",
+        lambda c: c.rollout.weights_dir is not None and c.lora.rank and c.rollout.workers,
+        "must be null with lora.rank: adapters reach rollout workers through Ray's object store",
+    ),
+    Rule(
+        "rollout.in_flight",
+        lambda c: c.rollout.in_flight and not c.rollout.max_staleness,
+        "needs rollout.max_staleness of 1 or more; set that, or false",
+    ),
+    Rule(
+        "rollout.in_flight",
+        lambda c: c.rollout.in_flight and c.rollout.dynamic_sampling_rounds > 1,
+        "needs rollout.dynamic_sampling_rounds 1; set that, or false",
+    ),
+    Rule(
+        "rollout.in_flight",
+        lambda c: (
+            c.rollout.in_flight
+            and (c.rollout.greedy_baseline or takes(c.advantage.estimator, "baseline_rewards"))
+        ),
+        "needs no greedy baseline; set that, or false",
+    ),
+    Rule(
+        "update.correction",
+        lambda c: _is_corrected(c) and c.update.old_logprobs == "rollout",
+        "must be none for update.old_logprobs rollout, which takes the ratio to the sampler already: the "
+        "difference would count twice; set one of the two to its default",
+    ),
+    Rule(
+        "update.correction_floor",
+        lambda c: c.update.correction_floor is not None and c.update.correction not in (None, "mask"),
+        "has no effect for update.correction {c.update.correction}; set update.correction to mask, or null",
+    ),
+    Rule(
+        "update.old_logprobs",
+        lambda c: _filters(c) and c.update.old_logprobs == "rollout",
+        f"must not be rollout with {FILTERS}: the sampler's log-probabilities are those of another "
+        "distribution than the policy's, so that the ratio, and a KL in the reward, would count the filter; "
+        "unset these, or set auto or recompute",
+    ),
+    Rule(
+        "update.correction",
+        lambda c: _filters(c) and _is_corrected(c),
+        f"needs log-probabilities of the policy's own distribution, and {FILTERS} make the sampler draw from "
+        "another; unset these, or set none",
+    ),
+    Rule(
+        "rollout.servers",
+        lambda c: _filters(c) and c.rollout.servers,
+        f"must be empty with {FILTERS}: what other engines sample is corrected by the ratio of policy to "
+        "sampler, which then draws from another distribution; unset these, or sample on devices of this run",
+    ),
+    Rule(
+        "rollout.max_staleness",
+        lambda c: _filters(c) and c.rollout.max_staleness,
+        f"must be 0 with {FILTERS}: stale tokens are corrected by the ratio of policy to sampler, which then "
+        "draws from another distribution; unset these, or set 0",
+    ),
+    Rule(
+        "update.correction",
+        lambda c: (
+            c.rollout.max_staleness and c.update.correction == "none" and c.update.old_logprobs != "rollout"
+        ),
+        "must not be none for rollout.max_staleness {c.rollout.max_staleness}: stale tokens would be trained "
+        "on as if the current policy had sampled them; set truncate, mask or null, or update.old_logprobs to "
+        "rollout",
+    ),
+    Rule(
+        "reward.kl_target",
+        lambda c: c.reward.kl_target is not None and not c.reward.kl_coef,
+        "needs reward.kl_coef above 0, the coefficient that is adapted to it; set that, or null",
+    ),
+    *no_effect(
+        ["lora.alpha", "lora.targets", "rollout.lora"],
+        lambda c: c.lora.rank,
+        "with lora.rank 0",
+        "set lora.rank to 1 or more",
+    ),
+    Rule(
+        "lora.rank",
+        lambda c: c.lora.rank and _has_critic(c),
+        "must be 0 with a critic, all of whose weights are trained; set 0, or take an advantage.estimator "
+        "without a critic",
+    ),
+    *no_effect(
+        ["placement.reference", "offload.reference"],
+        lambda c: not c.lora.rank,
+        "with lora.rank {c.lora.rank}, where the reference is the frozen base, which is in memory on the "
+        "devices of training",
+    ),
+    Rule(
+        "update.reference_mixup",
+        lambda c: c.lora.rank and c.update.reference_mixup != 1,
+        "must be 1 with lora.rank {c.lora.rank}: adapters of that rank cannot hold a mixture of two; set 1, "
+        "or lora.rank to 0",
+    ),
+    Rule(
+        "update.share_prompts",
+        lambda c: c.update.share_prompts is True and c.update.micro_batch_size is not None,
+        "needs a token budget, and update.micro_batch_size is {c.update.micro_batch_size}: a padded row "
+        "holds one sequence; set update.max_tokens_per_device instead, or update.share_prompts to auto",
+    ),
+    *(_of_estimator(name, estimator.scales) for name, estimator in ESTIMATORS.items()),
+    *_of_optimizer("optimizer"),
+    *_of_optimizer("critic_optimizer"),
+)

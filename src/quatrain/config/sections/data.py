@@ -1,0 +1,86 @@
+"""The section `data`: prompts for training and evaluation."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from quatrain.config.fields import Count, DataSets, Fraction, MustAgreeOnResume, PlainValue, Section, Text
+from quatrain.config.values import data_sets
+
+RESERVED_SETS = ("final", "reward")
+"""Names that metrics of evaluations have after `eval/`."""
+
+
+def _evaluation_sets(sets: object) -> object:
+    """One data set, several as one, or a mapping from names to these."""
+    if not isinstance(sets, dict):
+        return data_sets(sets)
+    names = [name for name in sets if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name)]
+    if not sets or len(names) < len(sets) or set(names) & set(RESERVED_SETS):
+        raise PydanticCustomError(
+            "rule",
+            "must be data sets, or a mapping from names to data sets; a name has letters, digits, '_', '.' "
+            "and '-' and is not {reserved}",
+            {"reserved": " or ".join(RESERVED_SETS)},
+        )
+    return {name: data_sets(spec) for name, spec in sets.items()}
+
+
+EvaluationSets = Annotated[
+    str | tuple[str, ...] | dict[str, str | tuple[str, ...]], BeforeValidator(_evaluation_sets)
+]
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: Annotated[DataSets, MustAgreeOnResume()] = "builtin:arithmetic"
+    """Training prompts: `builtin:arithmetic`, a data set on the Hub (`openai/gsm8k:main`), or a .jsonl,
+    .json, .parquet or .csv file; all forms: [data.md](data.md#where-rows-come-from). A list of data sets is
+    read as one, in its order."""
+    eval: EvaluationSets | None = None
+    """Evaluation prompts, in the form of `data.train`, or a mapping from names to such forms, whose results
+    are reported apart: `{gsm8k: gsm8k.jsonl, math: math.jsonl}`; the first is shown during training. Derived:
+    the held-out part if `data.train` is built in."""
+    batch_size: Annotated[Count, MustAgreeOnResume()] = 16
+    """Prompts per training step, over all devices."""
+    max_prompt_length: Count = 512
+    """Maximum length of a prompt, in tokens."""
+    on_long_prompt: Literal["error", "skip", "truncate_left"] = "error"
+    """What to do with a prompt longer than `data.max_prompt_length`: end the run, skip the prompt, or drop
+    its first tokens (not in episodes). Skipped and truncated prompts are counted."""
+    pass_rate_column: Annotated[Text, MustAgreeOnResume()] = "pass_rate"
+    """Column with the fraction, 0 to 1, of a model's answers to the prompt that were right."""
+    min_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
+    """Train on prompts with at least this pass rate; others of `data.train` are left out and counted. null:
+    no lower bound."""
+    max_pass_rate: Annotated[Fraction | None, MustAgreeOnResume()] = None
+    """Train on prompts with at most this pass rate; null: no upper bound."""
+    question_column: Text | None = None
+    """Column with a plain question, which becomes a user message; null: the prompt is in the column `prompt`
+    or, if there is none, in the column `messages`."""
+    answer_column: Text | None = None
+    """Column with the gold answer, which reward functions get as `answer`; null: the column `answer`, or
+    verl's `reward_model.ground_truth`."""
+    system_prompt: str | None = None
+    """System message added before each prompt; null: none."""
+    chat_template: Text | None = None
+    """Chat template that replaces the tokenizer's: the path of a file, or the template itself, which has `{{`
+    or `{%`. It is exported with the model."""
+    chat_template_kwargs: dict[Text, PlainValue] = Field({})
+    """Variables passed to the chat template, as `{enable_thinking: false}`; a variable that the template does
+    not read is an error."""
+    shuffle: Annotated[bool, MustAgreeOnResume()] = True
+    """Draw training prompts and demonstrations in a new order in each epoch, by `seed`; false: in the order
+    of the files, the same in every epoch."""
+
+    @property
+    def eval_sets(self) -> dict[str, str | tuple[str, ...]]:
+        """The evaluation sets by name; the name of a single source is empty."""
+        if self.eval is None:
+            return {}
+        return self.eval if isinstance(self.eval, dict) else {"": self.eval}

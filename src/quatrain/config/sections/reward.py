@@ -1,0 +1,116 @@
+"""The section `reward`: scoring of completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from quatrain.config.fields import REWARD_MODEL, Count, NonNegative, PlainValue, Section, Text, must
+
+
+class RewardEntry(Section):
+    """What `reward.functions` says of one function."""
+
+    weight: float = 1.0
+    args: dict[Text, PlainValue] = Field({})
+    """Arguments of the function by name, beside those that every call brings."""
+    data_source: Annotated[
+        tuple[Text, ...] | None, BeforeValidator(lambda s: [s] if isinstance(s, str) else s)
+    ] = Field(None, strict=False)
+    """Values of the column `data_source` whose rows the function scores; None: all rows."""
+
+
+def _is_number(entry: object) -> bool:
+    return isinstance(entry, int | float) and not isinstance(entry, bool)
+
+
+WeightOrEntry = Annotated[
+    Annotated[float, Tag("weight")] | Annotated[RewardEntry, Tag("entry")],
+    Discriminator(lambda entry: "weight" if isinstance(entry, int | float) else "entry"),
+    must(
+        "have no other keys than weight, args and data_source",
+        lambda entry: not isinstance(entry, dict) or {*entry} <= {*RewardEntry.model_fields},
+        before=True,
+    ),
+    must(
+        "be a number, or a mapping as {weight: 1.0, args: {name: value}, data_source: [name]}",
+        lambda entry: _is_number(entry) or isinstance(entry, dict | RewardEntry),
+        before=True,
+    ),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "{weight: …, args: {…}, data_source: […]}"}]}),
+]
+Functions = Annotated[
+    dict[Text, WeightOrEntry],
+    must(
+        "name a reward model with its path, as in model:PATH; one has none",
+        lambda functions: REWARD_MODEL not in functions,
+    ),
+    must(
+        "have no args for a reward model",
+        lambda functions: (
+            not any(
+                name.startswith(REWARD_MODEL) and isinstance(entry, RewardEntry) and entry.args
+                for name, entry in functions.items()
+            )
+        ),
+    ),
+]
+
+
+class RewardConfig(Section):
+    """Stage 2 of a training step: scoring completions."""
+
+    functions: Functions = Field({"correct": 1.0, "format": 0.5, "tag_count": 0.5}, min_length=1)
+    """Mapping from reward functions to their weights. A function is a built-in name,
+    `package.module:function`, `path/file.py:function`, or `model:PATH`, the reward model in a local Hugging
+    Face folder or on the Hub. Instead of a weight, a mapping gives `weight` (default 1.0), `args` (arguments
+    by name) and `data_source` (the values of this column whose rows are scored):
+    [reward.md](reward.md#arguments-and-data-sources). A configuration layer that sets the mapping replaces
+    the whole mapping."""
+    overlong_limit: Count | None = None
+    """Tokens of a completion at which the function `overlong` gives -1; derived if `reward.functions` has
+    `overlong`: `rollout.max_new_tokens`."""
+    overlong_buffer: Count | None = None
+    """Tokens before `reward.overlong_limit` over which the function `overlong` falls from 0 to -1; derived if
+    `reward.functions` has `overlong`: a fifth of the limit."""
+    per_call: Literal["batch", "group", "sample"] = "batch"
+    """Samples that a reward function gets in one call: the whole batch, the samples of one prompt, or one.
+    Calls on groups or samples run in parallel, and a function that compares samples sees those of its call
+    only."""
+    workers: NonNegative | None = Field(None, le=1024)
+    """Processes that call users' reward functions; null: one for each core that the process may use, at most
+    8. 0: they are called in the process of the run, for functions that hold a model, without limits on time
+    and memory."""
+    timeout_s: float = Field(10.0, ge=0.01, le=86400)
+    """Seconds that one call of a user's reward function may take, and so the longest time for one sample. A
+    call that takes longer is ended, and its samples are called again in smaller parts. Of the function
+    `correct`: seconds that each of its processes may spend on slow comparisons of expressions in one call."""
+    memory_mb: int | None = Field(4096, ge=64, le=2**30)
+    """MiB of private memory that a process that calls users' reward functions may use; null: not limited."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL to the frozen reference that is subtracted from each token's reward (old
+    log-probability minus reference log-probability); 0: no KL in the reward."""
+    kl_target: float | None = Field(None, gt=0)
+    """KL, in nats per token, that the coefficient is adapted to from one training step to the next, starting
+    from `reward.kl_coef`; null: the coefficient is fixed."""
+    kl_horizon: Count = 10000
+    """Sequences over which the coefficient adapts to `reward.kl_target`."""
+    model_max_tokens_per_device: Count | None = None
+    """Token budget of the reward models: maximum number of their tokens per data shard in one forward pass.
+    Derived if `reward.functions` has a reward model: `logprob.max_tokens_per_device`; if that is null, 32768,
+    or twice the length of the longest possible sequence if that is more."""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The reward models: entry of `functions` -> path of the model."""
+        entries = (name for name in self.functions if name.startswith(REWARD_MODEL))
+        return {name: name.removeprefix(REWARD_MODEL) for name in entries}
+
+    @property
+    def entries(self) -> dict[str, RewardEntry]:
+        """`functions` with every entry in its long form."""
+        return {
+            name: entry if isinstance(entry, RewardEntry) else RewardEntry(weight=entry)
+            for name, entry in self.functions.items()
+        }

@@ -1,0 +1,126 @@
+"""The section `rollout`: sampling of completions."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quatrain.config.fields import Count, Fraction, Mesh, MustAgreeOnResume, NonNegative, Section, Text, must
+
+MAX_STALENESS = 64
+"""More copies of the weights than any run has memory for; learning breaks down far below."""
+LARGEST_PORT = 65535
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^/\s?#@:\[\]]+)(:(?P<port>\d{1,9}))?(/[^\s?#]*)?")
+
+
+def _is_address(text: str) -> bool:
+    parts = _ADDRESS.fullmatch(text)
+    return parts is not None and int(parts["port"] or 0) <= LARGEST_PORT
+
+
+Url = Annotated[str, must("be an address such as http://host:8000", _is_address)]
+
+
+class RolloutConfig(Section):
+    """Stage 1 of a training step: sampling completions."""
+
+    n: Annotated[Count, MustAgreeOnResume()] = 8
+    """Samples per prompt (the group size)."""
+    max_new_tokens: Count = 256
+    """Maximum length of a completion, in tokens, stop token included."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the smallest set of tokens with at least this probability; 1: all
+    tokens."""
+    top_k: NonNegative = 0
+    """Sample from this many most likely tokens; 0: all."""
+    min_p: Fraction = 0.0
+    """Drop tokens less likely than this fraction of the most likely token's probability; 0: drop none."""
+    stop: tuple[Text, ...] = Field((), strict=False)
+    """Strings that end a completion, in addition to the model's stop tokens."""
+    max_concurrency: Count | None = None
+    """Sequences that decode at the same time, on all replicas together; null: all sequences of a training
+    step, or as many as the KV cache has memory for."""
+    greedy_baseline: bool | None = None
+    """Whether a greedy completion of each prompt is drawn too, scored and not trained on; derived: true for
+    `advantage.estimator: remax`, else false. An estimator of your own that takes `baseline_rewards` needs
+    true."""
+    dynamic_sampling_rounds: Count = 1
+    """With 2 or more, dynamic sampling (DAPO): a training step draws further prompts, in at most this many
+    rounds, until `data.batch_size` groups have samples with different rewards, and trains on these. 1: the
+    next `data.batch_size` prompts, whatever their rewards."""
+    max_staleness: Annotated[int, MustAgreeOnResume()] = Field(0, ge=0, le=MAX_STALENESS)
+    """Training steps by which the weights that sample a batch may be older than those at the start of its
+    training step. 0: each batch is sampled after the update before it. With 1 or more, the next batches are
+    sampled while this one is trained on: [async.md](async.md)."""
+    in_flight: Annotated[bool, MustAgreeOnResume()] = False
+    """With `rollout.max_staleness`: exchange the weights between two decode calls, and begin samples of the
+    next batch while the last ones of a batch decode. Faster where lengths differ much; tokens then depend on
+    timing."""
+    environment: Text | None = None
+    """Environment that answers each turn of the policy, as `path.py:Class`; null: completions have one turn,
+    or there are tools: [episodes.md](episodes.md)."""
+    tools: tuple[Text, ...] = Field((), strict=False)
+    """Functions that the policy can call in its turns, each as `path.py:function`."""
+    max_turns: Count = 8
+    """Most turns of the policy in an episode with an environment or tools."""
+    max_environment_tokens: Count | None = None
+    """Most tokens that an environment and the chat template may add to an episode; what would be more ends it
+    as `length`. Derived: `rollout.max_new_tokens`, which bounds the tokens that the policy samples in all its
+    turns."""
+    environment_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that one call of an environment may take: `reset`, `step` with its tools, or the end. An
+    episode whose environment takes longer ends with the reward of an error."""
+    environment_workers: NonNegative = 0
+    """Processes in which environments run; 0: threads of the process that trains. Only a process can be ended
+    if an environment hangs, and without the run if one crashes."""
+    mesh: Mesh | None = None
+    """Device mesh for the rollout, in the form of `mesh`; derived: `-1,1,tp` with `tp` of `mesh`, so that
+    each replica of the sampler has a complete copy of the weights on `tp` devices. With `rollout.workers`:
+    that of each worker, over its own devices."""
+    workers: NonNegative = 0
+    """Rollout workers on Ray (extra `ray`): processes with devices of their own, in which the engine samples,
+    and whose death costs time and no data. 0: the devices of this run sample: [fleet.md](fleet.md)."""
+    servers: tuple[Url, ...] = Field((), strict=False)
+    """Addresses of inference servers that sample in place of this run's devices, e.g. `[http://gpu1:8000]`:
+    `quatrain serve`, vLLM or SGLang: [servers.md](servers.md)."""
+    timeout_s: float = Field(600.0, gt=0)
+    """With `rollout.workers` or `rollout.servers`: seconds after which a worker that gives no answer is lost
+    and started anew (three times as many while it starts); also the deadline of loading weights, the longest
+    time without any worker, and that in which each must start before training."""
+    weights_dir: Text | None = None
+    """Folder on a file system that all rollout workers or servers share, through which they get the weights
+    of each step, each run in a folder of its own there; null: workers get them through Ray's object store,
+    servers through `weights/` in the run's folder."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """How the sampler computes a model with adapters (`lora.rank`): `merged`: with matrices into which the
+    adapters are merged, as fast as without adapters and a copy of these matrices, in bfloat16 rounded
+    stochastically, so that small changes arrive in the mean; `adapter`: with base and adapters as training
+    does, without a copy of the base, some products more a layer."""
+    logprob_diff_warning: float | None = Field(0.05, gt=0)
+    """A warning is given if the mean absolute difference between the sampler's and the trainer's
+    log-probabilities of a training step's tokens exceeds this, in nats; null: no warning. A server that
+    differs by more than four times as much when a run starts ends it; null: servers are not compared."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether samples are episodes of several turns, with an environment or tools."""
+        return self.environment is not None or bool(self.tools)
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether workers outside this run's processes sample."""
+        return self.workers > 0 or bool(self.servers)
+
+    @property
+    def samples_the_policy(self) -> bool:
+        """Whether tokens are drawn from the policy's whole distribution, at some temperature."""
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
+
+    @property
+    def differs_from_trainer(self) -> bool:
+        """Whether other weights or another engine sample than those that are trained."""
+        return self.max_staleness > 0 or bool(self.servers)

@@ -1,0 +1,111 @@
+"""The section `update`: updating of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quatrain.config.algorithms import ESTIMATORS, LOSSES, Algorithm, in_words
+from quatrain.config.fields import Argument, Count, Fraction, MustAgreeOnResume, Section, Text, function_name
+
+SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
+"""Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+def _of_papers(algorithms: Mapping[str, Algorithm], key: str) -> str:
+    """The aggregations of the papers of `algorithms`, where they are not `token_mean`, in words."""
+    by_aggregation: dict[str, list[str]] = {}
+    for name, algorithm in algorithms.items():
+        if algorithm.aggregation:
+            by_aggregation.setdefault(algorithm.aggregation, []).append(name)
+    return ", ".join(f"`{name}` {key} {in_words(users)}" for name, users in by_aggregation.items())
+
+
+class UpdateConfig(Section):
+    """Stage 4 of a training step: updating the weights."""
+
+    mini_batch_size: Count | None = None
+    """Prompts per optimizer step, over all devices; derived: `data.batch_size`, or a part of it if
+    `update.num_mini_batches` is set."""
+    num_mini_batches: Count | None = None
+    """Number of parts into which the prompts of a training step are split, each for one optimizer step:
+    `update.mini_batch_size` is then derived as `data.batch_size` / this, rounded up."""
+    epochs: Count = 1
+    """Passes over the sequences of a training step (μ)."""
+    micro_batch_size: Count | None = None
+    """Sequences per data shard (one of the `dp` x `fsdp` parts of a batch) in one forward/backward pass;
+    null: `update.max_tokens_per_device` is used instead."""
+    max_tokens_per_device: Count | None = None
+    """Token budget: maximum number of tokens per data shard in one forward/backward pass. Derived if
+    `update.micro_batch_size` is null: 16384, or the length of the longest possible sequence if that is
+    more."""
+    share_prompts: Literal["auto", True, False] = "auto"
+    """In the update and in log-probability passes, compute a group's prompt once for all its samples, and a
+    common prefix of all prompts once per packed row. `auto`: yes, if micro-batches have a token budget. The
+    result does not change."""
+    loss: Annotated[str, function_name(LOSSES)] = Field(
+        "ppo_clip",
+        description=f"Policy loss: {', '.join(f'`{name}`' for name in LOSSES)} (formulas: "
+        "[algorithms.md](algorithms.md#policy-losses)), or a function of your own as "
+        "`path/file.py:function` or `package.module:function`.",
+    )
+    loss_args: dict[Text, Argument] = Field({})
+    """Arguments of the loss by name, beside the tokens; checked when a run starts."""
+    clip_low: float = Field(0.2, ge=0)
+    """The probability ratio is clipped at 1 - `clip_low`."""
+    clip_high: float = Field(0.2, ge=0)
+    """The probability ratio is clipped at 1 + `clip_high`."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound on the loss of a token with negative advantage A, as a multiple of |A|; null: no bound."""
+    loss_aggregation: Aggregation | None = Field(
+        None,
+        description="How the token losses are weighted; formulas: "
+        f"[algorithms.md](algorithms.md#aggregation); derived: {_of_papers(LOSSES, 'for `update.loss`')}; "
+        f"with another loss, {_of_papers(ESTIMATORS, 'for `advantage.estimator`')}, as in their papers; else "
+        "`token_mean`.",
+    )
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the frozen reference in the loss; 0: no reference is loaded."""
+    reference_sync_steps: Annotated[Count | None, MustAgreeOnResume()] = None
+    """The reference follows the policy: after every such number of training steps it is moved to the policy's
+    weights, by `update.reference_mixup`; null: it stays the policy at the start."""
+    reference_mixup: float = Field(1.0, gt=0, le=1)
+    """Part α of the policy in a reference that follows: α · policy + (1 − α) · reference; 1: the policy."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_straight"] = "k3"
+    """Estimator of the KL to the reference; its value and gradient:
+    [algorithms.md](algorithms.md#kl-to-the-reference)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
+    """Old log-probabilities, in the denominator of the probability ratio: `recompute`: computed by the
+    trainer; `auto`: computed by the trainer only if a training step has several optimizer steps, else the
+    ratio is 1; `rollout`: those of the sampler, which must draw from the policy's whole distribution."""
+    correction: Literal["none", "truncate", "mask"] | None = None
+    """Correction for tokens that older weights sampled than those at the start of the training step, another
+    engine, or weights rounded otherwise: the policy loss of a token is multiplied by the ratio of the two
+    probabilities, at most `update.correction_cap` (`truncate`), or by 0 where the ratio is above the cap or
+    below `update.correction_floor` (`mask`); derived: `truncate` if `rollout.max_staleness` is above 0,
+    `rollout.servers` is set or `model.dtype` is bfloat16, but `none` with `update.old_logprobs: rollout` and
+    with a sampling filter; else `none`."""
+    correction_cap: float = Field(2.0, ge=1)
+    """Upper bound of the ratio of probabilities in `update.correction`."""
+    correction_floor: Fraction | None = None
+    """Lower bound of the ratio in `update.correction: mask`; derived for `mask`: 1 / `update.correction_cap`.
+    0: none."""
+    mask_truncated: bool = False
+    """Leave completions that were cut at `rollout.max_new_tokens` out of the loss, numerator and denominator;
+    `update/masked_sequences` counts them. The critic's loss leaves them out too."""
+    mask_zero_signal: bool = False
+    """Leave the groups in which every advantage is 0 out of the policy's loss, numerator and denominator, so
+    that the other groups weigh more; `update/masked_groups` counts them. KL and entropy terms leave them out
+    too."""
+    max_bad_steps: Count = 5
+    """The run stops after this many optimizer steps in a row with a non-finite loss or gradient."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether passes with a token budget share prompts."""
+        return self.share_prompts is not False

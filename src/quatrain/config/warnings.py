@@ -1,0 +1,157 @@
+"""Settings that are valid but probably not intended: a table of warnings, in the form of the rules.
+
+Data flow: the resolved `Config` -> `warnings_about` -> the log and the output of `quatrain config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quatrain.config.algorithms import ESTIMATORS, takes
+from quatrain.config.fields import is_default
+from quatrain.config.schema import Config
+
+WANDB_MODES = ("disabled", "offline", "online")
+RATE, LORA_RATE = 1e-6, 1e-5
+"""Learning rates of all weights, and of adapters: about ten times as much, as in LoRA Without Regret."""
+SFT_RATE, SFT_LORA_RATE = 1e-5, 1e-4
+# bfloat16 has 8 bits of precision: adding less than 1/512 of a weight rounds back to the weight. Weights are
+# around 0.02, and an adamw update is about as large as the learning rate.
+LEAST_BFLOAT16_RATE = 1e-4
+COMPARING = [
+    name
+    for name, estimator in ESTIMATORS.items()
+    if estimator.compares_samples or takes(name, "baseline_rewards")
+]
+"""Estimators that learn nothing from a group whose samples have the same reward."""
+
+
+def _compares(c: Config) -> bool:
+    estimator = ESTIMATORS.get(c.advantage.estimator)
+    return estimator is not None and estimator.compares_samples
+
+
+def _shares_devices(c: Config) -> bool:
+    return not c.rollout.has_fleet and c.placement.rollout in (None, c.placement.train)
+
+
+WARNINGS: tuple[tuple[Callable[[Config], object], str], ...] = (
+    (
+        lambda c: c.rollout.n == 1 and _compares(c),
+        "rollout.n is 1 and advantage.estimator is {c.advantage.estimator}, which compares the samples of "
+        "one prompt: every advantage is 0 and nothing will be learned; set rollout.n to 2 or more, or "
+        "advantage.estimator to reinforce",
+    ),
+    (
+        lambda c: c.optimizer.learning_rate == 0,
+        "optimizer.learning_rate is 0: training does not change the weights",
+    ),
+    (
+        lambda c: c.update.kl_coef > 0 and c.update.kl_estimator == "k1",
+        "update.kl_estimator is k1 and update.kl_coef {c.update.kl_coef:g}: used as a loss term, k1 has a "
+        "gradient of mean zero, which does not pull the policy towards the reference; set "
+        "update.kl_estimator to k2, k3 or k3_straight",
+    ),
+    (
+        lambda c: c.update.kl_coef > 0 and c.reward.kl_coef > 0,
+        "update.kl_coef is {c.update.kl_coef:g} and reward.kl_coef {c.reward.kl_coef:g}: the KL to the "
+        "reference counts twice, in the loss and in the reward; set one of the two to 0",
+    ),
+    (
+        lambda c: not any(entry.weight for entry in c.reward.entries.values()),
+        "every weight in reward.functions is 0: every reward is 0 and nothing will be learned",
+    ),
+    (
+        lambda c: c.rollout.temperature == 0 and c.rollout.n > 1,
+        "rollout.temperature is 0: sampling is greedy and explores nothing, so the {c.rollout.n} samples of "
+        "a prompt are identical; set it above 0 to train",
+    ),
+    (
+        lambda c: c.rollout.temperature == 0 and c.rollout.n == 1,
+        "rollout.temperature is 0: sampling is greedy and explores nothing; set it above 0 to train",
+    ),
+    (
+        lambda c: c.rollout.max_staleness and _shares_devices(c),
+        "rollout.max_staleness is {c.rollout.max_staleness} and the rollout has the devices of training: "
+        "both compete for them and little or nothing is gained; give the rollout devices of its own in "
+        "placement.rollout, or set rollout.max_staleness to 0",
+    ),
+    (
+        lambda c: 0 < c.checkpoint.every_steps <= c.rollout.max_staleness,
+        "checkpoint.every_steps is {c.checkpoint.every_steps} and rollout.max_staleness "
+        "{c.rollout.max_staleness}: no batch is sampled ahead of a checkpoint, so the staleness stays below "
+        "{c.checkpoint.every_steps}; save checkpoints less often, or lower rollout.max_staleness",
+    ),
+    (
+        lambda c: c.update.correction == "none" and not is_default(c, "update.correction_cap"),
+        "update.correction_cap has no effect, because update.correction is none",
+    ),
+    (
+        lambda c: (
+            c.rollout.dynamic_sampling_rounds > 1
+            and c.advantage.estimator in ESTIMATORS
+            and c.advantage.estimator not in COMPARING
+        ),
+        "rollout.dynamic_sampling_rounds is {c.rollout.dynamic_sampling_rounds} and advantage.estimator is "
+        "{c.advantage.estimator}, which also learns from groups whose samples have the same reward: dynamic "
+        f"sampling leaves these out; set it to 1, or take one of {', '.join(COMPARING)}",
+    ),
+    (
+        lambda c: c.data.eval is None,
+        "data.eval is null: there is no evaluation before, during or after training",
+    ),
+    (
+        lambda c: c.run.steps is not None and not is_default(c, "run.epochs"),
+        "run.epochs ({c.run.epochs:g}) has no effect, because run.steps is set",
+    ),
+    (
+        lambda c: c.reward.model_max_tokens_per_device is not None and not c.reward.models,
+        "reward.model_max_tokens_per_device has no effect, because reward.functions has no reward model "
+        "(model:PATH)",
+    ),
+)
+
+
+def warnings_about(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """One warning for each setting that is valid but probably not intended."""
+    warnings = [sentence.format(c=config) for holds, sentence in WARNINGS if holds(config)]
+    warnings += [*_about_rates(config), *_about_filters(config)]
+    mode = environ.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES and config.logging.wandb == "disabled":
+        known = ", ".join(WANDB_MODES)
+        warnings.append(f"WANDB_MODE is none of {known}: Weights & Biases is disabled; set logging.wandb")
+    return warnings
+
+
+def _about_rates(config: Config) -> Iterator[str]:
+    rates: dict[str, tuple[Any, float]] = {
+        "optimizer.learning_rate": (config.optimizer.learning_rate, LORA_RATE),
+        "sft.learning_rate": (config.sft.steps and config.sft.learning_rate, SFT_LORA_RATE),
+    }
+    rounds = config.model.param_dtype == "bfloat16" and not config.optimizer.stochastic_rounding
+    for key, (rate, usual) in rates.items():
+        if rate and rounds and not config.lora.rank and rate < LEAST_BFLOAT16_RATE:
+            yield (
+                f"optimizer.stochastic_rounding is false, model.param_dtype bfloat16 and {key} {rate:g}: an "
+                "update smaller than bfloat16's resolution (about 1/256 of a weight) is lost by rounding, so "
+                "little or nothing will be learned; set optimizer.stochastic_rounding to true, or "
+                "model.param_dtype to float32"
+            )
+        if rate and config.lora.rank and rate < usual:
+            yield (
+                f"lora.rank is {config.lora.rank} and {key} {rate:g}, a rate for training all weights: "
+                f"adapters need about ten times as much; set {key} to {10 * rate:g}, or to null for {usual:g}"
+            )
+
+
+def _about_filters(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    filters = {"top_p < 1": rollout.top_p < 1, "top_k > 0": rollout.top_k > 0, "min_p > 0": rollout.min_p > 0}
+    active = " and ".join(f"rollout.{name}" for name, on in filters.items() if on)
+    if active and rollout.temperature > 0:
+        yield (
+            f"with {active} the sampled and the trained distribution differ: the trainer computes "
+            "log-probabilities at rollout.temperature without these filters; the difference is logged as "
+            "rollout/logprob_diff"
+        )

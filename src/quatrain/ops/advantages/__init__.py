@@ -1,0 +1,31 @@
+"""Advantage estimators: rewards and explicit group ids in, one advantage per sequence or per token out.
+
+Data flow: rewards -> here (host-side numpy) -> `advantage/estimate.py`, which gives each completion token the
+advantage of its sequence where an estimator returns one advantage per sequence.
+
+All of them: group ids may be any integers, in any order, with any number of rows each. A row whose reward
+is NaN (every reward function abstained) is left out of all statistics and has advantage 0. Computed in
+float64, returned as float32. Permuting the rows permutes the result and renaming the ids changes nothing,
+both to the last bit: sums over rows or over the tokens of several rows run in the order of the values, never
+in the order of the rows.
+
+Estimators per token see the completion tokens of a row only: positions outside the completion mask (prompt,
+padding, tokens that an environment wrote) are skipped as if they did not exist, and have advantage 0.
+
+One file each: a file whose name does not begin with `_` is an estimator, a function of the file's name, with
+the constants that `config/algorithms.py` describes. Nothing else lists the estimators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from quatrain.ops.advantages._shared import TokenAdvantages as TokenAdvantages
+from quatrain.ops.algorithms import functions_of
+
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., np.ndarray | TokenAdvantages]] = functions_of(
+    __name__, __path__
+)
+"""Functions of the inputs that they name, as `advantage/estimate.py` lists them, and of their arguments."""

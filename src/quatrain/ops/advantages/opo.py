@@ -1,0 +1,32 @@
+"""REINFORCE with the optimal reward baseline (OPO)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quatrain.ops.advantages._shared import by_rows, check_scale
+from quatrain.ops.masked import segment_means
+
+SCALES = ("none",)
+COMPARES_SAMPLES = True
+
+
+def opo(
+    rewards: np.ndarray, group_ids: np.ndarray, completion_mask: np.ndarray, scale: str = "none"
+) -> np.ndarray:
+    """A_i = r_i - sum_j n_j r_j / sum_j n_j over the group, n the number of completion tokens.
+
+    On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585): the baseline of least variance, if the
+    squared norm of a sequence's gradient is proportional to its length. Arguments, result and errors as
+    `grpo`; `scale` can only be `none`. A group of one has advantage 0 (verl: its reward).
+
+    Args:
+        completion_mask: [B, T] bool, True on completion tokens.
+    """
+    check_scale("opo", scale, SCALES)
+    return by_rows(
+        lambda rewards, groups, lengths: rewards - segment_means(rewards, groups, lengths),
+        rewards,
+        group_ids,
+        completion_mask.sum(axis=1),
+    )

@@ -1,0 +1,40 @@
+"""What several policy losses are made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from quatrain.ops.kl import MAX_LOG_RATIO
+from quatrain.ops.tokens import ScoredTokens, TokenLoss
+
+
+def log_ratio(tokens: ScoredTokens) -> jax.Array:
+    return jnp.clip(tokens.logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def surrogate(
+    ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    """`ppo_clip` of any ratio."""
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    dual = (advantages < 0) & (ratio > dual_clip) if dual_clip is not None else jnp.zeros_like(low)
+    # Selecting the bound equals the max and min, and gives exact gradients where the two sides tie.
+    used = selected(ratio, low, 1 - clip_low, high, 1 + clip_high)
+    if dual_clip is not None:
+        used = jnp.where(dual, dual_clip, used)
+    return TokenLoss(-used * advantages, fractions(clip_low=low, clip_high=high, clip_dual=dual))
+
+
+def selected(
+    values: jax.Array, low: jax.Array, lower_bound: float, high: jax.Array, upper_bound: float
+) -> jax.Array:
+    """`values`, with the lower bound where `low` is True and the upper bound where `high` is True."""
+    return jnp.where(low, lower_bound, jnp.where(high, upper_bound, values))
+
+
+def fractions(**clipped: jax.Array) -> dict[str, jax.Array]:
+    """Metrics `<name>_fraction` of masks that exclude each other, and their sum `clip_fraction`."""
+    hits = {f"{name}_fraction": hit.astype(jnp.float32) for name, hit in clipped.items()}
+    return {"clip_fraction": jnp.stack(list(hits.values())).sum(axis=0), **hits}
