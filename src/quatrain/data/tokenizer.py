@@ -22,18 +22,23 @@ from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
-from quatrain.workers.child import Child, ChildError
+from quatrain.workers.pool import Failure, Pool
+from quatrain.workers.process import log_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from quatrain.types.batches import PromptText
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXT_CHARS = 4_000_000
 """Length of the longest text that is tokenised: about a million tokens."""
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 MAX_REASON_CHARS = 500
+TEMPLATE_CPU_S, TEMPLATE_WALL_S, TEMPLATE_MEMORY_MB = 2.0, 60.0, 1024
+"""Limits of rendering with a template; a process may wait for a core."""
 MOST_GROWTH = 100
 _CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
 
@@ -270,12 +275,12 @@ def _without_torch_advice() -> Iterator[None]:
     def other_than_advice(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("PyTorch was not found")
 
-    logger = logging.getLogger("transformers")
-    logger.addFilter(other_than_advice)
+    theirs = logging.getLogger("transformers")
+    theirs.addFilter(other_than_advice)
     try:
         yield
     finally:
-        logger.removeFilter(other_than_advice)
+        theirs.removeFilter(other_than_advice)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -383,11 +388,10 @@ def _filled(
     variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
     if tools:
         variables["tools"] = list(tools)
-    try:
-        rendered, text = _templates.ask([template, variables, messages, add_generation_prompt])
-    except ChildError as error:
-        return False, "it takes more than 2 s of the processor" if error.late else str(error)
-    return rendered, text
+    request = json.dumps([template, variables, messages, add_generation_prompt])
+    limits = {"timeout_s": TEMPLATE_WALL_S, "cpu_s": TEMPLATE_CPU_S}
+    outcome = _TEMPLATES.submit(_RENDER, {"request": request}, **limits).result()
+    return (False, outcome.detail) if isinstance(outcome, Failure) else (outcome[0], outcome[1])
 
 
 def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -412,7 +416,13 @@ def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> di
     return {**call, "function": changed} if "function" in call else changed
 
 
-_templates = Child(Path(__file__).with_name("template_worker.py"))
+_RENDER = "quatrain.data.template_worker:render"
+_TEMPLATES = Pool(
+    "chat template",
+    1,
+    memory_mb=TEMPLATE_MEMORY_MB,
+    on_output=lambda _, text: log_output(logger, "the chat template", text),
+)
 
 
 def encode(

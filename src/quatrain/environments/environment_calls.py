@@ -6,16 +6,11 @@ an environment that is slow holds up no other episode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from quatrain.environments.environment import Ended, Opening, Turn
-from quatrain.environments.environment_threads import InThreads
-from quatrain.environments.environment_workers import InWorkers
-from quatrain.environments.load_environment import Environments
-
-__all__ = ["Ended", "EnvironmentCalls", "in_threads", "in_workers"]
 
 
 class EnvironmentCalls(Protocol):
@@ -55,27 +50,3 @@ class EnvironmentCalls(Protocol):
         Calls that have not ended, and later ones, are "crash" faults. May be called again.
         """
         ...
-
-
-def in_threads(environments: Environments, timeout_s: float) -> EnvironmentCalls:
-    """Environments in daemon threads of this process; each call may take `timeout_s` seconds.
-
-    A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored.
-    """
-    return InThreads(environments, timeout_s)
-
-
-def in_workers(
-    specs: str | Sequence[str], num_workers: int, timeout_s: float, memory_mb: int | None = None
-) -> EnvironmentCalls:
-    """Environments in up to `num_workers` processes; each call may take `timeout_s` seconds.
-
-    `specs` is the environment `path.py:Class`, or a list of tools `path.py:function`; the processes import
-    it. A process in which a call takes too long gets no new episodes, and is ended after its others; all the
-    episodes in a process that dies have "crash" faults. `memory_mb` are the MiB of private memory of a
-    process, 8 of them for each thread; None: not limited. `begin` raises ValueError for columns that cannot
-    be pickled.
-
-    Raises ValueError for a class or function of the running program, which other processes cannot import.
-    """
-    return InWorkers(specs, num_workers, timeout_s, memory_mb)

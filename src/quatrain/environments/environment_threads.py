@@ -1,8 +1,7 @@
 """Environments in threads, with a time limit for each call.
 
-Data flow: `environment_calls.in_threads`, or a worker process (`environment_worker.py`) -> `InThreads` ->
-`CheckedEnvironment`. Python cannot end a thread: one whose call takes too long is left behind, and another
-thread takes its place.
+Data flow: an episode, or a worker process (`environment_worker.py`) -> `InThreads` -> `CheckedEnvironment`.
+Python cannot end a thread: one whose call takes too long is left behind, and another takes its place.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextvars import copy_context
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from quatrain.environments.environment import (
@@ -30,6 +27,7 @@ from quatrain.environments.environment import (
     faultless,
 )
 from quatrain.environments.load_environment import Environments
+from quatrain.workers.threads import Threads, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,9 @@ _MANY_LEFT = (
 
 
 class InThreads:
-    """`EnvironmentCalls` in daemon threads of this process.
+    """`EnvironmentCalls` in daemon threads of this process; each call may take `timeout_s` seconds.
 
+    A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored;
     `on_left` is called for each thread that is left behind, before the future of its call is set.
     """
 
@@ -57,7 +56,7 @@ class InThreads:
         self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
-        self._threads = _Threads()
+        self._threads = Threads("quatrain-environment")
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[_Call] = deque()
         self._running: dict[_Call, float] = {}  # until when; the first is the first to be late
@@ -65,9 +64,7 @@ class InThreads:
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._asleep = False  # whether the watching thread waits for the first call
-        threading.Thread(
-            target=copy_context().run, args=(self._watch,), name="quatrain-environment-limits", daemon=True
-        ).start()
+        start_thread(self._watch, name="quatrain-environment-limits")
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
         new = self._episodes[episode] = _Episode()
@@ -265,47 +262,6 @@ class _Call:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
-
-
-class _Threads:
-    """Daemon threads, as many as there is work at a time; they are kept for more work."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_idle = 0
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Has a thread do the work at once; raises RuntimeError if the system has no more threads."""
-        with self._lock:
-            idle = self._num_idle > 0
-            self._num_idle -= idle
-        if idle:
-            self._work.put(work)
-        else:
-            arguments = (self._run, work)
-            threading.Thread(
-                target=copy_context().run, args=arguments, name="quatrain-environment", daemon=True
-            ).start()
-
-    def close(self) -> None:
-        """Ends the threads, each when it has no work."""
-        with self._lock:
-            self._closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._work.put(None)
-
-    def _run(self, work: Callable[[], None] | None) -> None:
-        while work is not None:
-            work()
-            work = None  # keeps nothing of it while it waits
-            with self._lock:
-                if self._closed:
-                    return
-                self._num_idle += 1
-            work = self._work.get()
 
 
 def _outcome(what: str, work: Callable[[], Any]) -> Any:
