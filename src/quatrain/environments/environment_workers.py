@@ -16,7 +16,8 @@ from typing import Any
 from quatrain.config.errors import listed
 from quatrain.environments.environment import Ended, EnvironmentFault, Opening, Turn
 from quatrain.workers.entry import LOAD_TIMEOUT_S
-from quatrain.workers.process import GRACE_S, Failure, Processes, log_output, pickled, running_future
+from quatrain.workers.pool import Failure, Processes
+from quatrain.workers.process import GRACE_S, log_output, pickled, running_future
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,32 @@
-"""Worker processes that call functions, one call at a time each, with limits on time and memory.
+"""Worker processes, the thread that attends to them, and calls of functions in them.
 
 Data flow: users' reward functions (`reward/calls.py`), comparisons of expressions (`reward/math/grader.py`)
 and chat templates (`data/tokenizer.py`) -> `Pool.submit` -> a `WorkerProcess` -> the result, or a `Failure`.
+Environments use `Processes` without a `Pool`, because each stays in its process.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import selectors
+import socket
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quatrain.workers.entry import LOAD_TIMEOUT_S
 from quatrain.workers.process import Failure as Failure
 from quatrain.workers.process import Kind as Kind
-from quatrain.workers.process import Processes, WorkerProcess
+from quatrain.workers.process import WorkerProcess, not_started
+from quatrain.workers.threads import start_thread
 
 MOST_WORKERS = 8
 
@@ -27,6 +35,92 @@ def default_workers() -> int:
     """The number of cores that this process may use, at most MOST_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)
+
+
+class Processes:
+    """Worker processes, and the thread that attends to them, because a process ends with what started it."""
+
+    def __init__(self, closed: str = "its process was ended") -> None:
+        self.lock = threading.RLock()
+        self._is_asleep = False  # whether the thread waits until something comes
+        self.is_closed = False
+        self._closed = Failure("crash", closed)
+        self._processes: list[WorkerProcess] = []
+        self._new: set[WorkerProcess] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self, *args: Any, **options: Any) -> WorkerProcess:
+        """A new process, with the arguments of `WorkerProcess`; it starts in the background."""
+        process = WorkerProcess(*args, **options, lock=self.lock, wake=self._attend_soon)
+        with self.lock:
+            if self.is_closed:
+                process.failure = self._closed
+            else:
+                self._processes.append(process)
+        return process
+
+    def _attend_soon(self, process: WorkerProcess, has_work: bool) -> None:
+        """Has the thread attend to a process, at once if it has work."""
+        if not (has_work or self._is_asleep):
+            return None
+        with self.lock:
+            self._new.add(process)
+            if self._thread is None:
+                self._waked, self._wakes = socket.socketpair()
+                try:
+                    self._thread = start_thread(self._attend, name="quatrain-workers")
+                except RuntimeError as error:  # the system has no more threads
+                    self._waked.close()
+                    self._wakes.close()
+                    process.failure, process.is_over = not_started(error), True
+                    return process.settle_all()
+            return self._wake()
+
+    def close(self) -> None:
+        """Ends the processes and the thread; calls that have not ended are failures. May be called again."""
+        with self.lock:
+            self.is_closed, thread = True, self._thread
+            if thread is not None:
+                self._wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # the thread has ended, or was waked often enough
+            self._wakes.send(b"x", socket.MSG_DONTWAIT)
+
+    def _attend(self) -> None:
+        with selectors.DefaultSelector() as selector, self._waked, self._wakes:
+            selector.register(self._waked, selectors.EVENT_READ)
+            try:
+                while not self.is_closed:
+                    self._attend_once(selector)
+            finally:
+                with self.lock:
+                    self.is_closed = True
+                    processes, self._processes = self._processes, []
+                for process in processes:
+                    process.kill(self._closed)
+                for process in processes:
+                    process.attend(selector)
+
+    def _attend_once(self, selector: selectors.BaseSelector) -> None:
+        with self.lock:
+            due = 0.0 if self._new else min((each.due() for each in self._processes), default=math.inf)
+            self._is_asleep = due == math.inf
+        wait_s = None if due == math.inf else max(due - time.monotonic(), 0.0)
+        ready = {key.data for key, _ in selector.select(wait_s)}
+        now = time.monotonic()
+        with self.lock:
+            self._is_asleep = False
+            if None in ready:
+                self._waked.recv(4096)
+            new, self._new = self._new, set()
+            processes = [p for p in self._processes if p in ready or p in new or p.due() <= now]
+        for process in processes:
+            process.attend(selector)
+        with self.lock:
+            self._processes = [process for process in self._processes if not process.is_over]
 
 
 class _Job(NamedTuple):

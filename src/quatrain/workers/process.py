@@ -30,7 +30,6 @@ from typing import Any, Literal
 
 from quatrain.config.secrets import redact
 from quatrain.workers.entry import LOAD_TIMEOUT_S
-from quatrain.workers.threads import start_thread
 from quatrain.workers.worker import SIZE_BYTES
 
 PAUSE_S = 0.1
@@ -63,17 +62,17 @@ class Failure:
 class _Call:
     future: Future[Any]
     what: str
-    limit_s: float | None
-    """Seconds until the process is killed."""
+    limit_s: float
     cpu_s: float
     late: str
-    """What the failure says then."""
+    until: float
+    """When the process is killed, in seconds of `time.monotonic`."""
 
 
 class WorkerProcess:
     """A process of `worker.py` and its calls without a reply.
 
-    The pool's thread (`Processes`) starts it and attends to it; any thread may call and kill it.
+    The thread of `pool.Processes` starts it and attends to it; any thread may call and kill it.
 
     Args:
         what: what `ps` shows of it.
@@ -81,26 +80,29 @@ class WorkerProcess:
         on_output: called with what the last call was of, and what was printed.
         on_news: called with lines that answer no call.
         answer_s: seconds in which it must answer at any time, also when its calls have no limit.
+        lock: guards the fields, and is the pool's.
+        wake: called when something is to be done (True), or waited for (False), in the pool's thread.
     """
 
     def __init__(
         self,
-        pool: Processes,
         what: str,
         settings: Mapping[str, Any],
         on_output: Callable[[str, str], None],
         on_news: Callable[[Mapping[str, Any]], None] = lambda news: None,
         answer_s: float | None = None,
+        *,
+        lock: threading.RLock,
+        wake: Callable[[WorkerProcess, bool], None],
     ):
         self.failure: Failure | None = None
         """How it ended, or why it is being ended; None as long as it may be called."""
         self.is_over = False
-        self._pool, self._lock, self._what, self._settings = pool, pool.lock, what, settings
+        self._lock, self._wake, self._what, self._settings = lock, wake, what, settings
         self._on_output, self._on_news, self._answer_s = on_output, on_news, answer_s
         self._popen: subprocess.Popen[bytes] | None = None
         self._requests, self._received = bytearray(), b""
         self._calls: dict[int, _Call] = {}
-        self._deadlines: dict[int, float] = {}
         self._num_calls = 0
         self._loaded: set[str] = set()
         self._no_more = self._is_closed = self._pinged = False
@@ -120,9 +122,9 @@ class WorkerProcess:
         *arguments: Any,
         future: Future[Any] | None = None,
         what: str = "",
-        limit_s: float | None = None,
+        limit_s: float = math.inf,
         cpu_s: float = 0.0,
-        late: str = "",
+        late: str | None = None,
         loads: bool = False,
     ) -> Future[Any]:
         """Asks the process for something; `future` gets the reply or a `Failure`.
@@ -139,16 +141,14 @@ class WorkerProcess:
         with self._lock:
             failure = self.failure
             if failure is None:
-                self._num_calls = number = self._num_calls + 1
-                self._calls[number] = _Call(future, what, limit_s, cpu_s, late)
+                self._num_calls += 1
+                until = time.monotonic() + (LOAD_TIMEOUT_S if loads and what not in self._loaded else limit_s)
+                late = late or f"it took longer than {limit_s:g} s"
+                self._calls[self._num_calls] = _Call(future, what, limit_s, cpu_s, late, until)
                 self._context, self._printed_what = copy_context(), what or self._what
-                if limit_s is not None:
-                    first_s = LOAD_TIMEOUT_S if loads and what not in self._loaded else limit_s
-                    self._deadlines[number] = time.monotonic() + first_s
-                self._requests += _message((number, operation, *arguments))
+                self._requests += _message((self._num_calls, operation, *arguments))
                 self._send()
-                if self._popen is None or self._requests or self._pool.is_asleep:
-                    self._pool.attend_soon(self)
+                self._wake(self, self._popen is None or bool(self._requests))
         if failure is not None:
             future.set_result(Failure("crash", failure.detail))
         return future
@@ -158,14 +158,14 @@ class WorkerProcess:
         with self._lock:
             if not self._no_more:
                 self._no_more, self._kill_at = True, time.monotonic() + within_s
-                self._pool.attend_soon(self)
+                self._wake(self, True)
 
     def kill(self, failure: Failure) -> None:
         """Kills the process; its calls get this failure, unless it has another."""
         with self._lock:
             self.failure = self.failure or failure
             self._kill_group()
-            self._pool.attend_soon(self)
+            self._wake(self, True)
 
     def has_ended(self, *, or_stopped: bool = False) -> bool:
         """Whether the process has ended (or was stopped); its number stays taken until its status is read."""
@@ -187,7 +187,7 @@ class WorkerProcess:
         if not self._calls and self._kill_at == math.inf:
             return math.inf
         pause_s = PAUSE_S / 10 if self._is_closed else PAUSE_S
-        return min([self._looked + pause_s, *self._deadlines.values()])
+        return min([self._looked + pause_s, *(call.until for call in self._calls.values())])
 
     def attend(self, selector: selectors.BaseSelector) -> None:
         """Starts the process, sends and reads what it can without waiting, and ends it if it must."""
@@ -195,22 +195,21 @@ class WorkerProcess:
             try:
                 self._start(selector)
             except OSError as error:  # the system has no more processes, for instance
-                self.failure = _not_started(error)
+                self.failure = not_started(error)
         if self._popen is None:
             self.is_over = True
             return self.settle_all()
         has_ended = self.has_ended()  # before reading, so that its last words are read
         try:
             self._receive(selector)
-        except (ValueError, LookupError, TypeError):  # users' code wrote into the socket
+        except (ValueError, LookupError, TypeError, RecursionError):  # users' code wrote into the socket
             self.failure = self.failure or Failure("crash", "its process sent a reply that is none")
         self._looked = now = time.monotonic()
         with self._lock:
             self._send()
-            late = [self._calls[number] for number, until in self._deadlines.items() if until <= now]
-            if late:
-                text = late[0].late or f"it took longer than {late[0].limit_s:g} s"
-                self.failure = self.failure or Failure("timeout", text)
+            late = next((call.late for call in self._calls.values() if call.until <= now), None)
+        if late is not None:
+            self.failure = self.failure or Failure("timeout", late)
         if has_ended or self.failure is not None or now > self._kill_at:
             return self._end(selector, has_ended)
         quiet = self._calls and not self._pinged and not self._no_more and now > self._heard + PING_S
@@ -298,13 +297,12 @@ class WorkerProcess:
             call = self._calls[number]
             if "loaded" in reply:
                 self._loaded.add(call.what)
-                self._deadlines[number] = self._heard + (call.limit_s or 0.0)
+                call.until = self._heard + call.limit_s
                 return None
             outcome = Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
             if isinstance(outcome, Failure) and outcome.kind != "error":
                 self.failure = outcome  # what it left behind would harm the next call
             del self._calls[number]
-            self._deadlines.pop(number, None)
         self._pass_output()
         call.future.set_result(outcome)
         return None
@@ -328,7 +326,7 @@ class WorkerProcess:
     def settle_all(self, failure: Failure | None = None) -> None:
         """Gives all calls a failure, that of the process unless another is given."""
         with self._lock:
-            calls, self._calls, self._deadlines = self._calls, {}, {}
+            calls, self._calls = self._calls, {}
         for call in calls.values():
             call.future.set_result(failure or self.failure)
 
@@ -372,91 +370,6 @@ class WorkerProcess:
             self._context.run(self._on_output, self._printed_what, text)
 
 
-class Processes:
-    """Worker processes, and the thread that attends to them, because a process ends with what started it."""
-
-    def __init__(self, closed: str = "its process was ended") -> None:
-        self.lock = threading.RLock()
-        self.is_asleep = False
-        """Whether the thread waits until something comes."""
-        self.is_closed = False
-        self._closed = Failure("crash", closed)
-        self._processes: list[WorkerProcess] = []
-        self._new: set[WorkerProcess] = set()
-        self._thread: threading.Thread | None = None
-
-    def start(self, *args: Any, **options: Any) -> WorkerProcess:
-        """A new process, with the arguments of `WorkerProcess`; it starts in the background."""
-        process = WorkerProcess(self, *args, **options)
-        with self.lock:
-            if self.is_closed:
-                process.failure = self._closed
-            else:
-                self._processes.append(process)
-        return process
-
-    def attend_soon(self, process: WorkerProcess) -> None:
-        """Has the thread attend to a process, which has something to do."""
-        with self.lock:
-            self._new.add(process)
-            if self._thread is None:
-                self._waked, self._wakes = socket.socketpair()
-                try:
-                    self._thread = start_thread(self._attend, name="quatrain-workers")
-                except RuntimeError as error:  # the system has no more threads
-                    self._waked.close()
-                    self._wakes.close()
-                    process.failure, process.is_over = _not_started(error), True
-                    return process.settle_all()
-            return self._wake()
-
-    def close(self) -> None:
-        """Ends the processes and the thread; calls that have not ended are failures. May be called again."""
-        with self.lock:
-            self.is_closed, thread = True, self._thread
-            if thread is not None:
-                self._wake()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # the thread has ended, or was waked often enough
-            self._wakes.send(b"x", socket.MSG_DONTWAIT)
-
-    def _attend(self) -> None:
-        with selectors.DefaultSelector() as selector, self._waked, self._wakes:
-            selector.register(self._waked, selectors.EVENT_READ)
-            try:
-                while not self.is_closed:
-                    self._attend_once(selector)
-            finally:
-                with self.lock:
-                    self.is_closed = True
-                    processes, self._processes = self._processes, []
-                for process in processes:
-                    process.kill(self._closed)
-                for process in processes:
-                    process.attend(selector)
-
-    def _attend_once(self, selector: selectors.BaseSelector) -> None:
-        with self.lock:
-            due = 0.0 if self._new else min((each.due() for each in self._processes), default=math.inf)
-            self.is_asleep = due == math.inf
-        wait_s = None if due == math.inf else max(due - time.monotonic(), 0.0)
-        ready = {key.data for key, _ in selector.select(wait_s)}
-        now = time.monotonic()
-        with self.lock:
-            self.is_asleep = False
-            if None in ready:
-                self._waked.recv(_READ_BYTES)
-            new, self._new = self._new, set()
-            processes = [p for p in self._processes if p in ready or p in new or p.due() <= now]
-        for process in processes:
-            process.attend(selector)
-        with self.lock:
-            self._processes = [process for process in self._processes if not process.is_over]
-
-
 def running_future() -> Future[Any]:
     """A future that cannot be cancelled."""
     future: Future[Any] = Future()
@@ -469,7 +382,8 @@ def _message(content: Any) -> bytes:
     return len(pickled).to_bytes(SIZE_BYTES) + pickled
 
 
-def _not_started(error: Exception) -> Failure:
+def not_started(error: Exception) -> Failure:
+    """The failure of calls of a process that the system does not start."""
     return Failure("crash", f"its process could not be started: {error}")
 
 

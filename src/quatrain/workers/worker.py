@@ -144,8 +144,11 @@ class _Functions:
                 return self._connection.reply(number, kind="error", detail=str(error))
             self._connection.reply(number, loaded=True)  # its time begins
             self._told.add(spec)
-        faulthandler.dump_traceback_later(max(timeout_s - TRACE_BEFORE_S, timeout_s / 2), file=STANDARD_ERROR)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        if cpu_s:  # the library's functions
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        else:
+            trace_s = max(timeout_s - TRACE_BEFORE_S, timeout_s / 2)
+            faulthandler.dump_traceback_later(trace_s, file=STANDARD_ERROR)
         value = self._convert(self._loaded[spec](**pickle.loads(pickled)))
         return self._connection.reply(number, value=value)
 
