@@ -146,7 +146,7 @@ class CheckedEnvironment:
         counts = getattr(self._environment, "counts", None)
         if not isinstance(counts, Counter) or set(counts) != set(COUNTS):
             return Counter()
-        return Counter(counts)
+        return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
 
     def _reset(self, columns: Mapping[str, Any]) -> Opening:
         reset = getattr(self._environment, "reset", None)
