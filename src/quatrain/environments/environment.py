@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, 
 
 from quatrain.config.errors import shown
 from quatrain.config.secrets import redact
-from quatrain.data.tokenizer import checked_messages
+from quatrain.data.messages import checked_messages
 from quatrain.data.turns import conversation
 
 if TYPE_CHECKING:
