@@ -26,7 +26,7 @@ from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
-from quatrain.environments.environment_calls import EnvironmentCalls
+from quatrain.environments.environment import EnvironmentCalls
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EpisodeRules
