@@ -40,6 +40,7 @@ COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
 LONGEST_ERROR = 2000
 """Characters of an exception's text that is shown."""
 SHOWN_FRAMES = 5
+CLOSED = "the run has ended its environments"
 
 T = TypeVar("T")
 FaultKind = Literal["error", "invalid", "too_long", "timeout", "crash"]

@@ -6,8 +6,8 @@ Python cannot end a thread: one whose call takes too long is left behind, and an
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
 import sys
 import threading
 import time
@@ -15,10 +15,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from quatrain.environments.environment import (
+    CLOSED,
     SHOWN_FRAMES,
     CheckedEnvironment,
     Ended,
@@ -29,8 +32,7 @@ from quatrain.environments.environment import (
     faultless,
 )
 from quatrain.environments.load_environment import Environments
-from quatrain.workers.process import running_future
-from quatrain.workers.threads import Threads, start_thread
+from quatrain.workers.threads import ClosedError, LoopThread, running_future, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,6 @@ MOST_AT_ONCE = 32
 Enough for calls that wait for a program or a server to overlap. Those that compute share the interpreter's
 lock with the thread that samples: it can wait 5 ms for each of them.
 """
-_CLOSED = ": the run has ended its environments"
 _MANY_LEFT = (
     "calls hang in threads, which Python cannot end; with rollout.environment_workers they would run in "
     "processes, which are ended"
@@ -58,15 +59,13 @@ class InThreads:
         self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
-        self._threads = Threads("quatrain-environment")
         self._episodes: dict[int, _Episode] = {}
+        self._thread = LoopThread("quatrain-environments", CLOSED, self._end_calls)
+        # Only that thread uses what follows, but for `_to_make`.
         self._waiting: deque[_Call] = deque()
-        self._running: dict[_Call, float] = {}  # until when; the first is the first to be late
-        self._num_left = 0
-        self._closed = False
-        self._changed = threading.Condition(threading.Lock())
-        self._asleep = False  # whether the watching thread waits for the first call
-        start_thread(self._watch, name="quatrain-environment-limits")
+        self._running: dict[_Call, asyncio.TimerHandle] = {}  # without those that took too long
+        self._to_make: SimpleQueue[_Call | None] = SimpleQueue()
+        self._num_idle = self._num_left = 0  # threads
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
         new = self._episodes[episode] = _Episode()
@@ -96,125 +95,119 @@ class InThreads:
 
     def abandon(self, episode: int) -> None:
         known = self._episodes.pop(episode, None)
-        if known is None:
-            return
-        with self._changed:
-            known.abandoned = True
-            call = known.call
-            is_dropped = call in self._waiting
-            if call is not None and is_dropped:
-                self._waiting.remove(call)
-                known.call = None
-        if call is not None and is_dropped:
-            call.settle(self._fault(call, ": the run has discarded the episode"))
-        if call is None or is_dropped:  # else it is closed when the call returns
-            self._close(known)
+        if known is not None:
+            with suppress(ClosedError):
+                self._thread.do(self._abandon, known)
 
     def drain(self) -> None:
         """Returns when no call is waiting or in time."""
-        while self._waiting or self._running:
+        busy = True
+        while busy:
+            answer: Future[bool] = Future()
+            self._thread.do(lambda answer=answer: answer.set_result(bool(self._waiting or self._running)))
+            busy = answer.result()
             time.sleep(0.01)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            unfinished = [*self._running, *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
-            self._changed.notify()
-        for call in unfinished:
-            call.settle(self._fault(call, _CLOSED, "crash"))
-        self._threads.close()
-
-    def _close(self, episode: _Episode) -> None:
-        """Closes an abandoned environment in the background."""
-        if episode.environment is not None:
-            self._submit(episode, "close", lambda call: episode.close())
+        self._thread.close()
 
     def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> EnvironmentFault:
         return EnvironmentFault(f"{self._environments.name}: {call.method}{how}", kind, detail)
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
-        with self._changed:
-            assert episode.call is None, "an episode has one call at a time"
-            closed = self._closed
-            if not closed:
-                episode.call = call
-                self._waiting.append(call)
-        if closed:
-            call.settle(self._fault(call, _CLOSED, "crash"))
-        self._begin_next()
+        try:
+            self._thread.do(self._add, call)
+        except ClosedError:
+            call.settle(self._fault(call, f": {CLOSED}", "crash"))
+        except RuntimeError as error:  # the system has no more threads
+            call.settle(self._fault(call, f" could not be called: {error}"))
         return call.future
 
-    def _begin_next(self) -> None:
-        """Begins the call that has waited longest, if there is one and room for it: its time begins."""
-        while True:
-            with self._changed:
-                if not self._waiting or len(self._running) >= MOST_AT_ONCE:
-                    return
-                call = self._waiting.popleft()
-                self._running[call] = time.monotonic() + self._timeout_s
-                if self._asleep:
-                    self._asleep = False
-                    self._changed.notify()
+    # In the thread that attends to the calls:
+
+    def _add(self, call: _Call) -> None:
+        assert call.episode.call is None, "an episode has one call at a time"
+        call.episode.call = call
+        self._waiting.append(call)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begins the calls that have waited longest, as long as there is room: their time begins."""
+        while self._waiting and len(self._running) < MOST_AT_ONCE:
+            call = self._waiting.popleft()
             try:
-                return self._threads.submit(partial(self._run, call))
+                if self._num_idle:
+                    self._num_idle -= 1
+                else:
+                    start_thread(self._make_calls, name="quatrain-environment")
             except RuntimeError as error:  # the system has no more threads
-                with self._changed:
-                    self._running.pop(call, None)
-                    call.episode.call = None
+                call.episode.call = None
                 call.settle(self._fault(call, f" could not be called: {error}"))
+                continue
+            self._running[call] = self._thread.loop.call_later(self._timeout_s, self._leave, call)
+            self._to_make.put(call)
 
-    def _run(self, call: _Call) -> None:
-        """Makes a call; its outcome is ignored if it took too long."""
-        call.thread = threading.get_ident()
-        try:
-            outcome = faultless(f"{self._environments.name}: {call.method}", partial(call.work, call))
-        except EnvironmentFault as fault:
-            outcome = fault.with_traceback(None)  # whose frames would keep the environment
-        with self._changed:
-            in_time = self._running.pop(call, None) is not None
-            self._num_left -= call.is_late
-            call.episode.call = None
-            abandoned = call.episode.abandoned
-        if abandoned and call.method != "close":
+    def _make_calls(self) -> None:
+        """Makes calls, in a thread for that."""
+        while (call := self._to_make.get()) is not None:
+            call.thread = threading.get_ident()
+            try:
+                outcome = faultless(f"{self._environments.name}: {call.method}", partial(call.work, call))
+            except EnvironmentFault as fault:
+                outcome = fault.with_traceback(None)  # whose frames would keep the environment
+            try:
+                self._thread.do(self._returned, call, outcome)
+            except ClosedError:
+                return
+            del call, outcome  # keeps nothing of them while it waits
+
+    def _returned(self, call: _Call, outcome: Any) -> None:
+        """A call has returned; its outcome is ignored if it took too long."""
+        self._num_idle += 1
+        limit = self._running.pop(call, None)
+        self._num_left -= limit is None
+        call.episode.call = None
+        if call.episode.abandoned and call.method != "close":
             self._close(call.episode)
-        self._begin_next()
-        if in_time:
+        self._begin_waiting()
+        if limit is not None:
+            limit.cancel()
             call.settle(outcome)
-
-    def _watch(self) -> None:
-        """Ends calls that take too long."""
-        while (call := self._next_late()) is not None:
-            self._leave(call)
-
-    def _next_late(self) -> _Call | None:
-        """Waits for the next call that takes too long; None: the environments are closed."""
-        with self._changed:
-            while not self._closed:
-                call, until = next(iter(self._running.items()), (None, math.inf))
-                left_s = until - time.monotonic()
-                if call is not None and left_s <= 0:
-                    del self._running[call]
-                    call.is_late = True
-                    self._num_left += 1
-                    return call
-                # Calls that begin meanwhile are late after this one would be, and need not wake this thread.
-                self._asleep = call is None
-                self._changed.wait(None if call is None else left_s)
-        return None
 
     def _leave(self, call: _Call) -> None:
         """Ends a call that takes too long; its thread is left behind."""
+        del self._running[call]
+        self._num_left += 1
         self._on_left()
         limit = f"longer than {self._timeout_s:g} s; rollout.environment_timeout_s sets the limit"
         if call.method == "close" or call.so_far is not None:
             logger.warning("%s: close took %s", self._environments.name, limit)
         if self._num_left == MOST_AT_ONCE:
             logger.warning("%s: %d %s", self._environments.name, self._num_left, _MANY_LEFT)
-        self._begin_next()
+        self._begin_waiting()
         call.settle(call.so_far or self._fault(call, f" took {limit}", "timeout", _where(call.thread)))
+
+    def _abandon(self, episode: _Episode) -> None:
+        episode.abandoned = True
+        call = episode.call
+        if call is not None and call in self._waiting:
+            self._waiting.remove(call)
+            episode.call = None
+            call.settle(self._fault(call, ": the run has discarded the episode"))
+        if episode.call is None:  # else it is closed when the call returns
+            self._close(episode)
+
+    def _close(self, episode: _Episode) -> None:
+        """Closes an abandoned environment in the background."""
+        if episode.environment is not None:
+            self._add(_Call(episode, "close", lambda call: episode.close()))
+
+    def _end_calls(self) -> None:
+        for call in [*self._running, *self._waiting]:
+            call.settle(self._fault(call, f": {CLOSED}", "crash"))
+        for _ in range(self._num_idle):
+            self._to_make.put(None)
 
 
 class _Episode:
@@ -247,7 +240,6 @@ class _Call:
         self.so_far: Ended | None = None
         """The result of a call that has only to close the environment."""
         self.thread: int | None = None
-        self.is_late = False
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""

@@ -7,6 +7,7 @@ run what the model wrote.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -14,10 +15,11 @@ from functools import partial
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.environments.environment import Ended, EnvironmentFault, Opening, Turn
-from quatrain.workers.entry import LOAD_TIMEOUT_S
-from quatrain.workers.pool import Failure, Processes
-from quatrain.workers.process import GRACE_S, log_output, pickled, running_future
+from quatrain.environments.environment import CLOSED, Ended, EnvironmentFault, Opening, Turn
+from quatrain.workers.pool import Failure, kill_all
+from quatrain.workers.process import GRACE_S, WorkerProcess, log_output, not_started, pickled
+from quatrain.workers.threads import ClosedError, LoopThread, running_future
+from quatrain.workers.worker import LOAD_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,13 @@ class InWorkers:
     ):
         what = "environment" if isinstance(specs, str) else "tools"
         paths = [specs] if isinstance(specs, str) else list(specs)
-        _check(what, paths)
+        for path in paths:
+            if not isinstance(path, str) or path.startswith("__main__:"):
+                raise ValueError(
+                    f"{what} in worker processes must be named as `path/file.py:name`, which they import; "
+                    f"got {path!r}, of the running program; put it into a file, or set "
+                    "rollout.environment_workers to 0"
+                )
         names = [specs] if isinstance(specs, str) else [path.rpartition(":")[2] for path in paths]
         self._name = f"{what} {listed(names)}"  # as `load_environment.py` calls them
         self._settings = {
@@ -49,84 +57,59 @@ class InWorkers:
             "memory_mb": memory_mb,
         }
         self._num_workers, self._limit_s = num_workers, timeout_s + GRACE_S
-        self._processes = Processes("the run has ended its environments")
         self._hosts: list[_Host] = []
         self._homes: dict[int, _Host] = {}  # of the episodes
+        self._thread = LoopThread("quatrain-environments", CLOSED, self._end_hosts)
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
-        request = pickled(columns, "environments in worker processes")
-        with self._processes.lock:
-            host = self._homes[episode] = self._chosen()
-            host.live.add(episode)
-        return host.call("begin", episode, request)
+        return self._ask("begin", episode, pickled(columns, "environments in worker processes"))
 
     def step(self, episode: int, completion: str) -> Future[Turn | None]:
-        return self._homes[episode].call("step", episode, completion)
+        return self._ask("step", episode, completion)
 
     def end(self, episode: int) -> Future[Ended]:
-        return self._homes.pop(episode).call("end", episode)
+        return self._ask("end", episode)
 
     def abandon(self, episode: int) -> None:
-        host = self._homes.pop(episode, None)
-        if host is not None:
-            host.process.call("abandon", episode)
-            host.leave(episode)
+        self._ask("abandon", episode)
 
     def close(self) -> None:
-        self._processes.close()
+        self._thread.close()
 
-    def _chosen(self) -> _Host:
-        """The process with the fewest live episodes, or a new one."""
-        self._hosts = [host for host in self._hosts if host.process.failure is None]
-        open_to_all = [host for host in self._hosts if not host.is_retired and not host.process.has_ended()]
-        best = min(open_to_all, key=lambda host: len(host.live), default=None)
-        if best is None or (best.live and len(open_to_all) < self._num_workers):
-            best = _Host(self._processes, self._name, self._settings, self._limit_s)
-            self._hosts.append(best)
-        return best
-
-
-class _Host:
-    """A worker process and the episodes that live in it."""
-
-    def __init__(self, processes: Processes, name: str, settings: Mapping[str, Any], limit_s: float):
-        self.live: set[int] = set()
-        self.is_retired = False
-        """Whether a call hangs in the process: it takes no new episodes, and ends after its last one."""
-        self._name, self._lock, self._limit_s = name, processes.lock, limit_s
-        self.process = processes.start(
-            "environments",
-            settings,
-            on_output=lambda _, text: log_output(logger, name, text),
-            on_news=lambda _: self.leave(None),
-            answer_s=limit_s,
-        )
-        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
-        self.process.call("load", limit_s=LOAD_TIMEOUT_S, late=late).add_done_callback(self._loaded)
-
-    def call(self, operation: str, episode: int, argument: Any = None) -> Future[Any]:
-        """Asks the process for something."""
+    def _ask(self, operation: str, episode: int, argument: Any = None) -> Future[Any]:
         future = running_future()
-        reply = self.process.call(operation, episode, argument)
-        reply.add_done_callback(partial(self._settle, future, operation, episode))
+        try:
+            self._thread.do(self._pass_on, future, operation, episode, argument)
+        except RuntimeError as error:
+            closed = isinstance(error, ClosedError)
+            self._settle(future, operation, Failure("crash", CLOSED) if closed else not_started(error))
         return future
 
-    def leave(self, episode: int | None) -> None:
-        """Forgets an episode; None: a call hangs. Environments that are being closed may still end."""
-        with self._lock:
-            self.is_retired |= episode is None
-            self.live -= {episode}
-            if self.is_retired and not self.live:
-                self.process.let_end(self._limit_s)
+    # In the thread:
 
-    def _loaded(self, reply: Future[Any]) -> None:
-        if isinstance(reply.result(), dict) and "refused" in reply.result():
-            self.process.kill(Failure("error", reply.result()["refused"]))
+    def _pass_on(self, future: Future[Any], operation: str, episode: int, argument: Any) -> None:
+        if operation == "begin":
+            self._homes[episode] = self._chosen()
+            self._homes[episode].live.add(episode)
+        host = self._homes.get(episode)
+        if host is None:  # abandoned before
+            return self._settle(future, operation, Failure("error", "there is no such episode"))
+        if operation in ("end", "abandon"):
+            del self._homes[episode]
+        reply = host.process.call(operation, episode, argument)
+        if operation == "abandon":
+            return host.leave(episode)
+        return reply.add_done_callback(partial(self._answered, future, operation, episode, host))
 
-    def _settle(self, future: Future[Any], operation: str, episode: int, reply: Future[Any]) -> None:
+    def _answered(
+        self, future: Future[Any], operation: str, episode: int, host: _Host, reply: Future[Any]
+    ) -> None:
         if operation == "end":
-            self.leave(episode)
-        match reply.result():
+            host.leave(episode)
+        self._settle(future, operation, reply.result())
+
+    def _settle(self, future: Future[Any], operation: str, outcome: Any) -> None:
+        match outcome:
             case Failure(kind, detail):
                 text = f"{self._name}: {'reset' if operation == 'begin' else operation}: {detail}"
                 kind = kind if kind in ("timeout", "error") else "crash"
@@ -136,23 +119,55 @@ class _Host:
             case {"value": value}:
                 future.set_result(_VALUES[operation](value))
 
+    def _chosen(self) -> _Host:
+        """The process with the fewest live episodes, or a new one."""
+        self._hosts = [host for host in self._hosts if host.process.failure is None]
+        open_to_all = [host for host in self._hosts if not host.is_retired and not host.process.has_ended()]
+        best = min(open_to_all, key=lambda host: len(host.live), default=None)
+        if best is None or (best.live and len(open_to_all) < self._num_workers):
+            best = _Host(self._thread.loop, self._name, self._settings, self._limit_s)
+            self._hosts.append(best)
+        return best
 
-def _check(what: str, specs: Sequence[str]) -> None:
-    for spec in specs:
-        if not isinstance(spec, str) or spec.startswith("__main__:"):
-            raise ValueError(
-                f"{what} in worker processes must be named as `path/file.py:name`, which they import; got "
-                f"{spec!r}, of the running program; put it into a file, or set rollout.environment_workers "
-                "to 0"
-            )
+    def _end_hosts(self) -> None:
+        kill_all((host.process for host in self._hosts), CLOSED)
 
 
-def _turn(value: Any) -> Turn | None:
-    return None if value is None else Turn(tuple(value[0]), value[1], value[2])
+class _Host:
+    """A worker process and the episodes that live in it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, name: str, settings: Mapping[str, Any], limit_s: float
+    ):
+        self.live: set[int] = set()
+        self.is_retired = False
+        """Whether a call hangs in the process: it takes no new episodes, and ends after its last one."""
+        self._limit_s = limit_s
+        self.process = WorkerProcess(
+            loop,
+            "environments",
+            settings,
+            on_output=lambda _, text: log_output(logger, name, text),
+            on_news=lambda _: self.leave(None),
+            answer_s=limit_s,
+        )
+        late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
+        self.process.call("load", limit_s=LOAD_TIMEOUT_S, late=late).add_done_callback(self._loaded)
+
+    def leave(self, episode: int | None) -> None:
+        """Forgets an episode; None: a call hangs. Environments that are being closed may still end."""
+        self.is_retired |= episode is None
+        self.live -= {episode}
+        if self.is_retired and not self.live:
+            self.process.let_end(self._limit_s)
+
+    def _loaded(self, reply: Future[Any]) -> None:
+        if isinstance(reply.result(), dict) and "refused" in reply.result():
+            self.process.kill(Failure("error", reply.result()["refused"]))
 
 
 _VALUES = {
     "begin": lambda value: tuple(value) if isinstance(value, list) else value,
-    "step": _turn,
+    "step": lambda value: None if value is None else Turn(tuple(value[0]), value[1], value[2]),
     "end": lambda value: Ended(*value),
 }

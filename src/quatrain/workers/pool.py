@@ -1,32 +1,27 @@
-"""Worker processes, the thread that attends to them, and calls of functions in them.
+"""Calls of functions in worker processes.
 
 Data flow: users' reward functions (`reward/calls.py`), comparisons of expressions (`reward/math/grader.py`)
 and chat templates (`data/tokenizer.py`) -> `Pool.submit` -> a `WorkerProcess` -> the result, or a `Failure`.
-Environments use `Processes` without a `Pool`, because each stays in its process.
+Environments use worker processes without a `Pool`, because each stays in its process.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
-import selectors
-import socket
-import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quatrain.workers.entry import LOAD_TIMEOUT_S
 from quatrain.workers.process import Failure as Failure
 from quatrain.workers.process import Kind as Kind
 from quatrain.workers.process import WorkerProcess, not_started
-from quatrain.workers.threads import start_thread
+from quatrain.workers.threads import ClosedError, LoopThread
+from quatrain.workers.worker import LOAD_TIMEOUT_S
 
 MOST_WORKERS = 8
 
@@ -37,90 +32,10 @@ def default_workers() -> int:
     return min(cores, MOST_WORKERS)
 
 
-class Processes:
-    """Worker processes, and the thread that attends to them, because a process ends with what started it."""
-
-    def __init__(self, closed: str = "its process was ended") -> None:
-        self.lock = threading.RLock()
-        self._is_asleep = False  # whether the thread waits until something comes
-        self.is_closed = False
-        self._closed = Failure("crash", closed)
-        self._processes: list[WorkerProcess] = []
-        self._new: set[WorkerProcess] = set()
-        self._thread: threading.Thread | None = None
-
-    def start(self, *args: Any, **options: Any) -> WorkerProcess:
-        """A new process, with the arguments of `WorkerProcess`; it starts in the background."""
-        process = WorkerProcess(*args, **options, lock=self.lock, wake=self._attend_soon)
-        with self.lock:
-            if self.is_closed:
-                process.failure = self._closed
-            else:
-                self._processes.append(process)
-        return process
-
-    def _attend_soon(self, process: WorkerProcess, has_work: bool) -> None:
-        """Has the thread attend to a process, at once if it has work."""
-        if not (has_work or self._is_asleep):
-            return None
-        with self.lock:
-            self._new.add(process)
-            if self._thread is None:
-                self._waked, self._wakes = socket.socketpair()
-                try:
-                    self._thread = start_thread(self._attend, name="quatrain-workers")
-                except RuntimeError as error:  # the system has no more threads
-                    self._waked.close()
-                    self._wakes.close()
-                    process.failure, process.is_over = not_started(error), True
-                    return process.settle_all()
-            return self._wake()
-
-    def close(self) -> None:
-        """Ends the processes and the thread; calls that have not ended are failures. May be called again."""
-        with self.lock:
-            self.is_closed, thread = True, self._thread
-            if thread is not None:
-                self._wake()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # the thread has ended, or was waked often enough
-            self._wakes.send(b"x", socket.MSG_DONTWAIT)
-
-    def _attend(self) -> None:
-        with selectors.DefaultSelector() as selector, self._waked, self._wakes:
-            selector.register(self._waked, selectors.EVENT_READ)
-            try:
-                while not self.is_closed:
-                    self._attend_once(selector)
-            finally:
-                with self.lock:
-                    self.is_closed = True
-                    processes, self._processes = self._processes, []
-                for process in processes:
-                    process.kill(self._closed)
-                for process in processes:
-                    process.attend(selector)
-
-    def _attend_once(self, selector: selectors.BaseSelector) -> None:
-        with self.lock:
-            due = 0.0 if self._new else min((each.due() for each in self._processes), default=math.inf)
-            self._is_asleep = due == math.inf
-        wait_s = None if due == math.inf else max(due - time.monotonic(), 0.0)
-        ready = {key.data for key, _ in selector.select(wait_s)}
-        now = time.monotonic()
-        with self.lock:
-            self._is_asleep = False
-            if None in ready:
-                self._waked.recv(4096)
-            new, self._new = self._new, set()
-            processes = [p for p in self._processes if p in ready or p in new or p.due() <= now]
-        for process in processes:
-            process.attend(selector)
-        with self.lock:
-            self._processes = [process for process in self._processes if not process.is_over]
+def kill_all(processes: Iterable[WorkerProcess], why: str) -> None:
+    """Ends the processes; their calls are `crash` failures."""
+    for process in [*processes]:
+        process.kill(Failure("crash", why))
 
 
 class _Job(NamedTuple):
@@ -161,6 +76,7 @@ class Pool:
         fork: str | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
+        self._what, self._on_output, self.num_workers = what, on_output, num_workers
         self._settings = {
             "what": what,
             "convert": convert,
@@ -169,12 +85,11 @@ class Pool:
             "memory_mb": memory_mb,
             "fork": fork,
         }
-        self.num_workers = num_workers
-        self._on_output = on_output
-        self._processes = Processes()
         self._workers: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()
-        self._finalizer = weakref.finalize(self, _close, self._processes, self._waiting)
+        at_end = partial(kill_all, self._workers, "its process was ended")
+        self._thread = LoopThread("quatrain-workers", "the pool is closed; make another", at_end)
+        self._finalizer = weakref.finalize(self, _close, self._thread, self._waiting)
 
     def load(self, spec: str) -> Any | Failure:
         """Imports the function `spec` in a worker: {"parameters": …} (`user_code.parameters_of`).
@@ -189,7 +104,8 @@ class Pool:
         """Calls the function `spec`, which a worker imports first if it has not yet.
 
         `arguments` are its keyword arguments, or their pickle. The call may take `timeout_s` seconds, and
-        `cpu_s` seconds of the processor (0: not limited), without the import.
+        `cpu_s` seconds of the processor (0: not limited), without the import. Raises RuntimeError after
+        `close`.
         """
         arguments = arguments if isinstance(arguments, bytes) else pickle.dumps(arguments)
         request = ("call", timeout_s, cpu_s, spec, arguments)
@@ -201,27 +117,33 @@ class Pool:
 
     def _submit(self, spec: str, request: tuple[Any, ...], **limits: Any) -> Future[Any | Failure]:
         job = _Job(Future(), request, {"what": spec, **limits})
-        with self._processes.lock:
-            if self._processes.is_closed:
-                raise RuntimeError("the pool is closed; make another")
-            self._waiting.append(job)
-        job.future.add_done_callback(lambda _: self._begin_waiting())
-        self._begin_waiting()
+        try:
+            self._thread.do(self._add, job)
+        except ClosedError:
+            raise
+        except RuntimeError as error:  # the system has no more threads
+            job.future.set_result(not_started(error))
         return job.future
+
+    # In the pool's thread:
+
+    def _add(self, job: _Job) -> None:
+        self._waiting.append(job)
+        self._begin_waiting()
 
     def _begin_waiting(self) -> None:
         """Begins the calls that wait, in their order, as long as a worker is idle."""
-        with self._processes.lock:
-            while self._waiting and not self._processes.is_closed and (worker := self._idle_worker()):
-                job = self._waiting.popleft()
-                if job.future.set_running_or_notify_cancel():
-                    worker.call(*job.request, future=job.future, **job.limits)
+        while self._waiting and (worker := self._idle_worker()):
+            job = self._waiting.popleft()
+            if job.future.set_running_or_notify_cancel():
+                job.future.add_done_callback(lambda _: self._thread.loop.call_soon(self._begin_waiting))
+                worker.call(*job.request, future=job.future, **job.limits)
 
     def _idle_worker(self) -> WorkerProcess | None:
         """The first worker without a call; it is replaced if it has ended, and added if it may be."""
         for index, worker in enumerate(self._workers):
-            if worker.is_idle and worker.failure is None and worker.has_ended(or_stopped=True):
-                worker.kill(Failure("crash", "its process ended by itself"))
+            if worker.is_idle and worker.has_ended(or_stopped=True):
+                worker.kill()
             if worker.failure is not None:
                 worker = self._workers[index] = self._new_worker()
             if worker.is_idle:
@@ -232,12 +154,10 @@ class Pool:
         return self._workers[-1]
 
     def _new_worker(self) -> WorkerProcess:
-        return self._processes.start(self._settings["what"], self._settings, self._on_output)
+        return WorkerProcess(self._thread.loop, self._what, self._settings, self._on_output)
 
 
-def _close(processes: Processes, waiting: deque[_Job]) -> None:
-    with processes.lock:
-        processes.is_closed = True
+def _close(thread: LoopThread, waiting: deque[_Job]) -> None:
+    thread.close()
     while waiting:
         waiting.popleft().future.cancel()
-    processes.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,40 +33,60 @@ def map_in_threads(function: Callable[[T], U], items: Iterable[T], num_threads: 
         threads.shutdown(cancel_futures=True)
 
 
-class Threads:
-    """Daemon threads, as many as there is work at a time; they are kept for more work."""
+def running_future() -> Future[Any]:
+    """A future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_idle = 0
-        self._closed = False
+
+class ClosedError(RuntimeError):
+    """The thread of a `LoopThread` has ended."""
+
+
+class LoopThread:
+    """A thread with an event loop, which starts with its first work.
+
+    What only this thread changes needs no lock. `closed` says what has been closed, for messages; `at_end` is
+    called last of all in the thread.
+    """
+
+    def __init__(self, name: str, closed: str, at_end: Callable[[], None]):
+        self.loop: asyncio.AbstractEventLoop
+        self._name, self._closed, self._at_end = name, closed, at_end
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Has a thread do the work at once; raises RuntimeError if the system has no more threads."""
+    def do(self, work: Callable[..., Any], *args: Any) -> None:
+        """Has the thread call `work(*args)`, after what it was asked before, in the caller's context.
+
+        Raises ClosedError after `close`, and RuntimeError if the system has no more threads.
+        """
         with self._lock:
-            idle = self._num_idle > 0
-            self._num_idle -= idle
-        if idle:
-            self._work.put(work)
-        else:
-            start_thread(self._run, work, name=self._name)
+            if self._is_closed:
+                raise ClosedError(self._closed)
+            if self._thread is None:
+                self.loop = asyncio.new_event_loop()
+                try:
+                    self._thread = start_thread(self._run, name=self._name)
+                except RuntimeError:
+                    self.loop.close()
+                    raise
+            self.loop.call_soon_threadsafe(work, *args)
 
     def close(self) -> None:
-        """Ends the threads, each when it has no work."""
+        """Ends the thread after the work it was given, and waits for it. May be called again."""
         with self._lock:
-            self._closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._work.put(None)
+            thread, was_closed, self._is_closed = self._thread, self._is_closed, True
+            if thread is not None and not was_closed:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
-    def _run(self, work: Callable[[], None] | None) -> None:
-        while work is not None:
-            work()
-            work = None  # keeps nothing of it while it waits
-            with self._lock:
-                if self._closed:
-                    return
-                self._num_idle += 1
-            work = self._work.get()
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self._at_end()
+            self.loop.close()

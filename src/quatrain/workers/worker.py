@@ -8,23 +8,28 @@ neither JAX nor numpy.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import json
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 LONGEST_DETAIL = 4000
 SIZE_BYTES = 8
 """Bytes in which a request says how long it is."""
+LOAD_TIMEOUT_S = 120.0
+"""Time limit of importing the module of a user's function or class."""
 TRACE_BEFORE_S = 0.05
 """Seconds before the time limit at which the process prints where it is."""
 
@@ -88,15 +93,34 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     settings: Mapping[str, Any] = connection.request()  # type: ignore[assignment]
     sys.argv, sys.path = [""], settings["path"]
-    from quatrain.workers.entry import enter
     from quatrain.workers.user_code import find_function
 
-    enter(settings)
+    _enter(settings)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions
     serve(connection, settings)
     os._exit(0)  # whatever hangs in a thread
+
+
+def _enter(settings: Mapping[str, Any]) -> None:
+    """Makes this process a worker of its `parent`: it ends with it, and not by what stops a run.
+
+    Signals that stop a run may come to all its processes; the run ends its workers when it ends. They are
+    ignored by a handler, not SIG_IGN, which the programs that a function starts would inherit.
+    """
+    from quatrain.cluster.launcher import end_with_parent
+
+    end_with_parent(settings["parent"])
+    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in stops}
+    os.register_at_fork(after_in_child=lambda: [signal.signal(*each) for each in before.items()])
+    with contextlib.suppress(OSError):  # the kernel ends it first if memory is scarce; Linux has this file
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if settings["memory_mb"] is not None:  # RLIMIT_AS would also count what libraries only reserve
+        limit, hard = settings["memory_mb"] << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Functions:
@@ -125,8 +149,6 @@ class _Functions:
 
     def find(self, spec: str) -> None:
         """Imports the function `spec`, unless it was; raises ValueError if there is no such function."""
-        from quatrain.workers.entry import LOAD_TIMEOUT_S
-
         if spec not in self._loaded:
             faulthandler.dump_traceback_later(LOAD_TIMEOUT_S - TRACE_BEFORE_S, file=STANDARD_ERROR)
             self._loaded[spec] = self._prepare(self._find(spec), spec, self._args.get(spec, {}))
@@ -179,8 +201,6 @@ def _serve_functions(connection: Connection, settings: Mapping[str, Any]) -> Non
 
 def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> None:
     """Returns in a process that was forked from this one; if a signal ends that, in another."""
-    from quatrain.workers.entry import enter
-
     server = os.getpid()
     while process := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -188,7 +208,7 @@ def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> N
             os._exit(status)
         connection.reply(None, died=status)
     connection.process = os.getpid()
-    enter({**settings, "parent": server})
+    _enter({**settings, "parent": server})
 
 
 def _tidy(home: int, output: int) -> None:
