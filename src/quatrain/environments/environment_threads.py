@@ -1,12 +1,12 @@
 """Environments in threads, with a time limit for each call.
 
-Data flow: `environment_calls.in_threads`, or a worker process (`environment_worker.py`) -> `InThreads` ->
-`CheckedEnvironment`. Python cannot end a thread: one whose call takes too long is left behind, and another
-thread takes its place.
+Data flow: an episode, or a worker process (`environment_worker.py`) -> `InThreads` -> `CheckedEnvironment`.
+Python cannot end a thread: one whose call takes too long is left behind, and another takes its place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -15,21 +15,24 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextvars import copy_context
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from quatrain.environments.environment import (
+    CLOSED,
     SHOWN_FRAMES,
     CheckedEnvironment,
     Ended,
     EnvironmentFault,
+    FaultKind,
     Opening,
     Turn,
     faultless,
 )
 from quatrain.environments.load_environment import Environments
+from quatrain.workers.threads import ClosedError, LoopThread, running_future, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,6 @@ MOST_AT_ONCE = 32
 Enough for calls that wait for a program or a server to overlap. Those that compute share the interpreter's
 lock with the thread that samples: it can wait 5 ms for each of them.
 """
-ONE_CALL = "an episode has one call at a time"
-_DRAIN_PAUSE_S = 0.01
 _MANY_LEFT = (
     "calls hang in threads, which Python cannot end; with rollout.environment_workers they would run in "
     "processes, which are ended"
@@ -48,8 +49,9 @@ _MANY_LEFT = (
 
 
 class InThreads:
-    """`EnvironmentCalls` in daemon threads of this process.
+    """`EnvironmentCalls` in daemon threads of this process; each call may take `timeout_s` seconds.
 
+    A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored;
     `on_left` is called for each thread that is left behind, before the future of its call is set.
     """
 
@@ -57,192 +59,174 @@ class InThreads:
         self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
-        self._threads = _Threads()
         self._episodes: dict[int, _Episode] = {}
+        self._thread = LoopThread("quatrain-environments", CLOSED, self._end_calls)
+        # Only that thread uses what follows, but for `_to_make`.
         self._waiting: deque[_Call] = deque()
-        self._running: dict[_Call, float] = {}  # until when; the first is the first to be late
-        self._num_left = 0
-        self._closed = False
-        self._changed = threading.Condition(threading.Lock())
-        self._asleep = False  # whether the watching thread waits for the first call
-        threading.Thread(
-            target=copy_context().run, args=(self._watch,), name="quatrain-environment-limits", daemon=True
-        ).start()
+        self._running: dict[_Call, asyncio.TimerHandle] = {}  # without those that took too long
+        self._to_make: SimpleQueue[_Call | None] = SimpleQueue()
+        self._num_idle = self._num_left = 0  # threads
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
         new = self._episodes[episode] = _Episode()
-        return self._submit(new, "reset", lambda call: new.begin(self._environments, columns))
+
+        def work(call: _Call) -> Opening:
+            new.environment = self._environments()
+            return new.environment.reset(columns)
+
+        return self._submit(new, "reset", work)
 
     def step(self, episode: int, completion: str) -> Future[Turn | None]:
         known = self._episodes[episode]
-        return self._submit(known, "step", lambda call: known.step(completion))
+        return self._submit(known, "step", lambda call: known.begun().step(completion))
 
     def end(self, episode: int) -> Future[Ended]:
         known = self._episodes.pop(episode)
-        return self._submit(known, "end", known.end)
+
+        def work(call: _Call) -> Ended:
+            environment = known.begun()
+            try:
+                call.so_far = Ended(environment.final_reward(), environment.counts)
+            finally:
+                known.close()
+            return call.so_far
+
+        return self._submit(known, "end", work)
 
     def abandon(self, episode: int) -> None:
         known = self._episodes.pop(episode, None)
-        if known is None:
-            return
-        with self._changed:
-            known.abandoned = True
-            dropped = known.call if known.call in self._waiting else None
-            if dropped is not None:
-                self._waiting.remove(dropped)
-                known.call = None
-            in_use = known.call is not None  # then it is closed when the call returns
-        if dropped is not None:
-            text = f"{self._environments.name}: {dropped.method}: the run has discarded the episode"
-            dropped.settle(EnvironmentFault(text, "error"))
-        if not in_use:
-            self._close(known)
+        if known is not None:
+            with suppress(ClosedError):
+                self._thread.do(self._abandon, known)
 
     def drain(self) -> None:
         """Returns when no call is waiting or in time."""
-        while self._waiting or self._running:
-            time.sleep(_DRAIN_PAUSE_S)
+        busy = True
+        while busy:
+            answer: Future[bool] = Future()
+            self._thread.do(lambda answer=answer: answer.set_result(bool(self._waiting or self._running)))
+            busy = answer.result()
+            time.sleep(0.01)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            unfinished = [*self._running, *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
-            self._changed.notify()
-        for call in unfinished:
-            call.settle(self._closed_fault(call))
-        self._threads.close()
+        self._thread.close()
 
-    def _close(self, episode: _Episode) -> None:
-        """Closes an abandoned environment in the background."""
-        if not episode.is_closed():
-            self._submit(episode, "close", lambda call: episode.close())
+    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> EnvironmentFault:
+        return EnvironmentFault(f"{self._environments.name}: {call.method}{how}", kind, detail)
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
-        with self._changed:
-            assert episode.call is None, ONE_CALL
-            closed = self._closed
-            if not closed:
-                episode.call = call
-                self._waiting.append(call)
-        if closed:
-            call.settle(self._closed_fault(call))
-        self._begin_next()
+        try:
+            self._thread.do(self._add, call)
+        except ClosedError:
+            call.settle(self._fault(call, f": {CLOSED}", "crash"))
+        except RuntimeError as error:  # the system has no more threads
+            call.settle(self._fault(call, f" could not be called: {error}"))
         return call.future
 
-    def _begin_next(self) -> None:
-        """Begins the call that has waited longest, if there is one and a place for it."""
-        while (call := self._next()) is not None:
-            try:
-                return self._threads.submit(partial(self._run, call))
-            except RuntimeError as error:  # the system has no more threads
-                with self._changed:
-                    self._running.pop(call, None)
-                    call.episode.call = None
-                text = f"{self._environments.name}: {call.method} could not be called: {error}"
-                call.settle(EnvironmentFault(text, "error"))
+    # In the thread that attends to the calls:
 
-    def _next(self) -> _Call | None:
-        """The next call, whose time begins."""
-        with self._changed:
-            if not self._waiting or len(self._running) >= MOST_AT_ONCE:
-                return None
+    def _add(self, call: _Call) -> None:
+        assert call.episode.call is None, "an episode has one call at a time"
+        call.episode.call = call
+        self._waiting.append(call)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begins the calls that have waited longest, as long as there is room: their time begins."""
+        while self._waiting and len(self._running) < MOST_AT_ONCE:
             call = self._waiting.popleft()
-            self._running[call] = time.monotonic() + self._timeout_s
-            if self._asleep:
-                self._asleep = False
-                self._changed.notify()
-            return call
+            try:
+                if self._num_idle:
+                    self._num_idle -= 1
+                else:
+                    start_thread(self._make_calls, name="quatrain-environment")
+            except RuntimeError as error:  # the system has no more threads
+                call.episode.call = None
+                call.settle(self._fault(call, f" could not be called: {error}"))
+                continue
+            self._running[call] = self._thread.loop.call_later(self._timeout_s, self._leave, call)
+            self._to_make.put(call)
 
-    def _run(self, call: _Call) -> None:
-        call.thread = threading.get_ident()
-        what = f"{self._environments.name}: {call.method}"
-        self._finish(call, _outcome(what, partial(call.work, call)))
+    def _make_calls(self) -> None:
+        """Makes calls, in a thread for that."""
+        while (call := self._to_make.get()) is not None:
+            call.thread = threading.get_ident()
+            try:
+                outcome = faultless(f"{self._environments.name}: {call.method}", partial(call.work, call))
+            except EnvironmentFault as fault:
+                outcome = fault.with_traceback(None)  # whose frames would keep the environment
+            try:
+                self._thread.do(self._returned, call, outcome)
+            except ClosedError:
+                return
+            del call, outcome  # keeps nothing of them while it waits
 
-    def _finish(self, call: _Call, outcome: Any) -> None:
-        """Ends a call; its outcome is ignored if it took too long."""
-        with self._changed:
-            in_time = self._running.pop(call, None) is not None
-            self._num_left -= call.is_late
-            call.episode.call = None
-            abandoned = call.episode.abandoned
-        if abandoned and call.method != "close":
+    def _returned(self, call: _Call, outcome: Any) -> None:
+        """A call has returned; its outcome is ignored if it took too long."""
+        self._num_idle += 1
+        limit = self._running.pop(call, None)
+        self._num_left -= limit is None
+        call.episode.call = None
+        if call.episode.abandoned and call.method != "close":
             self._close(call.episode)
-        self._begin_next()
-        if in_time:
+        self._begin_waiting()
+        if limit is not None:
+            limit.cancel()
             call.settle(outcome)
-
-    def _watch(self) -> None:
-        while (call := self._next_late()) is not None:
-            self._leave(call)
-
-    def _next_late(self) -> _Call | None:
-        """Waits for the next call that takes too long; None: the environments are closed."""
-        with self._changed:
-            while not self._closed:
-                call, until = next(iter(self._running.items()), (None, None))
-                left_s = None if until is None else until - time.monotonic()
-                if call is not None and left_s is not None and left_s <= 0:
-                    del self._running[call]
-                    call.is_late = True
-                    self._num_left += 1
-                    return call
-                # Calls that begin meanwhile are late after this one would be, and need not wake this thread.
-                self._asleep = left_s is None
-                self._changed.wait(left_s)
-        return None
 
     def _leave(self, call: _Call) -> None:
         """Ends a call that takes too long; its thread is left behind."""
+        del self._running[call]
+        self._num_left += 1
         self._on_left()
-        name, ended = self._environments.name, call.so_far
         limit = f"longer than {self._timeout_s:g} s; rollout.environment_timeout_s sets the limit"
-        if call.method == "close" or ended is not None:
-            logger.warning("%s: close took %s", name, limit)
+        if call.method == "close" or call.so_far is not None:
+            logger.warning("%s: close took %s", self._environments.name, limit)
         if self._num_left == MOST_AT_ONCE:
-            logger.warning("%s: %d %s", name, self._num_left, _MANY_LEFT)
-        self._begin_next()
-        fault = EnvironmentFault(f"{name}: {call.method} took {limit}", "timeout", _where(call.thread))
-        call.settle(fault if ended is None else ended)
+            logger.warning("%s: %d %s", self._environments.name, self._num_left, _MANY_LEFT)
+        self._begin_waiting()
+        call.settle(call.so_far or self._fault(call, f" took {limit}", "timeout", _where(call.thread)))
 
-    def _closed_fault(self, call: _Call) -> EnvironmentFault:
-        text = f"{self._environments.name}: {call.method}: the run has ended its environments"
-        return EnvironmentFault(text, "crash")
+    def _abandon(self, episode: _Episode) -> None:
+        episode.abandoned = True
+        call = episode.call
+        if call is not None and call in self._waiting:
+            self._waiting.remove(call)
+            episode.call = None
+            call.settle(self._fault(call, ": the run has discarded the episode"))
+        if episode.call is None:  # else it is closed when the call returns
+            self._close(episode)
+
+    def _close(self, episode: _Episode) -> None:
+        """Closes an abandoned environment in the background."""
+        if episode.environment is not None:
+            self._add(_Call(episode, "close", lambda call: episode.close()))
+
+    def _end_calls(self) -> None:
+        for call in [*self._running, *self._waiting]:
+            call.settle(self._fault(call, f": {CLOSED}", "crash"))
+        for _ in range(self._num_idle):
+            self._to_make.put(None)
 
 
 class _Episode:
     """The environment of an episode; one call at a time uses it, and lets it go when it is closed."""
 
     def __init__(self) -> None:
-        self._environment: CheckedEnvironment | None = None
+        self.environment: CheckedEnvironment | None = None
         self.call: _Call | None = None
         """The call that waits or runs, also if it takes too long."""
         self.abandoned = False
 
-    def begin(self, environments: Environments, columns: Mapping[str, Any]) -> Opening:
-        self._environment = environments()
-        return self._environment.reset(columns)
-
-    def step(self, completion: str) -> Turn | None:
-        assert self._environment is not None, "an episode begins before its first step"
-        return self._environment.step(completion)
-
-    def end(self, call: _Call) -> Ended:
-        assert self._environment is not None, "an episode begins before it ends"
-        try:
-            reward = self._environment.final_reward()
-            call.so_far = Ended(reward, _counts(self._environment))
-        finally:
-            self.close()
-        return call.so_far
-
-    def is_closed(self) -> bool:
-        return self._environment is None
+    def begun(self) -> CheckedEnvironment:
+        """The environment."""
+        assert self.environment is not None, "an episode begins before its other calls"
+        return self.environment
 
     def close(self) -> None:
-        environment, self._environment = self._environment, None
+        """Closes the environment, once."""
+        environment, self.environment = self.environment, None
         if environment is not None:
             environment.close()
 
@@ -252,12 +236,10 @@ class _Call:
 
     def __init__(self, episode: _Episode, method: str, work: Callable[[_Call], Any]):
         self.episode, self.method, self.work = episode, method, work
-        self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()
+        self.future: Future[Any] = running_future()
         self.so_far: Ended | None = None
         """The result of a call that has only to close the environment."""
         self.thread: int | None = None
-        self.is_late = False
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""
@@ -265,61 +247,6 @@ class _Call:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
-
-
-class _Threads:
-    """Daemon threads, as many as there is work at a time; they are kept for more work."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_idle = 0
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Has a thread do the work at once; raises RuntimeError if the system has no more threads."""
-        with self._lock:
-            idle = self._num_idle > 0
-            self._num_idle -= idle
-        if idle:
-            self._work.put(work)
-        else:
-            arguments = (self._run, work)
-            threading.Thread(
-                target=copy_context().run, args=arguments, name="quatrain-environment", daemon=True
-            ).start()
-
-    def close(self) -> None:
-        """Ends the threads, each when it has no work."""
-        with self._lock:
-            self._closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._work.put(None)
-
-    def _run(self, work: Callable[[], None] | None) -> None:
-        while work is not None:
-            work()
-            work = None  # keeps nothing of it while it waits
-            with self._lock:
-                if self._closed:
-                    return
-                self._num_idle += 1
-            work = self._work.get()
-
-
-def _outcome(what: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the fault that it raises."""
-    try:
-        return faultless(what, work)
-    except EnvironmentFault as fault:
-        return fault.with_traceback(None)  # whose frames would keep the environment
-
-
-def _counts(environment: CheckedEnvironment) -> dict[str, int]:
-    """The environment's counts, without those of a counter that is the user's and counts something else."""
-    counts = environment.counts.items()
-    return {name: count for name, count in counts if isinstance(name, str) and isinstance(count, int)}
 
 
 def _where(thread: int | None) -> str:
