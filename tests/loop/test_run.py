@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 from runs import small_run
 
-from quatrain.config.derive import value_at
-from quatrain.config.schema import Config
 from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run as run_module
 from quatrain.loop.train import train
 from quatrain.reward.scorer import RewardScorer
-from quatrain.run.resume import kept
 
 REWARD = """
 import os
@@ -60,11 +57,3 @@ def test_every_part_is_ended_although_one_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="cannot be ended"):
         train(small_run(tmp_path, "ends", "run.steps=1", "sft.steps=0", "data.eval=null"))
     assert ended == ["scorer", "batches", "scorer"]  # first, because the batches may wait for it
-
-
-@pytest.mark.parametrize("section", [{"lora": {"rank": 2}}, {"advantage": {"estimator": "gae"}}])
-def test_the_table_of_what_is_kept_on_resume_names_keys_that_exist(section):
-    config = Config.model_validate(section)
-    for key, value in kept(config).items():
-        of_config = value_at(config, key)
-        assert value == (list(of_config) if isinstance(of_config, tuple) else of_config), key

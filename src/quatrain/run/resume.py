@@ -1,7 +1,7 @@
 """What must agree when a run is resumed: its configuration, its data, its base, its length.
 
-Data flow: `to_save` -> the host data of a checkpoint -> `check_*`, before the run goes on. A key of the
-configuration is added to `kept`; what else must agree has a check of its own here.
+Data flow: `to_save` -> the host data of a checkpoint -> `check_*`, before the run goes on. The keys of the
+configuration are marked where they are declared (`MustAgreeOnResume`); what else must agree has a check here.
 """
 
 from __future__ import annotations
@@ -13,47 +13,18 @@ from typing import Any
 
 from quatrain.config.derive import value_at
 from quatrain.config.errors import listed
+from quatrain.config.resume import must_agree_on_resume
 from quatrain.config.schema import Config
 from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.run.run_dir import RunDir
 
-ALWAYS = (
-    "seed",
-    "data.train",
-    "data.shuffle",
-    "data.batch_size",
-    "rollout.n",
-    "data.pass_rate_column",
-    "data.min_pass_rate",
-    "data.max_pass_rate",
-    "rollout.max_staleness",
-    "rollout.in_flight",
-    "update.reference_sync_steps",
-    "optimizer.state_dtype",
-)
-"""Keys that decide what is sampled for each training step, or what a checkpoint holds."""
-
-
-def kept(config: Config) -> dict[str, Any]:
-    """The keys that must not change on resume, with their values as JSON."""
-    keys = [*ALWAYS]
-    if config.critic.enabled:
-        keys.append("critic_optimizer.state_dtype")
-    keys.append("lora.rank")
-    if config.lora.rank:  # the reference after a warm start is then part of a checkpoint
-        keys += ["lora.alpha", "lora.targets", "sft.steps"]
-    if config.rollout.max_staleness:  # checkpoints then decide which weights sample a batch
-        keys.append("checkpoint.every_steps")
-    values = {key: value_at(config, key) for key in keys}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
 
 def to_save(config: Config, num_prompts: int, data: Mapping[str, str], base: str | None) -> dict[str, Any]:
     """What a checkpoint says of the run, to be compared when it is resumed; secrets as digests."""
     return {
-        "config": {key: comparable(value, os.environ) for key, value in kept(config).items()},
+        "config": {key: comparable(value, os.environ) for key, value in must_agree_on_resume(config).items()},
         "num_prompts": num_prompts,
         "data": comparable(data, os.environ),
         **({} if base is None else {"base": base}),
@@ -61,9 +32,9 @@ def to_save(config: Config, num_prompts: int, data: Mapping[str, str], base: str
 
 
 def check_config(config: Config, saved: Mapping[str, Any], folder: RunDir) -> None:
-    """Raises ValueError if the configuration changes a kept key, or needs a reference that is not there."""
+    """Raises ValueError if the configuration changes a key that must agree, or misses a reference."""
     run = folder.path
-    for key, value in kept(config).items():
+    for key, value in must_agree_on_resume(config).items():
         # The default for keys that are newer than the checkpoint.
         before = saved["config"].get(key, comparable(value_at(Config(), key), os.environ))
         if not same(before, value):
