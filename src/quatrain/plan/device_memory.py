@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from quatrain.config.roles import Roles
@@ -34,6 +34,10 @@ class ParameterKind:
     axes: tuple[str, ...]
     spec: tuple[str | None, ...]
     num_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        keys = ("name", "count", "shape", "axes", "partition_spec", "bytes_per_device")
+        return dict(zip(keys, astuple(self), strict=True))
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,12 @@ class Placement:
 
         Critic and reward models are roles of runs that have them.
         """
-        named = {TRAIN: self.roles.train, ROLLOUT: self.roles.rollout, REFERENCE: self.roles.reference}
-        optional = {CRITIC: self.roles.critic, REWARD: self.roles.reward}
-        used = {part.role for part in self.parts}
-        named |= {name: role for name, role in optional.items() if name in used}
+        used = {TRAIN, ROLLOUT, REFERENCE, *(part.role for part in self.parts)}
         together: dict[tuple[int, ...], tuple[str, ...]] = {}
-        for name, role in named.items():
-            together[role.devices] = (*together.get(role.devices, ()), name)
+        for name in (TRAIN, ROLLOUT, REFERENCE, CRITIC, REWARD):
+            if name in used:
+                devices = getattr(self.roles, name).devices
+                together[devices] = (*together.get(devices, ()), name)
         return tuple(together.values())
 
     @property
@@ -124,17 +127,7 @@ class Placement:
         return {
             "mesh": self.roles.train.mesh._asdict(),
             "rollout_mesh": None if self.elsewhere else self.roles.rollout.mesh._asdict(),
-            "parameters": [
-                {
-                    "name": kind.name,
-                    "count": kind.count,
-                    "shape": list(kind.shape),
-                    "axes": list(kind.axes),
-                    "partition_spec": list(kind.spec),
-                    "bytes_per_device": kind.num_bytes,
-                }
-                for kind in self.parameters
-            ],
+            "parameters": [kind.to_dict() for kind in self.parameters],
             **self._sizes(),
             "device_memory_bytes": self.device_memory,
             "warnings": list(self.warnings),
@@ -180,7 +173,7 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {result.roles.train.mesh}"
+    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
     rows = [
         (
             kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
@@ -191,7 +184,8 @@ def _parameter_table(result: Placement) -> Iterator[str]:
         )
         for kind in result.parameters
     ]
-    yield from table([("name", "shape", "logical axes", "PartitionSpec", "on a device"), *rows], right=(4,))
+    yield f"parameters on mesh {result.roles.train.mesh}"
+    yield from table([head, *rows], right=(4,))
 
 
 def totals_table(result: Placement) -> Iterator[str]:
