@@ -10,15 +10,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
-TRAIN, REFERENCE, CRITIC, REWARD = "train", "reference", "critic", "reward"
-CRITIC_PHASES = CRITIC_GRADIENT, CRITIC_STEP = "critic_gradient", "critic_optimizer_step"
-PHASES = ROLLOUT, GRADIENT, STEP, *_ = "rollout", "gradient", "optimizer_step", *CRITIC_PHASES
+RoleName = Literal["train", "rollout", "reference", "critic", "reward"]
+Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+CRITIC_PHASES: tuple[Phase, Phase] = ("critic_gradient", "critic_optimizer_step")
 
 PROCESS_BYTES = 350 * 2**20
 """Resident memory of a process on a CPU without its arrays: Python, JAX and the programs of a small model."""
@@ -47,8 +48,8 @@ class Part:
     key: str
     num_bytes: int
     why: str
-    phases: tuple[str, ...] = PHASES
-    role: str = TRAIN
+    phases: tuple[Phase, ...] = PHASES
+    role: RoleName = "train"
 
 
 @dataclass(frozen=True)
@@ -68,37 +69,37 @@ class Placement:
     """Who samples, in words, if these devices do not."""
 
     @property
-    def role_groups(self) -> tuple[tuple[str, ...], ...]:
+    def role_groups(self) -> tuple[tuple[RoleName, ...], ...]:
         """The roles, grouped by their devices: roles with the same devices are in one tuple.
 
         Critic and reward models are roles of runs that have them.
         """
-        used = {TRAIN, ROLLOUT, REFERENCE, *(part.role for part in self.parts)}
-        together: dict[tuple[int, ...], tuple[str, ...]] = {}
-        for name in (TRAIN, ROLLOUT, REFERENCE, CRITIC, REWARD):
+        used = {"train", "rollout", "reference", *(part.role for part in self.parts)}
+        together: dict[tuple[int, ...], tuple[RoleName, ...]] = {}
+        for name in get_args(RoleName):
             if name in used:
                 devices = getattr(self.roles, name).devices
                 together[devices] = (*together.get(devices, ()), name)
         return tuple(together.values())
 
     @property
-    def phases(self) -> tuple[str, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """The stages of a training step; without a critic, none of its stages."""
-        critic = any(part.role == CRITIC for part in self.parts)
+        critic = any(part.role == "critic" for part in self.parts)
         return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
 
-    def parts_of(self, phase: str, roles: tuple[str, ...]) -> list[Part]:
+    def parts_of(self, phase: Phase, roles: tuple[RoleName, ...]) -> list[Part]:
         """The parts on the devices of `roles` in `phase`."""
         return [part for part in self.parts if phase in part.phases and part.role in roles]
 
-    def totals(self) -> dict[str, tuple[str, tuple[str, ...], int]]:
+    def totals(self) -> dict[str, tuple[Phase, tuple[RoleName, ...], int]]:
         """(phase, roles, total bytes on one of their devices) by key; totals of 0 bytes are left out."""
         one = len(self.role_groups) == 1
         found = {}
         for phase in self.phases:
             for roles in self.role_groups:
                 size = sum(part.num_bytes for part in self.parts_of(phase, roles))
-                if size and (phase not in CRITIC_PHASES or CRITIC in roles):
+                if size and (phase not in CRITIC_PHASES or "critic" in roles):
                     where = "" if one else f"_on_{'_'.join(roles)}"
                     found[f"total_in_{phase}{where}"] = (phase, roles, size)
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,15 +28,16 @@ MOST_HALVINGS = 6
 REMATS = ("none", "dots", "layer")
 Resolve = Callable[[Sequence[str]], Config]
 """The configuration with further overrides, each as `key=value`."""
-
-
 _Cost = tuple[float, ...]
 """What each switch of a combination costs, in units of about the same slowdown; 0 is the fastest."""
 
 
-class _Kept(NamedTuple):
-    """What is kept on the devices, and in which dtype."""
+class _Switches(NamedTuple):
+    """The switches beside the mesh: those of micro-batches, then those of what is kept on the devices."""
 
+    remat: str
+    halvings: int
+    """Of the budget of a micro-batch."""
     reference: bool
     """Whether it is offloaded, as `policy` and `optimizer`."""
     policy: bool
@@ -44,13 +45,9 @@ class _Kept(NamedTuple):
     state_dtype: str
     param_dtype: str
 
-
-class _Switches(NamedTuple):
-    """The switches beside the mesh; `halvings` of the budget of a micro-batch."""
-
-    remat: str
-    halvings: int
-    kept: _Kept
+    @property
+    def kept(self) -> tuple[bool | str, ...]:
+        return self[2:]
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,10 @@ def fit(
     """
     usable = int(ROOM * device_memory)
     search = _Search(resolve, devices, processes, usable)
-    halvings, every_kept = search.halvings(), search.every_kept()
     least = {
-        (mesh, kept): combination
-        for mesh, kept in itertools.product(search.meshes, every_kept)
-        if (combination := search.combination(mesh, _Switches("layer", halvings[-1], kept)))
+        (mesh, switches.kept): combination
+        for mesh, switches in itertools.product(search.meshes, search.most_frugal)
+        if (combination := search.combination(mesh, switches))
     }
     if not least:
         raise ValueError(
@@ -121,13 +117,12 @@ def fit(
             "use another number of devices"
         )
     found: dict[_Cost, Combination] = {}
-    for cost, mesh, switches in search.in_order(itertools.product(REMATS, halvings, every_kept)):
+    for cost, mesh, switches in search.in_order():
         if len(found) == most_rows:
             break
         smallest = least.get((mesh, switches.kept))
-        if smallest is None or smallest.peak > usable:
-            continue
-        if any(all(map(operator.ge, cost, other)) for other in found):
+        dearer = any(all(map(operator.ge, cost, other)) for other in found)
+        if dearer or smallest is None or smallest.peak > usable:
             continue
         combination = search.combination(mesh, switches)
         if combination and not combination.warns and combination.peak <= usable:
@@ -145,48 +140,47 @@ class _Search:
         sizes = [size for size in range(1, n + 1) if n % size == 0]
         self.meshes = [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
         """All meshes of the training devices that differ in dp, fsdp and tp."""
-        update = self._config.update
+        config, update, rollout = self._config, self._config.update, self._config.rollout
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
-        self._least = 1 if update.micro_batch_size else longest_sequence(self._config)
-
-    def halvings(self) -> list[int]:
-        """How often the budget of a micro-batch can be halved."""
-        return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
-
-    def every_kept(self) -> list[_Kept]:
-        """All values of the switches of what is kept that this configuration may have."""
-        config = self._config
-        references = (False, True) if config.copies_reference else (False,)
-        never = config.rollout.max_staleness or config.rollout.has_fleet
-        policies = (False,) if never else (False, True)
+        self._least = 1 if update.micro_batch_size else longest_sequence(config)
+        halvings = [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
         optimizers = config.optimizer, config.critic_optimizer
         halved = ["bfloat16"] * all(optimizer.has_first_moment for optimizer in optimizers)
-        moments = dict.fromkeys((config.optimizer.state_dtype, *halved))
-        dtypes = dict.fromkeys((config.model.param_dtype, "bfloat16"))
-        every = itertools.product(references, policies, (False, True), moments, dtypes)
-        return list(itertools.starmap(_Kept, every))
+        kept = (
+            (False, True) if config.copies_reference else (False,),
+            (False,) if rollout.max_staleness or rollout.has_fleet else (False, True),
+            (False, True),
+            dict.fromkeys((config.optimizer.state_dtype, *halved)),
+            dict.fromkeys((config.model.param_dtype, "bfloat16")),
+        )
+        every = itertools.product(REMATS, halvings, *kept)
+        self.switches = list(itertools.starmap(_Switches, every))
+        """All values of the switches that this configuration may have."""
+        frugal = REMATS[-1], halvings[-1]
+        self.most_frugal = [switches for switches in self.switches if switches[:2] == frugal]
+        """Those with the smallest micro-batches."""
 
-    def in_order(self, choices: Iterable[tuple[str, int, _Kept]]) -> list[tuple[_Cost, MeshShape, _Switches]]:
-        """The combinations of all meshes and `choices` of switches, the cheapest first."""
+    def in_order(self) -> list[tuple[_Cost, MeshShape, _Switches]]:
+        """The combinations of all meshes and switches, the cheapest first."""
         frozen = self._config.lora.rank > 0
-        every = itertools.product(itertools.starmap(_Switches, choices), self.meshes)
+        every = itertools.product(self.switches, self.meshes)
         costs = ((_cost(mesh, switches, frozen=frozen), mesh, switches) for switches, mesh in every)
         return sorted(costs, key=lambda row: (sum(row[0]), row[1:]))
 
     def combination(self, mesh: MeshShape, switches: _Switches) -> Combination | None:
         """The combination with its memory; None if it is not possible, as where `mesh` cannot shard."""
-        now, (remat, halvings, kept) = self._config, switches
-        budget = max(self._budget >> halvings, self._least)
-        critic = now.critic.enabled and kept.state_dtype == "bfloat16"
+        now = self._config
+        budget = max(self._budget >> switches.halvings, self._least)
+        critic = now.critic.enabled and switches.state_dtype == "bfloat16"
         optimizers = ("optimizer", "critic_optimizer") if critic else ("optimizer",)
-        offloads = {name: getattr(kept, name) for name in ("reference", "policy", "optimizer")}
+        offloads = {name: getattr(switches, name) for name in ("reference", "policy", "optimizer")}
         values = (
-            ("model.remat", remat, now.model.remat),
+            ("model.remat", switches.remat, now.model.remat),
             (f"update.{self._key}", budget, self._budget),
             *((f"offload.{what}", on, getattr(now.offload, what)) for what, on in offloads.items()),
-            *((f"{o}.state_dtype", kept.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
-            ("model.param_dtype", kept.param_dtype, now.model.param_dtype),
+            *((f"{o}.state_dtype", switches.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
+            ("model.param_dtype", switches.param_dtype, now.model.param_dtype),
         )
         changed = (f"{key}={str(value).lower()}" for key, value, current in values if value != current)
         overrides = (f"mesh={mesh}", *changed)
@@ -195,9 +189,9 @@ class _Search:
         except ValueError:
             return None
         offloaded = " ".join(what for what, on in offloads.items() if on) or "-"
-        dtypes = kept.state_dtype, kept.param_dtype
         return Combination(
-            *(overrides, str(placed.roles.train.mesh), remat, str(budget), offloaded, *dtypes),
+            *(overrides, str(placed.roles.train.mesh), switches.remat, str(budget), offloaded),
+            *(switches.state_dtype, switches.param_dtype),
             peak=placed.largest,
             warns=bool(placed.warnings),
         )
@@ -209,16 +203,15 @@ def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     bfloat16 costs no time but accuracy: little in the first moment; in the parameters the noise of rounding
     in every step, which costs the most, unless they are `frozen`.
     """
-    kept = switches.kept
     return (
         (mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
         2.0 * REMATS.index(switches.remat),
         0.5 * switches.halvings,
-        3.0 * kept.reference,
-        4.0 * kept.policy,
-        5.0 * (kept.state_dtype == "bfloat16"),
-        6.0 * kept.optimizer,
-        (1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
+        3.0 * switches.reference,
+        4.0 * switches.policy,
+        5.0 * (switches.state_dtype == "bfloat16"),
+        6.0 * switches.optimizer,
+        (1.0 if frozen else 20.0) * (switches.param_dtype == "bfloat16"),
     )
 
 

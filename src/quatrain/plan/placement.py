@@ -32,20 +32,13 @@ from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_sp
 from quatrain.ops.ladder import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
 from quatrain.plan.device_memory import (
-    CRITIC,
-    CRITIC_GRADIENT,
     CRITIC_PHASES,
-    CRITIC_STEP,
-    GRADIENT,
     PHASES,
-    REFERENCE,
-    REWARD,
-    ROLLOUT,
-    STEP,
-    TRAIN,
     ParameterKind,
     Part,
+    Phase,
     Placement,
+    RoleName,
     in_units,
 )
 from quatrain.update.optimizer import build_optimizer
@@ -74,12 +67,12 @@ def placement(
     """
     known = arch or architecture(config)
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
-    update = plan.update_parts(config.update, GRADIENT, STEP)
+    update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory)
-    rollout, worker, warnings = config.rollout, None, tuple(plan.phase_warnings(result))
-    if not rollout.has_fleet:
+    if not config.rollout.has_fleet:
         return _with_cache(plan, result)
+    rollout, worker, warnings = config.rollout, None, tuple(plan.phase_warnings(result))
     elsewhere = f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
     if rollout.workers:
         roles = resolve_roles(worker_config(config), devices_of_worker(config))
@@ -95,7 +88,7 @@ def _with_cache(plan: _Plan, result: Placement) -> Placement:
     """The plan of the devices that sample, with the KV cache for which the other parts leave room."""
     memory, fitting = result.device_memory, None
     if memory is not None:
-        (roles,) = (together for together in result.role_groups if ROLLOUT in together)
+        (roles,) = (together for together in result.role_groups if "rollout" in together)
         used = (sum(p.num_bytes for p in result.parts_of(phase, roles)) for phase in plan.sampling_phases)
         fitting = plan.sequences_that_fit(memory - max(used))
     result = replace(result, parts=(*result.parts, plan.cache(plan.concurrency(fitting))))
@@ -130,9 +123,9 @@ class _Plan:
         return self.roles.rollout.mesh
 
     @property
-    def sampling_phases(self) -> tuple[str, ...]:
+    def sampling_phases(self) -> tuple[Phase, ...]:
         """The stages in which the rollout may sample: all of them with `rollout.max_staleness`."""
-        return PHASES if self.config.rollout.max_staleness else (ROLLOUT,)
+        return PHASES if self.config.rollout.max_staleness else ("rollout",)
 
     def kinds(self) -> Iterator[ParameterKind]:
         """The parameters on the training mesh; parameters of the same name in all layers are one kind."""
@@ -150,12 +143,12 @@ class _Plan:
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
-        yield from self._policy((GRADIENT, STEP) if self.config.offload.policy else None)
+        yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if not self.config.rollout.has_fleet:
             yield self._rollout_weights()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
-        yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, STEP)
+        yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
         yield from self._reward_model_parts()
         if self.config.needs_reference:
             yield self._reference()
@@ -163,9 +156,9 @@ class _Plan:
     def worker_parts(self) -> Iterator[Part]:
         """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
         parts = (*(self._policy(None) if self.arch.lora else ()), self._rollout_weights())
-        yield from (replace(part, phases=(ROLLOUT,)) for part in parts)
+        yield from (replace(part, phases=("rollout",)) for part in parts)
 
-    def _policy(self, phases: tuple[str, ...] | None) -> Iterator[Part]:
+    def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[Part]:
         """The weights and their adapters; `phases` is None if they do not wait in the host's memory."""
         lora, dtype = self.arch.lora, self.config.model.param_dtype
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
@@ -176,7 +169,9 @@ class _Plan:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
             yield Part("adapters", adapters, why + waits, phases)
 
-    def update_parts(self, sizes: UpdateConfig | CriticConfig, gradient: str, step: str) -> Iterator[Part]:
+    def update_parts(
+        self, sizes: UpdateConfig | CriticConfig, gradient: Phase, step: Phase
+    ) -> Iterator[Part]:
         """The parts that exist only during the update, in its phases `gradient` and `step`."""
         sums = self._weights(self.mesh, "float32", trained=True)
         why = "of adapters, " * bool(self.arch.lora) + "accumulated over micro-batches, in float32"
@@ -198,10 +193,10 @@ class _Plan:
         plan = replace(self, arch=replace(arch, head="score"), roles=roles)
         parts = (
             *plan._policy(CRITIC_PHASES if host else None),
-            plan._optimizer_state(self.config.critic_optimizer, host, CRITIC_STEP),
+            plan._optimizer_state(self.config.critic_optimizer, host, "critic_optimizer_step"),
             *plan.update_parts(critic, *CRITIC_PHASES),
         )
-        yield from (replace(part, key=f"critic_{part.key}", role=CRITIC) for part in parts)
+        yield from (replace(part, key=f"critic_{part.key}", role="critic") for part in parts)
 
     def _reward_model_parts(self) -> Iterator[Part]:
         """The weights of each reward model."""
@@ -216,7 +211,7 @@ class _Plan:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
-            yield Part(key, size, why, phases, REWARD)
+            yield Part(key, size, why, phases, "reward")
 
     def cache(self, sequences: int) -> Part:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
@@ -231,7 +226,7 @@ class _Plan:
             f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size = (slots * own + rows * prompt) * self._column_bytes()
-        return Part("kv_cache", size, why, self.sampling_phases, ROLLOUT)
+        return Part("kv_cache", size, why, self.sampling_phases, "rollout")
 
     def concurrency(self, fitting: int | None) -> int:
         """Maximum number of sequences that a replica decodes at once, if memory allows `fitting` of them."""
@@ -279,12 +274,12 @@ class _Plan:
         if self.arch.lora:
             copied = config.sft.steps or config.update.reference_sync_steps
             size = self._weights(self.mesh, "float32", trained=True) if copied else 0
-            return Part(REFERENCE, size, "the weights of the frozen base" + ", and adapters" * bool(copied))
+            return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
         coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
         used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
         why, host = f"{used}; on mesh {mesh}", config.offload.reference
         size = self._weights(mesh, config.model.param_dtype)
-        return Part(REFERENCE, size, why + OFFLOADED * host, () if host else PHASES, REFERENCE)
+        return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
 
     def _rollout_weights(self) -> Part:
         """The sampler's copies of the weights, in the dtype of activations except norms.
@@ -299,7 +294,7 @@ class _Plan:
         lag, key = rollout.max_staleness, "rollout_weights"
         same = self.roles.rollout == self.roles.train and (bool(lora) or not self.num_workers)
         if same and not lag and not lora and model.dtype == model.param_dtype:
-            return Part(key, 0, "the training weights are used", role=ROLLOUT)
+            return Part(key, 0, "the training weights are used", role="rollout")
         merges = bool(lora) and rollout.lora == "merged"
         merged = lora.targets if lora and merges else ()
 
@@ -323,7 +318,7 @@ class _Plan:
         if copies > 1:
             which = "in use and next" if rollout.in_flight else "rollout.max_staleness + 1"
             why = f"{copies} copies ({which}), each {why}"
-        return Part(key, copies * sum(jax.tree.leaves(sizes)), why, self.sampling_phases, ROLLOUT)
+        return Part(key, copies * sum(jax.tree.leaves(sizes)), why, self.sampling_phases, "rollout")
 
     def _merged_for_servers(self) -> Part:
         """The matrices into which adapters are merged before they are published, on the training mesh."""
@@ -335,9 +330,9 @@ class _Plan:
         )
         elements = sum_on_device(specs, shardings, self.mesh)
         why = f"adapters merged into copies of their matrices, model.dtype {dtype}, until servers have them"
-        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, (ROLLOUT,))
+        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, ("rollout",))
 
-    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: str) -> Part:
+    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: Phase) -> Part:
         """The optimizer state: moments are sharded like their parameters, other state is replicated."""
         optimizer, state = _abstract_state(config, self.arch)
         sizes = optax.tree_map_params(
@@ -351,7 +346,7 @@ class _Plan:
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
         return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
 
-    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: str) -> Part:
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
         """The activations of the largest micro-batch."""
         model, longest = self.config.model, longest_sequence(self.config)
         sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
@@ -392,7 +387,7 @@ class _Plan:
     def cache_warnings(self, result: Placement, fitting: int | None) -> Iterator[str]:
         """A warning about a KV cache that is too large, where everything together is not."""
         totals, together = result.totals().values(), min(self.concurrency(fitting), self._share())
-        sampling = max(size for phase, roles, size in totals if phase == ROLLOUT and ROLLOUT in roles)
+        sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
         if fitting is None or together <= fitting or sampling > (result.device_memory or 0):
             return
         most = fitting * self.rollout_mesh.num_data_shards * max(self.num_workers, 1)
@@ -401,23 +396,23 @@ class _Plan:
         yield (
             f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for {fitting} "
             f"sequences on each {replica}, but {together} should decode at once; "
-            f"{remedy if most else self._remedy(ROLLOUT, (ROLLOUT,))}"
+            f"{remedy if most else self._remedy('rollout', ('rollout',))}"
         )
 
-    def _remedy(self, phase: str, roles: tuple[str, ...]) -> str:
+    def _remedy(self, phase: Phase, roles: tuple[RoleName, ...]) -> str:
         """What to change if `phase` does not fit into the devices of `roles`."""
-        if not {TRAIN, ROLLOUT} & set(roles):
+        if not {"train", "rollout"} & set(roles):
             places = " and ".join(f"placement.{role}" for role in roles)
             return f"name more devices in {places}, or offload what waits"
-        if phase == ROLLOUT and not self.config.rollout.has_fleet:
+        if phase == "rollout" and not self.config.rollout.has_fleet:
             meshes = "rollout.mesh" if self.num_workers else "mesh and rollout.mesh"
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of {meshes}, or lower {sizes}"
         remedy = "raise fsdp or tp of mesh"
-        if phase in (STEP, CRITIC_STEP):
+        if phase in ("optimizer_step", "critic_optimizer_step"):
             return f"{remedy}, and lower dp if it is more than 1"
-        if phase in (GRADIENT, CRITIC_GRADIENT):
-            section = "critic" if phase == CRITIC_GRADIENT else "update"
+        if phase in ("gradient", "critic_gradient"):
+            section = "critic" if phase == "critic_gradient" else "update"
             in_rows = (self.config.critic if section == "critic" else self.config.update).micro_batch_size
             remedy += f", or lower {section}.{'micro_batch_size' if in_rows else 'max_tokens_per_device'}"
             remedy += ", or set model.remat to layer" * (self.config.model.remat != "layer")
