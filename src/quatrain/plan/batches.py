@@ -345,10 +345,7 @@ def overview(result: BatchPlan) -> list[str]:
     sampler = next(name for name in ("replica", "worker", "server") if f"rollout_{name}s" in keys)
 
     def some(key: str, noun: str, plural: str = "s") -> str:
-        value = result[key]
-        if isinstance(value, dict):
-            return f"{value['min']} to {value['max']} {noun}{plural}"
-        return f"{value} {noun}" if value == 1 else f"{value} {noun}{plural}"
+        return f"{_format_value(result[key])} {noun}{plural * (result[key] != 1)}"
 
     def micro_batches(passes: str, prefix: str = "") -> str:
         budget, size = f"{prefix}max_tokens_per_device", f"{prefix}micro_batch_sequences"

@@ -228,9 +228,5 @@ def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterat
 
 def in_units(num_bytes: int) -> str:
     """`num_bytes` in the largest binary unit (KiB, MiB, ...) that is not larger than it."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    return f"{num_bytes / 1024**power:.2f} {' KMGT'[power]}iB" if power else f"{num_bytes} B"
