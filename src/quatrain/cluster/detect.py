@@ -46,17 +46,15 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in environ for name in names):
         return None
+    job, nodes, _, process, local = (environ[name] for name in names)
     # A shell inside an allocation is a job step with one task, even if the job has more.
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
-    port = environ.get("JAX_COORDINATOR_PORT") or (
-        SLURM_FIRST_PORT + int(environ["SLURM_JOB_ID"]) % SLURM_NUM_PORTS
-    )
-    return Place(
-        f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
-        num_tasks,
-        int(environ["SLURM_PROCID"]),
-        _slurm_devices(environ, num_tasks),
-    )
+    port = environ.get("JAX_COORDINATOR_PORT") or SLURM_FIRST_PORT + int(job) % SLURM_NUM_PORTS
+    # One GPU if several tasks share a host; all visible GPUs else, or if SLURM binds one to each task.
+    alone = int(environ.get("SLURM_STEP_NUM_NODES", 1)) == num_tasks
+    bound = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    devices = None if alone or bound else (int(local),)
+    return Place(f"{first_host(nodes)}:{port}", num_tasks, int(process), devices)
 
 
 def first_host(nodes: str) -> str:
@@ -67,13 +65,6 @@ def first_host(nodes: str) -> str:
             f"SLURM_STEP_NODELIST must name hosts, such as node[1-2]; got {nodes!r}; give --coordinator"
         )
     return match[1] + (match[2] or "")
-
-
-def _slurm_devices(environ: Mapping[str, str], num_tasks: int) -> tuple[int, ...] | None:
-    """One GPU if several tasks share a host; None (all visible GPUs) else, or if SLURM binds GPUs."""
-    alone = int(environ.get("SLURM_STEP_NUM_NODES", 1)) == num_tasks
-    bound = environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in environ
-    return None if alone or bound else (int(environ["SLURM_LOCALID"]),)
 
 
 def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
@@ -88,7 +79,9 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
         slices = {**_assignments(read("tpu-env") or ""), **environ}
     if not (hosts and worker):
         return None
-    workers = [_host(endpoint) for endpoint in hosts.split(",")]
+    # HOST, HOST:PORT, or NAME:ID:IP as on older TPU VMs
+    endpoints = [endpoint.strip().split(":") for endpoint in hosts.split(",")]
+    workers = [parts[2] if len(parts) == 3 else parts[0] for parts in endpoints]
     main = slices.get("MEGASCALE_COORDINATOR_ADDRESS", workers[0]).split(":")[0]
     before = int(slices.get("MEGASCALE_SLICE_ID", 0)) * len(workers)
     return Place(
@@ -96,12 +89,6 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
         int(slices.get("MEGASCALE_NUM_SLICES", 1)) * len(workers),
         before + int(worker),
     )
-
-
-def _host(endpoint: str) -> str:
-    """The host in `HOST`, `HOST:PORT` or `NAME:ID:IP`, the format of older TPU VMs."""
-    parts = endpoint.strip().split(":")
-    return parts[2] if len(parts) == 3 else parts[0]
 
 
 def _assignments(text: str) -> dict[str, str]:

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import IO
 
@@ -75,9 +76,8 @@ def launch(
     with Signals(signals.put, on_second=kill):
         try:
             for process in range(processes):
-                place = (coordinator, str(processes), str(process))
-                options = [text for pair in zip(OWN_OPTIONS, place) for text in pair]
-                children.append(_Child(process, [*program, *command, *options], environ))
+                place = zip(OWN_OPTIONS, (coordinator, str(processes), str(process)), strict=True)
+                children.append(_Child(process, [*program, *command, *chain(*place)], environ))
             return _watch(children, signals, grace_s)
         finally:
             _end(children, signal.SIGKILL, grace_s)
@@ -93,11 +93,11 @@ def _check(command: Sequence[str], processes: int, devices_per_process: int) -> 
     for option, number in (("--processes", processes), ("--devices-per-process", devices_per_process)):
         if number < 1:
             raise ValueError(f"{option} must be at least 1; got {number}")
-    own = [text for text in command if text.partition("=")[0] in OWN_OPTIONS]
-    if own:
-        raise ValueError(
-            f"launch itself sets {', '.join(OWN_OPTIONS)} for each process; got {own[0]}; leave it out"
-        )
+    for text in command:
+        if text.partition("=")[0] in OWN_OPTIONS:
+            raise ValueError(
+                f"launch itself sets {', '.join(OWN_OPTIONS)} for each process; got {text}; leave it out"
+            )
 
 
 def _free_port(port: int | None) -> int:
@@ -143,8 +143,11 @@ class _Child:
             start_new_session=True,
         )
         outputs = ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
-        self.readers = [_started(self._pass_on, *pair) for pair in outputs]
-        self._ended = _started(self._note_end)
+        threads = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in outputs]
+        self._ended = threading.Thread(target=self._note_end, daemon=True)
+        for thread in (*threads, self._ended):
+            thread.start()
+        self.readers = threads
 
     @property
     def running(self) -> bool:
@@ -187,12 +190,6 @@ class _Child:
                 target.flush()
 
 
-def _started(function: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, daemon=True)
-    thread.start()
-    return thread
-
-
 def _watch(children: Sequence[_Child], signals: SimpleQueue[int], grace_s: float) -> int:
     """Waits until all processes end with 0 or one fails; the exit status, that of the failed one if any.
 
@@ -210,11 +207,13 @@ def _blame(children: Sequence[_Child], grace_s: float) -> int:
     """Ends the processes that still run, names the one that failed first, and returns its status."""
     if _failed(children):
         _wait(children, FAILURE_MESSAGE_S)
-    first, silent = _first_to_blame(_failed(children)), [child for child in children if child.running]
+    failed, silent = _failed(children), [child for child in children if child.running]
     _end(children, signal.SIGTERM, grace_s)
     _finish_output(children, grace_s)
-    if first is None:
+    if not failed:
         return 0
+    # One that ended because another had failed comes last.
+    first = min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at))
     what = f"process {first.process} exited with {first.status}"
     if first.status in FOLLOWED and silent:  # which would have ended if they still answered
         what = f"process {', '.join(str(child.process) for child in silent)} no longer answered"
@@ -241,11 +240,6 @@ def _stop(children: Sequence[_Child], number: int, grace_s: float) -> int:
 
 def _failed(children: Sequence[_Child]) -> list[_Child]:
     return [child for child in children if not child.running and child.status]
-
-
-def _first_to_blame(failed: Sequence[_Child]) -> _Child | None:
-    """The process that failed first; one that ended because another had failed comes last."""
-    return min(failed, key=lambda child: (child.status in FOLLOWED, child.ended_at), default=None)
 
 
 def _end(children: Sequence[_Child], number: int, grace_s: float) -> None:

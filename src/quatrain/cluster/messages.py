@@ -58,10 +58,16 @@ def proof(token: str, role: str, challenge: str, message: Mapping[str, Any]) -> 
     return hmac.new(os.fsencode(token), json.dumps([role, challenge, message]).encode(), "sha256").hexdigest()
 
 
-def proves(shown: object, token: str, role: str, challenge: str, message: Mapping[str, Any]) -> bool:
-    """Whether `shown` is that proof."""
+def proven(
+    received: Mapping[str, Any] | None, token: str, role: str, challenge: str, *forms: set[str]
+) -> dict[str, Any] | None:
+    """The message `received` without its proof; None if it has none of `forms`, or another proof."""
+    message = dict(received or {})
+    shown = message.pop("proof", None)
+    if not has_form(message, *forms) or not isinstance(shown, str):
+        return None
     expected = proof(token, role, challenge, message)
-    return isinstance(shown, str) and hmac.compare_digest(ascii(shown), ascii(expected))
+    return message if hmac.compare_digest(ascii(shown), ascii(expected)) else None
 
 
 def send(message: Mapping[str, Any], *connections: socket.socket) -> None:

@@ -131,17 +131,17 @@ def _place_from_arguments(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Place | None:
     """The place given by the user's arguments, validated; None if there are none."""
-    given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
-    named = [f"{option} {value}" for option, value in given.items() if value is not None]
+    options = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
+    named = [f"{option} {value}" for option, value in options.items() if value is not None]
     if not named:
         return None
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"{', '.join(given)} must be given together; got only {' and '.join(named)}; give all three, or "
-            "none on a TPU pod, under SLURM or on GKE, where they are detected"
+            f"{', '.join(options)} must be given together; got only {' and '.join(named)}; give all three, "
+            "or none on a TPU pod, under SLURM or on GKE, where they are detected"
         )
     rendezvous.split_address(coordinator)
-    if num_processes < 1 or not 0 <= process_id < num_processes:
+    if not 0 <= process_id < num_processes:
         raise ValueError(
             f"process ids must go from 0 to the number of processes minus 1; got "
             f"--num-processes {num_processes} and --process-id {process_id}; give each process its own id"
@@ -219,25 +219,22 @@ def assert_same(what: str, values: Mapping[str, Any]) -> None:
     The message names each such key with the value of each process. `values` must be JSON-serialisable and
     contain no secrets.
     """
-    each = gather_objects(dict(values))
-    keys = sorted({key for mapping in each for key in mapping})
+    by_process = gather_objects(dict(values))
+
+    def shown(key: str) -> list[str]:
+        texts = (json.dumps(v[key], ensure_ascii=False) if key in v else "missing" for v in by_process)
+        most = LONGEST_SHOWN_VALUE
+        return [text if len(text) <= most else text[: most - 1] + "…" for text in texts]
+
     different = [
-        f"{key} is "
-        + ", ".join(f"{_shown(mapping, key)} in process {process}" for process, mapping in enumerate(each))
-        for key in keys
-        if any(key not in mapping or mapping[key] != each[0].get(key) for mapping in each)
+        f"{key} is " + ", ".join(f"{text} in process {process}" for process, text in enumerate(shown(key)))
+        for key in sorted(set().union(*by_process))
+        if any(key not in values or values[key] != by_process[0].get(key) for values in by_process)
     ]
     if different:
         raise ValueError(
             f"all processes need the same {what}: {'; '.join(different)}; start all with the same"
         )
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return "missing"
-    text = json.dumps(values[key], ensure_ascii=False)
-    return text if len(text) <= LONGEST_SHOWN_VALUE else text[: LONGEST_SHOWN_VALUE - 1] + "…"
 
 
 def shutdown() -> None:

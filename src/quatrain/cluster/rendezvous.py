@@ -17,22 +17,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quatrain.cluster.messages import (
-    ANSWERS,
-    HELLO,
-    LONGEST_MESSAGE_BYTES,
-    MESSAGES,
-    has_form,
-    proof,
-    proves,
-    receive,
-    seconds_until,
-    send,
-)
+from quatrain.cluster import messages
+from quatrain.cluster.messages import receive, seconds_until, send
 from quatrain.cluster.stop import Agreement
 
 TOKEN = "QUATRAIN_CLUSTER_TOKEN"
@@ -76,37 +66,31 @@ def bind_address(address: str) -> str:
     host, port = split_address(address)
     if is_loopback(host):
         return address
-    try:
-        ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise _cannot_listen(address, error) from None
+    ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if is_loopback(ip):
         ip = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def _listen(address: str) -> socket.socket:
-    host, port = split_address(bind_address(address))
+    named, port = split_address(address)
     try:
+        host, _ = split_address(bind_address(address))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except OSError as error:
-        raise _cannot_listen(address, error) from None
+        raise OSError(
+            f"process 0 must listen on {named}, port {port} for the other processes, and cannot: "
+            f"{error.strerror}; give an address of the host of process 0, and a port that no other program "
+            "uses"
+        ) from None
     if host in ("::", "0.0.0.0"):
         logger.warning(
             "process 0 listens on all addresses of its host, because %s is one there that no other host can "
             "reach; to listen on one, give its IP address as that of the coordinator",
-            split_address(address)[0],
+            named,
         )
     return server
-
-
-def _cannot_listen(address: str, error: OSError) -> OSError:
-    host, port = split_address(address)
-    return OSError(
-        f"process 0 must listen on {host}, port {port} for the other processes, and cannot: "
-        f"{error.strerror}; give an address of the host of process 0, and a port that no other program uses"
-    )
 
 
 @dataclass(frozen=True)
@@ -119,8 +103,8 @@ class _Peer:
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Sends a message, with the proof that process 0 knows the token too."""
-        shown = proof(self.token, "main", self.hello["challenge"], message)
-        send({**message, "proof": shown}, self.connection)
+        proof = messages.proof(self.token, "main", self.hello["challenge"], message)
+        send({**message, "proof": proof}, self.connection)
 
 
 def accept_processes(
@@ -135,32 +119,40 @@ def accept_processes(
     """
     started = time.monotonic()
     deadline = started + timeout_s
+    connected: list[_Peer] = []
     peers: dict[int, _Peer] = {}
     with contextlib.ExitStack() as arrived:
         server = arrived.enter_context(_listen(address))
         try:
-            while len(peers) < num_processes - 1:
+            while missing := set(range(1, num_processes)) - peers.keys():
                 server.settimeout(seconds_until(deadline))
-                peer = _accept(server, token)
+                try:
+                    peer = _accept(server, token)
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"{_named(missing)} of {num_processes} did not connect to {address} within "
+                        f"{time.monotonic() - started:.0f} s; check the output of these processes, or raise "
+                        "distributed.start_timeout_s"
+                    ) from None
                 if peer is not None:
                     arrived.enter_context(peer.connection)
-                    peers[_validated_id(peer, num_processes, peers)] = peer
+                    connected.append(peer)
+                    peers[_valid_id(peer.hello, num_processes, peers)] = peer
                     deadline = min(deadline, time.monotonic() + peer.hello["timeout_s"])
-        except TimeoutError:
-            missing = set(range(1, num_processes)) - peers.keys()
-            late = (
-                f"{_named(missing)} of {num_processes} did not connect to "
-                f"{address} within {time.monotonic() - started:.0f} s; check the output of these processes, "
-                "or raise distributed.start_timeout_s"
-            )
-            _answer_all_connected(server, peers, {"late": late}, token)
-            raise TimeoutError(late) from None
-        except ValueError as wrong:
-            _answer_all_connected(server, peers, {"wrong": str(wrong)}, token)
+        except (TimeoutError, ValueError) as error:
+            answer = {"late" if isinstance(error, TimeoutError) else "wrong": str(error)}
+            for peer in connected:
+                peer.answer(answer)
+            server.settimeout(0.001)
+            with contextlib.suppress(OSError):
+                while True:  # those whose connection was not accepted yet
+                    if (late := _accept(server, token)) is not None:
+                        with late.connection:
+                            late.answer(answer)
             raise
         arrived.pop_all()
         server.close()
-    for peer in peers.values():
+    for peer in connected:
         peer.answer({"go": True})
     return {process: peer.connection for process, peer in peers.items()}
 
@@ -175,55 +167,36 @@ def _accept(server: socket.socket, token: str) -> _Peer | None:
     connection.settimeout(ATTEMPT_TIMEOUT_S)
     challenge = secrets.token_hex()
     send({"challenge": challenge}, connection)
+    problem = f"sent no first message of a process, or does not have the same {TOKEN}"
     try:
-        hello = receive(connection, deadline)
-        problem = "sent no message of a process"
+        received = receive(connection, deadline)
     except OSError as error:
-        hello, problem = None, error.strerror or str(error)
-    if hello:
-        shown = hello.pop("proof", None)
-        if has_form(hello, HELLO) and proves(shown, token, "process", challenge, hello):
-            return _Peer(connection, hello, token)
-        problem = f"sent a first message of another form, or does not have the same {TOKEN}"
+        received, problem = None, error.strerror or str(error)
+    if hello := messages.proven(received, token, "process", challenge, messages.HELLO):
+        return _Peer(connection, hello, token)
     logger.warning("a connection to process 0 from %s was refused: it %s", host, problem)
     connection.close()
     return None
 
 
-def _validated_id(peer: _Peer, num_processes: int, peers: Mapping[int, _Peer]) -> int:
-    """The valid id of `peer`; otherwise tells the peer and raises ValueError."""
-    process: int = peer.hello["process_id"]
-    if peer.hello["num_processes"] != num_processes:
-        wrong = (
+def _valid_id(hello: Mapping[str, Any], num_processes: int, known: Container[int]) -> int:
+    """The id of the process that says `hello`; raises ValueError if it does not belong to the run."""
+    process: int = hello["process_id"]
+    if hello["num_processes"] != num_processes:
+        raise ValueError(
             f"all processes must be started with the same number of processes; process 0 has {num_processes},"
-            f" process {process} has {peer.hello['num_processes']}; start all with the same"
+            f" process {process} has {hello['num_processes']}; start all with the same"
         )
-    elif process >= num_processes:
-        wrong = (
+    if process >= num_processes:
+        raise ValueError(
             f"process ids must be below the number of processes, {num_processes}; one process has the id "
             f"{process}; give each process its own id"
         )
-    elif process == 0 or process in peers:
-        wrong = f"each process must have a unique id; two have the id {process}; start each process once"
-    else:
-        return process
-    peer.answer({"wrong": wrong})
-    raise ValueError(wrong)
-
-
-def _answer_all_connected(
-    server: socket.socket, peers: Mapping[int, _Peer], answer: Mapping[str, Any], token: str
-) -> None:
-    """Sends `answer` to all connected processes, including those whose connection was not accepted yet."""
-    for peer in peers.values():
-        peer.answer(answer)
-    server.settimeout(0.001)
-    with contextlib.suppress(OSError):
-        while True:
-            late = _accept(server, token)
-            if late is not None:
-                with late.connection:
-                    late.answer(answer)
+    if process == 0 or process in known:
+        raise ValueError(
+            f"each process must have a unique id; two have the id {process}; start each process once"
+        )
+    return process
 
 
 def connect_to_main(
@@ -243,33 +216,33 @@ def connect_to_main(
         "challenge": secrets.token_hex(),
     }
     try:
-        answer = _introduced(connection, hello, token, deadline + DELIVERY_TIMEOUT_S)
+        answer = _answer_to(hello, connection, token, deadline + DELIVERY_TIMEOUT_S) or {}
     except OSError:
-        answer = None
-    if answer is not None and "go" in answer:
+        answer = {}
+    if "go" in answer:
         return connection
     connection.close()
-    if answer is not None:
-        raise TimeoutError(answer["late"]) if "late" in answer else ValueError(answer["wrong"])
+    if "wrong" in answer:
+        raise ValueError(answer["wrong"])
     raise TimeoutError(
-        f"process {process_id} reached {address}, but no starting process 0 answered that has the same "
+        answer.get("late")
+        or f"process {process_id} reached {address}, but no starting process 0 answered that has the same "
         f"{TOKEN}; set it to the same value in all processes, end the run that uses this port or choose "
         "another port, then start all processes again"
     )
 
 
-def _introduced(
-    connection: socket.socket, hello: Mapping[str, Any], token: str, deadline: float
+def _answer_to(
+    hello: Mapping[str, Any], connection: socket.socket, token: str, deadline: float
 ) -> dict[str, Any] | None:
-    """The answer of process 0 to a process that says `hello`; None if it is no process 0 of this run."""
+    """The answer of process 0 to `hello`; None if it is no process 0 of this run."""
     asked = receive(connection, deadline)
-    if not has_form(asked, {"challenge"}):
+    if not messages.has_form(asked, {"challenge"}):
         return None
-    send({**hello, "proof": proof(token, "process", asked["challenge"], hello)}, connection)
-    answer = receive(connection, deadline) or {}
-    shown = answer.pop("proof", None)
-    known = has_form(answer, *ANSWERS) and proves(shown, token, "main", hello["challenge"], answer)
-    return answer if known else None
+    proof = messages.proof(token, "process", asked["challenge"], hello)
+    send({**hello, "proof": proof}, connection)
+    received = receive(connection, deadline)
+    return messages.proven(received, token, "main", hello["challenge"], *messages.ANSWERS)
 
 
 def _connect(address: str, process_id: int, timeout_s: float) -> socket.socket:
@@ -323,7 +296,7 @@ class Connections:
 
     def fail(self, message: str) -> None:
         """Tells the other processes that this one has failed, and waits until they have received it."""
-        self._broadcast_failure(self._process_id, message)
+        self._tell_all_but(self._process_id, message)
 
     def leave(self, timeout_s: float) -> None:
         """Returns once all processes have called it; raises TimeoutError naming those that have not."""
@@ -370,7 +343,7 @@ class Connections:
             if process not in self._left and not self._over:
                 self._report_failure(process, silent)
             return False
-        if not has_form(message, *MESSAGES):
+        if not messages.has_form(message, *messages.MESSAGES):
             logger.warning("process %d sent a message of an unknown form, which is ignored", process)
             return True
         if "failed" in message:
@@ -386,21 +359,19 @@ class Connections:
 
     def _report_failure(self, process: int, message: str) -> None:
         if self._process_id == 0:
-            self._broadcast_failure(process, message)
+            self._tell_all_but(process, message)
         self._on_failure(process, message)
 
-    def _broadcast_failure(self, process: int, message: str) -> None:
+    def _tell_all_but(self, process: int, message: str) -> None:
         """Tells all peers but `process` that it failed; process 0 waits until each has disconnected."""
         self._over = True
         others = [connection for peer, connection in self._connections.items() if peer != process]
         send({"failed": message[:LONGEST_MESSAGE], "process": process}, *others)
-        if self._process_id != 0:
-            return
         deadline = time.monotonic() + DELIVERY_TIMEOUT_S
-        for connection in others:
+        for connection in others if self._process_id == 0 else ():
             with contextlib.suppress(OSError):
                 connection.settimeout(seconds_until(deadline))
-                while connection.recv(LONGEST_MESSAGE_BYTES):
+                while connection.recv(messages.LONGEST_MESSAGE_BYTES):
                     pass
 
 

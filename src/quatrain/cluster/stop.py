@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -82,7 +81,9 @@ class Signals:
         self._thread = threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True)
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in ours}
+        self._before = {
+            number: signal.signal(number, lambda number, frame: self._in_main(number)) for number in ours
+        }
         _open = self
         return self
 
@@ -101,9 +102,6 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         _open = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._in_main(number)
 
     def _watch(self, reading: int) -> None:
         first: float | None = None

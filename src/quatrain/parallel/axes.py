@@ -1,7 +1,12 @@
-"""The mesh axes for JAX code: their names, those of a batch, and those of a parameter's dimensions.
+"""The mesh axes: what is split over each of them, and how parameters are sharded.
 
-Data flow: the table of `config/axes.py`, logical axes of a parameter (`models.params`) and `MeshShape` ->
-`PartitionSpec`.
+To add a mesh axis, add a row to the table `AXES`: mesh, shardings, batches, errors and the plan read it. The
+table is written in `config/axes.py`, because the configuration reads it too and does not import JAX; all
+other code reads it here. For more than one device along it, an axis also needs its collectives: of parameters
+and their gradients in `models/params.py` (`gather_params`) and `update/gradient.py`, of the work of a layer
+in `models/decoder.py`.
+
+Data flow: the table, logical axes of a parameter (`models.params`) and `MeshShape` -> `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -10,10 +15,10 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
-from quatrain.config.axes import AXES, DATA_AXES, DP, FSDP, TP
+from quatrain.config.axes import AXES, DATA_AXES, DP, FSDP, TP, MeshAxis
 from quatrain.config.mesh import MeshShape
 
-__all__ = ["DATA_AXES", "DP", "FSDP", "TP", "partition_spec"]
+__all__ = ["AXES", "DATA_AXES", "DP", "FSDP", "TP", "MeshAxis", "partition_spec"]
 
 FULLY_SHARDED = "embed"
 """The logical axis that an axis with `splits_largest` prefers."""
@@ -28,7 +33,7 @@ def partition_spec(shape: Sequence[int], axes: Sequence[str], mesh: MeshShape) -
     """
     split: list[str | None] = [None] * len(shape)
     dims = list(enumerate(zip(shape, axes, strict=True)))
-    wide = [(axis, getattr(mesh, axis.name)) for axis in AXES if getattr(mesh, axis.name) > 1]
+    wide = [(axis, size) for axis, size in zip(AXES, mesh, strict=True) if size > 1]
     for mesh_axis, devices in wide:
         for dim, (size, axis) in dims:
             if axis in mesh_axis.logical_axes and size % devices == 0:

@@ -51,17 +51,14 @@ def current_mesh() -> MeshShape:
 
 def all_gather_shards(tree: Any) -> Any:
     """The arrays in `tree` of all data shards, concatenated along their first dimension (all-gather)."""
-    return tree if num_data_shards() == 1 else lax.all_gather(tree, DATA_AXES, tiled=True)
+    return tree if current_mesh().num_data_shards == 1 else lax.all_gather(tree, DATA_AXES, tiled=True)
 
 
 def any_shard(flag: jax.Array) -> jax.Array:
     """Whether `flag` is true on at least one data shard."""
-    return flag if num_data_shards() == 1 else lax.pmax(flag.astype(jnp.int32), DATA_AXES) > 0
-
-
-def num_data_shards() -> int:
-    """The number of data shards of the current mesh."""
-    return current_mesh().num_data_shards
+    if current_mesh().num_data_shards == 1:
+        return flag
+    return lax.pmax(flag.astype(jnp.int32), DATA_AXES) > 0
 
 
 def from_first_device(x: jax.Array, axis: str) -> jax.Array:

@@ -80,35 +80,25 @@ def _open(setting: str) -> tuple[Path | None, bool]:
     folder = Path(root, machine_key())
     if jax.process_index() != 0:
         return folder, False
-    problem = _problem(folder)
-    if problem is None:
-        _prune(root)
-        return folder, True
-    readable = os.access(folder, os.R_OK | os.X_OK) and folder.is_dir() and not _open_to_all(folder)
-    logger.warning(
-        "programs compiled now are not kept for the next run, as %s cannot be written: %s; set "
-        "run.compilation_cache to another folder, or to null",
-        folder,
-        problem,
-    )
-    return folder if readable else None, False
-
-
-def _problem(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, which is made where it is not there; None where it can."""
+    open_to_all = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if _open_to_all(folder):
-            return "every user may write there, and so decide what this process runs"
+        open_to_all = bool(folder.stat().st_mode & stat.S_IWOTH)
+        if open_to_all:
+            raise PermissionError("every user may write there, and so decide what this process runs")
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"something")
     except OSError as error:
-        return str(error)
-    return None
-
-
-def _open_to_all(folder: Path) -> bool:
-    return bool(folder.stat().st_mode & stat.S_IWOTH)
+        logger.warning(
+            "programs compiled now are not kept for the next run, as %s cannot be written: %s; set "
+            "run.compilation_cache to another folder, or to null",
+            folder,
+            error,
+        )
+        readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and not open_to_all
+        return folder if readable else None, False
+    _prune(root)
+    return folder, True
 
 
 def default_root(environ: Mapping[str, str]) -> Path:
@@ -125,15 +115,14 @@ def machine_key() -> str:
     programs run on a CPU, of that CPU's model and instructions.
     """
     device = jax.local_devices()[0]
-    decides = {
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": f"{device.platform} {device.client.platform_version}",
-        "device": device.device_kind,
-        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
-        "cpu": cpu_identity() if device.platform == "cpu" else "",
-    }
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    decides = [
+        jax.__version__,
+        jaxlib.__version__,
+        f"{device.platform} {device.client.platform_version} {device.device_kind}",
+        *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
+        cpu_identity() if device.platform == "cpu" else "",
+    ]
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
     return f"{device.platform}-jax{jax.__version__}-{digest[:16]}"
 
 
@@ -156,11 +145,11 @@ def _prune(root: Path) -> None:
             status = os.lstat(path)
             entries.append((max(status.st_atime, status.st_mtime), status.st_size, path))
     size = sum(size for _, size, _ in entries)
-    for _, bytes_, path in sorted(entries):
+    for _, num_bytes, path in sorted(entries):
         if size <= MOST_BYTES:
             return
         _delete(path)
-        size -= bytes_
+        size -= num_bytes
 
 
 def _delete(path: str | Path) -> None:

@@ -49,8 +49,7 @@ def peak_bytes() -> int | None:
     peaks = [stats["peak_bytes_in_use"] for stats in statistics if "peak_bytes_in_use" in stats]
     if peaks:
         return max(peaks)
-    if sys.platform == "linux":
-        # Not `ru_maxrss`, which a process inherits from the one that started it.
+    if sys.platform == "linux":  # `ru_maxrss` is inherited from the process that started this one
         resident = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
         if resident:
             return 1024 * int(resident[1])

@@ -80,90 +80,54 @@ def activations(
     With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
     are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
-    b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
-    sharded, cast = mesh.fsdp > 1, dtype != param_dtype
+    b, own_b = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize
+    sharded, cast, tp = mesh.fsdp > 1, dtype != param_dtype, mesh.tp
     tile = ACCELERATOR.tile(arch.vocab_size)
-    norms = arch.qk_norm * (n.queries + n.keys_values) + arch.post_norms * 2 * n.hidden
-    low, added = _adapter_columns(arch, n)
-    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms + low
-    every = products + 4 * n.hidden + norms
-    columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
-    statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + norms + 2 * low + added
+    hidden, mlp, heads = arch.hidden_size, arch.intermediate_size // tp, arch.num_heads // tp
+    queries = arch.num_heads * arch.head_dim // tp
+    keys_values = 2 * max(arch.num_kv_heads // tp, 1) * arch.head_dim
+    vocabulary = arch.vocab_size // (tp if TP in partition(arch, mesh)["embed"] else 1)
+    norms = arch.qk_norm * (queries + keys_values) + arch.post_norms * 2 * hidden
+    low = added = 0
+    if arch.lora:
+        out = {"qkv": queries + keys_values, "o": hidden, "gate_up": 2 * mlp, "down": hidden}
+        blocks = {"qkv": 3, "gate_up": 2}
+        low = sum(blocks.get(name, 1) for name in arch.lora.targets) * arch.lora.rank
+        added = max(out[name] for name in arch.lora.targets)
+    products = hidden + 2 * queries + keys_values + 2 * mlp + norms + low
+    every = products + 4 * hidden + norms
+    columns = hidden + {"layer": 0, "dots": products, "none": every}[remat]
+    statistics = FLOAT32 * {"layer": 0, "dots": heads, "none": heads + 2}[remat]
+    works = 6 * hidden + 3 * queries + keys_values + 6 * mlp + norms + 2 * low + added
     works -= 0 if remat == "layer" else products
 
-    weights, trained = _layer_weights(arch, mesh), _layer_weights(arch, mesh, trained=True)
+    specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1)
+    whole = partition(arch, gathered)
+    weights = sum_on_device(specs["layers"][0], whole["layers"][0], gathered)
+    specs, places, whole = (trained_part(tree, arch) for tree in (specs, places, whole))
+    layer_gradient = sum_on_device(specs["layers"][0], whole["layers"][0], gathered)
+    gradients = sum_on_device(specs, places, mesh)
     in_dtype = weights * b if sharded or cast else 0
-    table = n.vocabulary * n.hidden
+    table = vocabulary * hidden
     trained_table = 0 if arch.lora else table
-    whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
-    together = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
-    layer = tokens * works * b + in_dtype + trained * FLOAT32 * sharded + trained_table * FLOAT32
-    head = tokens * 5 * n.hidden * b
+    head = tokens * 5 * hidden * b
     if arch.head == "vocabulary":
-        head += 3 * FLOAT32 * together + whole_head
+        logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, vocabulary)
+        whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
+        head += 3 * FLOAT32 * logits + whole_head
     return Activations(
         num_layers=arch.num_layers,
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),
-        layer=layer,
+        layer=tokens * works * b + in_dtype + (layer_gradient * sharded + trained_table) * FLOAT32,
         head=head,
-        gradients=_gradients(arch, mesh) * (FLOAT32 if arch.lora else own_b),
+        gradients=gradients * (FLOAT32 if arch.lora else own_b),
     )
-
-
-def _gradients(arch: Architecture, mesh: MeshShape) -> int:
-    """Number of elements on one device of what is trained."""
-    specs, places = (trained_part(tree, arch) for tree in (param_specs(arch), partition(arch, mesh)))
-    return sum_on_device(specs, places, mesh)
-
-
-def _adapter_columns(arch: Architecture, n: _Widths) -> tuple[int, int]:
-    """Columns of A x of all adapted matrices of a layer, and of B (A x) of the largest of them."""
-    if arch.lora is None:
-        return 0, 0
-    out = {"qkv": n.queries + n.keys_values, "o": n.hidden, "gate_up": 2 * n.mlp, "down": n.hidden}
-    blocks = {"qkv": 3, "gate_up": 2}
-    low = sum(blocks.get(name, 1) for name in arch.lora.targets) * arch.lora.rank
-    return low, max(out[name] for name in arch.lora.targets)
-
-
-@dataclass(frozen=True)
-class _Widths:
-    """Columns of a token's activations on one `tp` device; `keys_values` counts keys and values together."""
-
-    hidden: int
-    queries: int
-    keys_values: int
-    mlp: int
-    heads: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
-        shared = TP in partition(arch, mesh)["embed"]
-        return cls(
-            hidden=arch.hidden_size,
-            queries=arch.num_heads * arch.head_dim // mesh.tp,
-            keys_values=2 * max(arch.num_kv_heads // mesh.tp, 1) * arch.head_dim,
-            mlp=arch.intermediate_size // mesh.tp,
-            heads=arch.num_heads // mesh.tp,
-            vocabulary=arch.vocab_size // mesh.tp if shared else arch.vocab_size,
-        )
 
 
 def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> int:
     """Elements that one device of `mesh` holds of an array of `shape` that is sharded by `spec`."""
     axes = [axis for axis in spec if axis is not None]
     return math.prod(shape) // math.prod(getattr(mesh, axis) for axis in axes)
-
-
-def _layer_weights(arch: Architecture, mesh: MeshShape, *, trained: bool = False) -> int:
-    """Number of weights of one layer on a `tp` device, or of those trained, after gathering over `fsdp`."""
-    gathered = mesh._replace(fsdp=1)
-    specs, places = param_specs(arch), partition(arch, gathered)
-    if trained:
-        specs, places = trained_part(specs, arch), trained_part(places, arch)
-    return sum_on_device(specs["layers"][0], places["layers"][0], gathered)
 
 
 def sum_on_device(

@@ -8,9 +8,9 @@ completions are given as a range over all possible lengths. This module does not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from quatrain.config.axes import DATA_AXES, TP
 from quatrain.config.derive import environment_tokens, longest_sequence
@@ -23,6 +23,8 @@ from quatrain.plan.text import table, warning_lines
 SHORTEST = 2
 """Tokens of the shortest possible sequence: one prompt token and one completion token."""
 TIMES = " x "
+PASSES = {"logprob.": "forward_passes", "critic.forward_": "passes"}
+"""What the micro-batches of stages without an optimizer are called in the plan."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class BatchPlan:
         }
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """The smallest and the largest possible value of a number."""
 
     low: int
@@ -75,6 +76,13 @@ class _Span:
     def written(self, form: str = "{}") -> str:
         """`form` of the number, or of both ends."""
         return _either(form.format(self.low), form.format(self.high))
+
+    def shared(self, parts: int, written: str | None = None) -> str:
+        """The formula of a share of `parts`, with floor and ceil if it does not divide evenly."""
+        text = written or str(parts)
+        if self.low == self.high and self.low % parts == 0:
+            return f"{self.low} / {text}"
+        return f"floor({self.low} / {text}) to ceil({self.high} / {text})"
 
 
 def plan(config: Config, *, devices: int = 1, processes: int = 1) -> BatchPlan:
@@ -149,7 +157,7 @@ def _replica_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
     yield Row("rollout_replicas", replicas, "replicas", why)
     remark = f"; {prompts // replicas} prompts x {config.rollout.n}" if prompts % replicas == 0 else ""
     share = _Span(whole.low // replicas, _ceil(whole.high, replicas)).value
-    why = f"P x G / replicas = {_shares(whole, replicas)}{remark}"
+    why = f"P x G / replicas = {whole.shared(replicas)}{remark}"
     yield Row("sequences_per_replica", share, "sequences", why)
 
 
@@ -164,7 +172,7 @@ def _fleet_rows(config: Config) -> Iterator[Row]:
     if rollout.workers:
         why = "those of its rollout.mesh, with 1 for an axis of -1"
         yield Row("devices_per_worker", devices_of_worker(config), "devices", why)
-    value, why = whole.value, f"P x G / W = {_shares(whole, count)}"
+    value, why = whole.value, f"P x G / W = {whole.shared(count)}"
     if count > 1:
         value = _Span(0, whole.high).value
         why = f"0 to P x G = 0 to {whole.high}; {why} on average: groups go to the {name} that has room"
@@ -175,16 +183,14 @@ def _update_rows(config: Config, shards: int) -> Iterator[Row]:
     update, whole = config.update, config.data.batch_size
     count, prompts = _mini_batches(config, update)
     parts = f"ceil({whole} / {update.mini_batch_size or whole})"
-    why = f"P / ceil(P / M) = {_shares(_Span(whole, whole), count, parts)}; M: update.mini_batch_size"
+    why = f"P / ceil(P / M) = {_Span(whole, whole).shared(count, parts)}; M: update.mini_batch_size"
     yield Row("mini_batch_prompts", prompts.value, "prompts", why)
     why = f"update.epochs x ceil(P / M) = {update.epochs} x {parts}"
     yield Row("optimizer_steps_per_train_step", update.epochs * count, "steps", why)
     sequences = prompts.times(config.rollout.n)
     why = f"B: mini_batch_prompts x G = {prompts.written(f'{{}} x {config.rollout.n}')}"
     yield Row("mini_batch_sequences", sequences.value, "sequences", why)
-    stage = _Stage.of(config, "update.", update, "B", sequences, shards)
-    yield stage.per_shard("sequences_per_shard")
-    yield from stage.rows_of("", "micro_batches_per_optimizer_step")
+    yield from _stage_rows(config, "update.", update, "B", sequences, shards)
 
 
 def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
@@ -198,8 +204,7 @@ def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
     why += f"; update.kl_coef is {update.kl_coef:g}"
     why += f"; reward.kl_coef is {reward_coef:g}" if reward_coef > 0 else ""
     yield Row("logprob_sweeps", old + reference, "sweeps", why)
-    stage = _Stage.of(config, "logprob.", config.logprob, "P x G", _whole(config), shards)
-    yield from stage.rows_of("logprob_", "forward_passes")
+    yield from _stage_rows(config, "logprob.", config.logprob, "P x G", _whole(config), shards)
 
 
 def _critic_rows(config: Config, shards: int) -> Iterator[Row]:
@@ -214,10 +219,9 @@ def _critic_rows(config: Config, shards: int) -> Iterator[Row]:
     sequences = prompts.times(n)
     why = f"B of the critic: prompts of an optimizer step x G = {prompts.written(f'{{}} x {n}')}"
     yield Row("critic_mini_batch_sequences", sequences.value, "sequences", why)
-    stage = _Stage.of(config, "critic.", critic, "B", sequences, shards)
-    yield from stage.rows_of("critic_", "micro_batches_per_optimizer_step")
-    values = _Stage.of(config, "critic.forward_", critic.forward_sizes, "P x G", _whole(config), shards)
-    yield from values.rows_of("critic_forward_", "passes")
+    yield from _stage_rows(config, "critic.", critic, "B", sequences, shards)
+    forward = critic.forward_sizes
+    yield from _stage_rows(config, "critic.forward_", forward, "P x G", _whole(config), shards)
 
 
 def _reward_model_rows(config: Config) -> Iterator[Row]:
@@ -228,153 +232,101 @@ def _reward_model_rows(config: Config) -> Iterator[Row]:
         yield Row(f"reward_{key}", budget, "tokens", why)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Divides `sequences` over `shards` data shards into micro-batches, in one of two modes.
+def _stage_rows(
+    config: Config,
+    keys: str,
+    sizes: UpdateConfig | LogprobConfig | CriticConfig,
+    total: str,
+    sequences: _Span,
+    shards: int,
+) -> Iterator[Row]:
+    """How `sequences` are divided over `shards` data shards into micro-batches, in one of two modes.
 
-    Fixed mode: each shard gets the same number of sequences, and a micro-batch has `rows` of them per shard.
-    Token-budget mode: a bin (one shard's part of one micro-batch) has at most C = `tokens` tokens. It holds
-    at most floor(C / 2) sequences, or C - 1 if prompts are `shared`. The packer puts at least floor(C / L)
-    sequences of at most L tokens into every bin but the last, so at most
-    ceil(sequences / (D x floor(C / L))) micro-batches are needed. Both bounds are tight: the lower one if
-    all sequences have the shortest possible length (with shared prompts, only if they are one group), the
-    upper one if all have the longest.
+    Fixed mode: each shard gets the same number of sequences, and a micro-batch has m of them per shard.
+    Token-budget mode: a bin (one shard's part of one micro-batch) has at most C tokens. It holds at most
+    floor(C / 2) sequences, or C - 1 if prompts are shared: one token of the prompt, and one of each
+    completion. The packer puts at least floor(C / L) sequences of at most L tokens into every bin but the
+    last, so at most ceil(sequences / (D x floor(C / L))) micro-batches are needed. Both bounds are tight: the
+    lower one if all sequences have the shortest possible length (with shared prompts, only if they are one
+    group), the upper one if all have the longest.
+
+    `keys`: the beginning of the keys of `sizes` in the configuration. `total`: symbol of `sequences`.
     """
-
-    keys: str
-    """The beginning of its keys, such as `update.`."""
-    total: str
-    """Symbol of `sequences` in formulas."""
-    rows: int | None
-    tokens: int | None
-    sequences: _Span
-    shards: int
-    longest: int
-    shared: bool
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        keys: str,
-        sizes: UpdateConfig | LogprobConfig | CriticConfig,
-        total: str,
-        sequences: _Span,
-        shards: int,
-    ) -> _Stage:
-        rows, tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
-        assert (rows is None) != (tokens is None), "batch sizes are derived before they come here"
-        shared = config.update.shares_prompts
-        return cls(keys, total, rows, tokens, sequences, shards, longest_sequence(config), shared)
-
-    def rows_of(self, prefix: str, passes: str) -> Iterator[Row]:
-        """Sequences and tokens of a micro-batch, and the number of `passes`; keys begin with `prefix`."""
-        yield self._per_micro_batch(f"{prefix}micro_batch_sequences")
-        name = f"{self.keys}max_tokens_per_device"
-        why = f"not used: {self.keys}micro_batch_size is set" if self.tokens is None else f"C: {name}"
-        yield Row(f"{prefix}max_tokens_per_device", self.tokens, "tokens", why)
-        yield self._passes(f"{prefix}{passes}")
-
-    def per_shard(self, key: str) -> Row:
-        """Sequences per shard: the same number in fixed mode, balanced by cost in token-budget mode."""
-        if self.tokens is None or self.shards == 1:
-            value = _Span(self.sequences.low // self.shards, _ceil(self.sequences.high, self.shards)).value
-            return Row(key, value, "sequences", f"{self.total} / D = {_shares(self.sequences, self.shards)}")
-        value = _Span(0, self.sequences.high).value
-        average = self.sequences.written(f"{{}} / {self.shards}")
-        remark = f"{average} on average: shards are balanced by cost, not by number"
-        return Row(key, value, "sequences", f"0 to {self.total} = 0 to {self.sequences.high}; {remark}")
-
-    def _per_micro_batch(self, key: str) -> Row:
-        """Sequences per shard in one micro-batch."""
-        if self.tokens is None:
-            return self._per_micro_batch_in_fixed_mode(key)
-        if self._num_passes.high * self.shards == 1:
-            whole = self.sequences
-            return Row(key, whole.value, "sequences", f"{self.total} = {self.sequences.written()}")
-        in_bin, symbol, number = self._most_in_bin
-        most = min(self.sequences.high, in_bin)
-        numbers = f"0 to min({self.sequences.high}, {number})"
-        remark = f"floor({self.tokens} / {self.longest}) if all have the maximum length"
-        symbols = f"0 to min({self.total}, {symbol})"
-        return Row(key, _Span(0, most).value, "sequences", f"{symbols} = {numbers}; {remark}")
-
-    def _per_micro_batch_in_fixed_mode(self, key: str) -> Row:
-        assert self.rows is not None
-        name, largest = f"{self.keys}micro_batch_size", _ceil(self.sequences.high, self.shards)
-        if largest >= self.rows:
-            return Row(key, self.rows, "sequences", f"m: {name}")
-        numbers = f"min({self.rows}, ceil({self.sequences.high} / {self.shards}))"
-        return Row(key, largest, "sequences", f"min(m, ceil({self.total} / D)) = {numbers}; m: {name}")
-
-    def _passes(self, key: str) -> Row:
-        """Number of micro-batches into which `sequences` are divided; the same on every shard."""
-        if self.tokens is None:
-            numbers = _either(*(f"ceil({_ceil(n, self.shards)} / {self.rows})" for n in self._ends))
-            why = f"ceil(ceil({self.total} / D) / m) = {numbers}{self._remainder()}"
-        else:
-            formula = "ceil({} / ({} x {}))".format
-            _, symbol, number = self._most_in_bin
-            symbols = [formula(self.total, "D", held) for held in (symbol, "floor(C / L)")]
-            bins = zip(self._ends, (number, f"floor({self.tokens} / {self.longest})"), strict=True)
-            ends = [formula(n, self.shards, held) for n, held in bins]
-            why = f"{' to '.join(symbols)} = {' to '.join(ends)}"
-        return Row(key, self._num_passes.value, "passes", why)
-
-    @property
-    def _ends(self) -> tuple[int, int]:
-        return self.sequences.low, self.sequences.high
-
-    @property
-    def _num_passes(self) -> _Span:
-        if self.rows is not None:
-            return _Span(*(_ceil(_ceil(n, self.shards), self.rows) for n in self._ends))
-        assert self.tokens is not None
-        in_bin = (self._most_in_bin[0], self.tokens // self.longest)
-        return _Span(*(_ceil(n, self.shards * k) for n, k in zip(self._ends, in_bin, strict=True)))
-
-    @property
-    def _most_in_bin(self) -> tuple[int, str, str]:
-        """(maximum sequences in a bin, its formula in symbols, its formula in numbers)."""
-        assert self.tokens is not None
-        if self.shared:  # one token of the prompt, and one of each completion
-            return self.tokens - 1, "(C - 1)", f"({self.tokens} - 1)"
-        return self.tokens // SHORTEST, f"floor(C / {SHORTEST})", f"floor({self.tokens} / {SHORTEST})"
-
-    def _remainder(self) -> str:
-        assert self.rows is not None
-        low, high = self._ends
-        left = high // self.shards % self.rows
-        even = low == high and high % self.shards == 0
-        return f"; the last holds {left}" if even and left and high // self.shards > self.rows else ""
+    low, high = sequences
+    size, budget, longest = sizes.micro_batch_size, sizes.max_tokens_per_device, longest_sequence(config)
+    share = _Span(low // shards, _ceil(high, shards))
+    shares = Row("sequences_per_shard", share.value, "sequences", f"{total} / D = {sequences.shared(shards)}")
+    prefix = "" if keys == "update." else keys.replace(".", "_")
+    passes = f"{prefix}{PASSES.get(keys, 'micro_batches_per_optimizer_step')}"
+    of_one: int | dict[str, int]
+    if size is not None:
+        of_one, why = size, f"m: {keys}micro_batch_size"
+        if share.high < size:
+            of_one = share.high
+            why = f"min(m, ceil({total} / D)) = min({size}, ceil({high} / {shards})); {why}"
+        budget_why = f"not used: {keys}micro_batch_size is set"
+        counts = _Span(*(_ceil(_ceil(n, shards), size) for n in sequences))
+        numbers = _either(*(f"ceil({_ceil(n, shards)} / {size})" for n in sequences))
+        left, even = share.high % size, low == high and high % shards == 0
+        remainder = f"; the last holds {left}" if even and left and share.high > size else ""
+        counts_why = f"ceil(ceil({total} / D) / m) = {numbers}{remainder}"
+    else:
+        assert budget is not None, "batch sizes are derived before they come here"
+        if shards > 1:
+            average = f"{sequences.written(f'{{}} / {shards}')} on average"
+            why = f"0 to {total} = 0 to {high}; {average}: shards are balanced by cost, not by number"
+            shares = replace(shares, value=_Span(0, high).value, why=why)
+        held, symbol, number = budget // SHORTEST, f"floor(C / {SHORTEST})", f"floor({budget} / {SHORTEST})"
+        if config.update.shares_prompts:
+            held, symbol, number = budget - 1, "(C - 1)", f"({budget} - 1)"
+        fewest, fewest_number = budget // longest, f"floor({budget} / {longest})"
+        budget_why = f"C: {keys}max_tokens_per_device"
+        counts = _Span(_ceil(low, shards * held), _ceil(high, shards * fewest))
+        symbols = f"ceil({total} / (D x {symbol})) to ceil({total} / (D x floor(C / L)))"
+        numbers = f"ceil({low} / ({shards} x {number})) to ceil({high} / ({shards} x {fewest_number}))"
+        counts_why = f"{symbols} = {numbers}"
+        of_one, why = sequences.value, f"{total} = {sequences.written()}"
+        if counts.high * shards > 1:
+            of_one = _Span(0, min(high, held)).value
+            why = f"0 to min({total}, {symbol}) = 0 to min({high}, {number})"
+            why += f"; {fewest_number} if all have the maximum length"
+    if keys == "update.":
+        yield shares
+    yield Row(f"{prefix}micro_batch_sequences", of_one, "sequences", why)
+    yield Row(f"{prefix}max_tokens_per_device", budget, "tokens", budget_why)
+    yield Row(passes, counts.value, "passes", counts_why)
 
 
 def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
     sequences = _mini_batches(config, config.update)[1].times(config.rollout.n)
-    least, total, size = sequences.low, _whole(config).low, config.update.micro_batch_size
-    if least < shards:
-        yield (
-            f"there are more data shards ({shards}) than sequences of an optimizer step ({least}): "
-            f"{shards - least} of {shards} shards compute only padding; raise update.mini_batch_size, "
-            "data.batch_size or rollout.n, or use fewer devices"
-        )
+    fleet = config.rollout.workers or len(config.rollout.servers)
+    n, prompts, size = config.rollout.n, config.data.batch_size, config.update.micro_batch_size
+    more = "raise data.batch_size"
+    for count, name, least, than, idle, remedy in (
+        (
+            *(shards, "data shards", sequences.low, "sequences of an optimizer step"),
+            "shards compute only padding",
+            "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
+        ),
+        (
+            *(fleet, "rollout workers or servers", prompts, "prompts of a training step"),
+            *("are idle", f"{more}, or use fewer of them"),
+        ),
+        (
+            *(0 if fleet else replicas, "rollout replicas", prompts * n, "sequences of a training step"),
+            *("replicas are idle", f"{more} or rollout.n, or use fewer devices"),
+        ),
+    ):
+        if least < count:
+            yield (
+                f"there are more {name} ({count}) than {than} ({least}): {count - least} of {count} {idle}; "
+                f"{remedy}"
+            )
     share = _ceil(sequences.high, shards)
     if size is not None and size > share:
         yield (
             f"update.micro_batch_size ({size}) is larger than the number of sequences per shard ({share}): a "
             f"micro-batch has {share} sequences"
-        )
-    groups, fleet = config.data.batch_size, config.rollout.workers or len(config.rollout.servers)
-    if groups < fleet:
-        yield (
-            f"there are more rollout workers or servers ({fleet}) than prompts of a training step "
-            f"({groups}): {fleet - groups} of {fleet} are idle; raise data.batch_size, or use fewer of them"
-        )
-    if total < replicas and not fleet:
-        yield (
-            f"there are more rollout replicas ({replicas}) than sequences of a training step ({total}): "
-            f"{replicas - total} of {replicas} replicas are idle; raise data.batch_size or rollout.n, or use "
-            "fewer devices"
         )
 
 
@@ -386,14 +338,6 @@ def _either(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _shares(total: _Span, parts: int, written: str | None = None) -> str:
-    """The formula `total` / `parts` in numbers, with floor and ceil if it does not divide evenly."""
-    text = written or str(parts)
-    if total.low == total.high and total.low % parts == 0:
-        return f"{total.low} / {text}"
-    return f"floor({total.low} / {text}) to ceil({total.high} / {text})"
-
-
 def overview(result: BatchPlan) -> list[str]:
     """The plan in five sentences; `render` has every number with its formula."""
 
@@ -401,10 +345,7 @@ def overview(result: BatchPlan) -> list[str]:
     sampler = next(name for name in ("replica", "worker", "server") if f"rollout_{name}s" in keys)
 
     def some(key: str, noun: str, plural: str = "s") -> str:
-        value = result[key]
-        if isinstance(value, dict):
-            return f"{value['min']} to {value['max']} {noun}{plural}"
-        return f"{value} {noun}" if value == 1 else f"{value} {noun}{plural}"
+        return f"{_format_value(result[key])} {noun}{plural * (result[key] != 1)}"
 
     def micro_batches(passes: str, prefix: str = "") -> str:
         budget, size = f"{prefix}max_tokens_per_device", f"{prefix}micro_batch_sequences"

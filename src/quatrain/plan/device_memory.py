@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Literal, get_args
 
 from quatrain.config.roles import Roles
 from quatrain.plan.text import table, warning_lines, wrapped
 
 UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** k for k, p in enumerate("KMGT", 1) for i in ("", "i")}
-TRAIN, REFERENCE, CRITIC, REWARD = "train", "reference", "critic", "reward"
-CRITIC_PHASES = CRITIC_GRADIENT, CRITIC_STEP = "critic_gradient", "critic_optimizer_step"
-PHASES = ROLLOUT, GRADIENT, STEP, *_ = "rollout", "gradient", "optimizer_step", *CRITIC_PHASES
+RoleName = Literal["train", "rollout", "reference", "critic", "reward"]
+Phase = Literal["rollout", "gradient", "optimizer_step", "critic_gradient", "critic_optimizer_step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+CRITIC_PHASES: tuple[Phase, Phase] = ("critic_gradient", "critic_optimizer_step")
 
 PROCESS_BYTES = 350 * 2**20
 """Resident memory of a process on a CPU without its arrays: Python, JAX and the programs of a small model."""
@@ -35,6 +36,10 @@ class ParameterKind:
     spec: tuple[str | None, ...]
     num_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        keys = ("name", "count", "shape", "axes", "partition_spec", "bytes_per_device")
+        return dict(zip(keys, astuple(self), strict=True))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -43,8 +48,8 @@ class Part:
     key: str
     num_bytes: int
     why: str
-    phases: tuple[str, ...] = PHASES
-    role: str = TRAIN
+    phases: tuple[Phase, ...] = PHASES
+    role: RoleName = "train"
 
 
 @dataclass(frozen=True)
@@ -64,38 +69,37 @@ class Placement:
     """Who samples, in words, if these devices do not."""
 
     @property
-    def role_groups(self) -> tuple[tuple[str, ...], ...]:
+    def role_groups(self) -> tuple[tuple[RoleName, ...], ...]:
         """The roles, grouped by their devices: roles with the same devices are in one tuple.
 
         Critic and reward models are roles of runs that have them.
         """
-        named = {TRAIN: self.roles.train, ROLLOUT: self.roles.rollout, REFERENCE: self.roles.reference}
-        optional = {CRITIC: self.roles.critic, REWARD: self.roles.reward}
-        used = {part.role for part in self.parts}
-        named |= {name: role for name, role in optional.items() if name in used}
-        together: dict[tuple[int, ...], tuple[str, ...]] = {}
-        for name, role in named.items():
-            together[role.devices] = (*together.get(role.devices, ()), name)
+        used = {"train", "rollout", "reference", *(part.role for part in self.parts)}
+        together: dict[tuple[int, ...], tuple[RoleName, ...]] = {}
+        for name in get_args(RoleName):
+            if name in used:
+                devices = getattr(self.roles, name).devices
+                together[devices] = (*together.get(devices, ()), name)
         return tuple(together.values())
 
     @property
-    def phases(self) -> tuple[str, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """The stages of a training step; without a critic, none of its stages."""
-        critic = any(part.role == CRITIC for part in self.parts)
+        critic = any(part.role == "critic" for part in self.parts)
         return tuple(phase for phase in PHASES if critic or phase not in CRITIC_PHASES)
 
-    def parts_of(self, phase: str, roles: tuple[str, ...]) -> list[Part]:
+    def parts_of(self, phase: Phase, roles: tuple[RoleName, ...]) -> list[Part]:
         """The parts on the devices of `roles` in `phase`."""
         return [part for part in self.parts if phase in part.phases and part.role in roles]
 
-    def totals(self) -> dict[str, tuple[str, tuple[str, ...], int]]:
+    def totals(self) -> dict[str, tuple[Phase, tuple[RoleName, ...], int]]:
         """(phase, roles, total bytes on one of their devices) by key; totals of 0 bytes are left out."""
         one = len(self.role_groups) == 1
         found = {}
         for phase in self.phases:
             for roles in self.role_groups:
                 size = sum(part.num_bytes for part in self.parts_of(phase, roles))
-                if size and (phase not in CRITIC_PHASES or CRITIC in roles):
+                if size and (phase not in CRITIC_PHASES or "critic" in roles):
                     where = "" if one else f"_on_{'_'.join(roles)}"
                     found[f"total_in_{phase}{where}"] = (phase, roles, size)
         return found
@@ -124,17 +128,7 @@ class Placement:
         return {
             "mesh": self.roles.train.mesh._asdict(),
             "rollout_mesh": None if self.elsewhere else self.roles.rollout.mesh._asdict(),
-            "parameters": [
-                {
-                    "name": kind.name,
-                    "count": kind.count,
-                    "shape": list(kind.shape),
-                    "axes": list(kind.axes),
-                    "partition_spec": list(kind.spec),
-                    "bytes_per_device": kind.num_bytes,
-                }
-                for kind in self.parameters
-            ],
+            "parameters": [kind.to_dict() for kind in self.parameters],
             **self._sizes(),
             "device_memory_bytes": self.device_memory,
             "warnings": list(self.warnings),
@@ -180,7 +174,7 @@ def render(result: Placement) -> str:
 
 
 def _parameter_table(result: Placement) -> Iterator[str]:
-    yield f"parameters on mesh {result.roles.train.mesh}"
+    head = ("name", "shape", "logical axes", "PartitionSpec", "on a device")
     rows = [
         (
             kind.name if kind.count == 1 else f"{kind.name} x {kind.count}",
@@ -191,7 +185,8 @@ def _parameter_table(result: Placement) -> Iterator[str]:
         )
         for kind in result.parameters
     ]
-    yield from table([("name", "shape", "logical axes", "PartitionSpec", "on a device"), *rows], right=(4,))
+    yield f"parameters on mesh {result.roles.train.mesh}"
+    yield from table([head, *rows], right=(4,))
 
 
 def totals_table(result: Placement) -> Iterator[str]:
@@ -233,9 +228,5 @@ def _table(parts: Sequence[Part], title: str = "bytes on each device") -> Iterat
 
 def in_units(num_bytes: int) -> str:
     """`num_bytes` in the largest binary unit (KiB, MiB, ...) that is not larger than it."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    return f"{num_bytes / 1024**power:.2f} {' KMGT'[power]}iB" if power else f"{num_bytes} B"

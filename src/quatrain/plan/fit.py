@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,15 +28,16 @@ MOST_HALVINGS = 6
 REMATS = ("none", "dots", "layer")
 Resolve = Callable[[Sequence[str]], Config]
 """The configuration with further overrides, each as `key=value`."""
-
-
 _Cost = tuple[float, ...]
 """What each switch of a combination costs, in units of about the same slowdown; 0 is the fastest."""
 
 
-class _Kept(NamedTuple):
-    """What is kept on the devices, and in which dtype."""
+class _Switches(NamedTuple):
+    """The switches beside the mesh: those of micro-batches, then those of what is kept on the devices."""
 
+    remat: str
+    halvings: int
+    """Of the budget of a micro-batch."""
     reference: bool
     """Whether it is offloaded, as `policy` and `optimizer`."""
     policy: bool
@@ -44,13 +45,9 @@ class _Kept(NamedTuple):
     state_dtype: str
     param_dtype: str
 
-
-class _Switches(NamedTuple):
-    """The switches beside the mesh; `halvings` of the budget of a micro-batch."""
-
-    remat: str
-    halvings: int
-    kept: _Kept
+    @property
+    def kept(self) -> tuple[bool | str, ...]:
+        return self[2:]
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,16 @@ class Combination:
     state_dtype: str
     param_dtype: str
     peak: int
+    warns: bool
+    """Whether the plan has warnings."""
 
     @property
     def command(self) -> str:
         """The overrides as options of a command."""
         return " ".join(f"--set {shlex.quote(override)}" for override in self.overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"set": list(self.overrides), "bytes_per_device": self.peak}
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ class Fits:
             "device_memory_bytes": self.device_memory,
             "devices": self.devices,
             "usable_bytes": int(ROOM * self.device_memory),
-            "fitting": [{"set": list(c.overrides), "bytes_per_device": c.peak} for c in self.found],
-            "smallest": {"set": list(self.smallest.overrides), "bytes_per_device": self.smallest.peak},
+            "fitting": [combination.to_dict() for combination in self.found],
+            "smallest": self.smallest.to_dict(),
         }
 
 
@@ -102,126 +104,97 @@ def fit(
     every respect are left out. `resolve` makes the configuration of a combination from its overrides. Raises
     ValueError if no mesh of the devices can shard the model.
     """
-    search = _Search(resolve, devices, processes, int(ROOM * device_memory))
-    meshes = search.meshes()
-    smallest = {mesh: least for mesh in meshes if (least := search.smallest(mesh)) is not None}
-    if not smallest:
+    usable = int(ROOM * device_memory)
+    search = _Search(resolve, devices, processes, usable)
+    least = {
+        (mesh, switches.kept): combination
+        for mesh, switches in itertools.product(search.meshes, search.most_frugal)
+        if (combination := search.combination(mesh, switches))
+    }
+    if not least:
         raise ValueError(
-            f"no mesh of {devices} devices can shard the model, of {'; '.join(map(str, meshes))}; "
+            f"no mesh of {devices} devices can shard the model, of {'; '.join(map(str, search.meshes))}; "
             "use another number of devices"
         )
-    found: list[tuple[_Cost, Combination]] = []
-    fitting = [mesh for mesh, each in smallest.items() if each.peak <= search.usable]
-    for cost, mesh, switches in search.in_order(fitting):
+    found: dict[_Cost, Combination] = {}
+    for cost, mesh, switches in search.in_order():
         if len(found) == most_rows:
             break
-        dearer = any(all(map(operator.ge, cost, other)) for other, _ in found)
-        if dearer or not search.may_fit(mesh, switches.kept):
+        smallest = least.get((mesh, switches.kept))
+        dearer = any(all(map(operator.ge, cost, other)) for other in found)
+        if dearer or smallest is None or smallest.peak > usable:
             continue
-        made = search.made(mesh, switches)
-        if made is not None and made[0] and made[1].peak <= search.usable:
-            found.append((cost, made[1]))
-    least = min(smallest.values(), key=lambda each: each.peak)
-    return Fits(device_memory, devices, tuple(each for _, each in found), least)
+        combination = search.combination(mesh, switches)
+        if combination and not combination.warns and combination.peak <= usable:
+            found[cost] = combination
+    smallest = min(least.values(), key=lambda combination: combination.peak)
+    return Fits(device_memory, devices, tuple(found.values()), smallest)
 
 
 class _Search:
     def __init__(self, resolve: Resolve, devices: int, processes: int, usable: int):
-        self._resolve, self._devices, self._processes, self.usable = resolve, devices, processes, usable
-        self._config = resolve(["mesh=auto"])
+        self._resolve, self._config = resolve, resolve(["mesh=auto"])
         self._arch = architecture(self._config)
-        self._mesh_devices = resolve_roles(self._config, devices, processes).train.mesh.num_devices
-        update = self._config.update
+        self._layout = {"devices": devices, "processes": processes, "device_memory": usable}
+        n = resolve_roles(self._config, devices, processes).train.mesh.num_devices
+        sizes = [size for size in range(1, n + 1) if n % size == 0]
+        self.meshes = [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
+        """All meshes of the training devices that differ in dp, fsdp and tp."""
+        config, update, rollout = self._config, self._config.update, self._config.rollout
         self._key = "micro_batch_size" if update.micro_batch_size else "max_tokens_per_device"
         self._budget: int = getattr(update, self._key)
-        self._least = 1 if update.micro_batch_size else longest_sequence(self._config)
-        self._frugal: dict[tuple[MeshShape, _Kept], Combination | None] = {}
+        self._least = 1 if update.micro_batch_size else longest_sequence(config)
+        halvings = [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
+        optimizers = config.optimizer, config.critic_optimizer
+        halved = ["bfloat16"] * all(optimizer.has_first_moment for optimizer in optimizers)
+        kept = (
+            (False, True) if config.copies_reference else (False,),
+            (False,) if rollout.max_staleness or rollout.has_fleet else (False, True),
+            (False, True),
+            dict.fromkeys((config.optimizer.state_dtype, *halved)),
+            dict.fromkeys((config.model.param_dtype, "bfloat16")),
+        )
+        every = itertools.product(REMATS, halvings, *kept)
+        self.switches = list(itertools.starmap(_Switches, every))
+        """All values of the switches that this configuration may have."""
+        frugal = REMATS[-1], halvings[-1]
+        self.most_frugal = [switches for switches in self.switches if switches[:2] == frugal]
+        """Those with the smallest micro-batches."""
 
-    def meshes(self) -> list[MeshShape]:
-        """All meshes of the training devices that differ in dp, fsdp and tp."""
-        n = self._mesh_devices
-        sizes = [size for size in range(1, n + 1) if n % size == 0]
-        return [MeshShape(n // (f * t), f, t) for t in sizes for f in sizes if n % (f * t) == 0]
-
-    def smallest(self, mesh: MeshShape) -> Combination | None:
-        """The combination on `mesh` that needs the least memory; None if the model cannot be sharded so."""
-        least = (self._least_with(mesh, kept) for kept in self._kept())
-        return min(filter(None, least), key=lambda each: each.peak, default=None)
-
-    def may_fit(self, mesh: MeshShape, kept: _Kept) -> bool:
-        """Whether there is a size of micro-batches and a `model.remat` with which `kept` fits."""
-        least = self._least_with(mesh, kept)
-        return least is not None and least.peak <= self.usable
-
-    def _least_with(self, mesh: MeshShape, kept: _Kept) -> Combination | None:
-        if (mesh, kept) not in self._frugal:
-            made = self.made(mesh, _Switches("layer", self._halvings()[-1], kept))
-            self._frugal[mesh, kept] = made and made[1]
-        return self._frugal[mesh, kept]
-
-    def _kept(self) -> list[_Kept]:
-        """All values of the switches of what is kept that this configuration may have."""
-        config = self._config
-        references = (False, True) if config.copies_reference else (False,)
-        never = config.rollout.max_staleness or config.rollout.has_fleet
-        policies = (False,) if never else (False, True)
-        moments = dict.fromkeys((config.optimizer.state_dtype, "bfloat16"))
-        if not all(own.has_first_moment for own in (config.optimizer, config.critic_optimizer)):
-            moments = {config.optimizer.state_dtype: None}
-        dtypes = dict.fromkeys((config.model.param_dtype, "bfloat16"))
-        every = itertools.product(references, policies, (False, True), moments, dtypes)
-        return [_Kept(*values) for values in every]
-
-    def in_order(self, meshes: Sequence[MeshShape]) -> Iterator[tuple[_Cost, MeshShape, _Switches]]:
-        """All combinations on `meshes`, the cheapest first."""
-        choices = itertools.starmap(_Switches, itertools.product(REMATS, self._halvings(), self._kept()))
+    def in_order(self) -> list[tuple[_Cost, MeshShape, _Switches]]:
+        """The combinations of all meshes and switches, the cheapest first."""
         frozen = self._config.lora.rank > 0
-        every = [
-            (_cost(mesh, switches, frozen=frozen), mesh, switches) for switches in choices for mesh in meshes
-        ]
-        yield from sorted(every, key=lambda each: (sum(each[0]), each[1:]))
+        every = itertools.product(self.switches, self.meshes)
+        costs = ((_cost(mesh, switches, frozen=frozen), mesh, switches) for switches, mesh in every)
+        return sorted(costs, key=lambda row: (sum(row[0]), row[1:]))
 
-    def made(self, mesh: MeshShape, switches: _Switches) -> tuple[bool, Combination] | None:
-        """(whether nothing warns, the combination); None if it is not possible, as where a mesh is not."""
-        now, (remat, halvings, kept) = self._config, switches
-        budget = max(self._budget >> halvings, self._least)
-        optimizers = ["optimizer"]
-        if now.critic.enabled and kept.state_dtype == "bfloat16":
-            optimizers.append("critic_optimizer")
-        offloads = {name: getattr(kept, name) for name in ("reference", "policy", "optimizer")}
+    def combination(self, mesh: MeshShape, switches: _Switches) -> Combination | None:
+        """The combination with its memory; None if it is not possible, as where `mesh` cannot shard."""
+        now = self._config
+        budget = max(self._budget >> switches.halvings, self._least)
+        critic = now.critic.enabled and switches.state_dtype == "bfloat16"
+        optimizers = ("optimizer", "critic_optimizer") if critic else ("optimizer",)
+        offloads = {name: getattr(switches, name) for name in ("reference", "policy", "optimizer")}
         values = (
-            ("model.remat", remat, now.model.remat),
+            ("model.remat", switches.remat, now.model.remat),
             (f"update.{self._key}", budget, self._budget),
             *((f"offload.{what}", on, getattr(now.offload, what)) for what, on in offloads.items()),
-            *((f"{o}.state_dtype", kept.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
-            ("model.param_dtype", kept.param_dtype, now.model.param_dtype),
+            *((f"{o}.state_dtype", switches.state_dtype, getattr(now, o).state_dtype) for o in optimizers),
+            ("model.param_dtype", switches.param_dtype, now.model.param_dtype),
         )
         changed = (f"{key}={str(value).lower()}" for key, value, current in values if value != current)
-        overrides = [f"mesh={mesh}", *changed]
+        overrides = (f"mesh={mesh}", *changed)
         try:
-            config = self._resolve(overrides)
-            placed = placement(
-                config,
-                devices=self._devices,
-                processes=self._processes,
-                device_memory=self.usable,
-                arch=self._arch,
-            )
+            placed = placement(self._resolve(overrides), arch=self._arch, **self._layout)
         except ValueError:
             return None
-        return not placed.warnings, Combination(
-            tuple(overrides),
-            str(placed.roles.train.mesh),
-            remat,
-            str(budget),
-            " ".join(what for what, on in offloads.items() if on) or "-",
-            kept.state_dtype,
-            kept.param_dtype,
-            placed.largest,
+        offloaded = " ".join(what for what, on in offloads.items() if on) or "-"
+        return Combination(
+            *(overrides, str(placed.roles.train.mesh), switches.remat, str(budget), offloaded),
+            *(switches.state_dtype, switches.param_dtype),
+            peak=placed.largest,
+            warns=bool(placed.warnings),
         )
-
-    def _halvings(self) -> list[int]:
-        return [n for n in range(MOST_HALVINGS + 1) if not n or self._budget >> (n - 1) > self._least]
 
 
 def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
@@ -230,30 +203,28 @@ def _cost(mesh: MeshShape, switches: _Switches, *, frozen: bool) -> _Cost:
     bfloat16 costs no time but accuracy: little in the first moment; in the parameters the noise of rounding
     in every step, which costs the most, unless they are `frozen`.
     """
-    kept = switches.kept
     return (
         (mesh.fsdp > 1) + 4.0 * (mesh.tp > 1) * (mesh.tp.bit_length() - 1),
         2.0 * REMATS.index(switches.remat),
         0.5 * switches.halvings,
-        3.0 * kept.reference,
-        4.0 * kept.policy,
-        5.0 * (kept.state_dtype == "bfloat16"),
-        6.0 * kept.optimizer,
-        (1.0 if frozen else 20.0) * (kept.param_dtype == "bfloat16"),
+        3.0 * switches.reference,
+        4.0 * switches.policy,
+        5.0 * (switches.state_dtype == "bfloat16"),
+        6.0 * switches.optimizer,
+        (1.0 if frozen else 20.0) * (switches.param_dtype == "bfloat16"),
     )
 
 
 def remedy(resolve: Resolve, placed: Placement, *, devices: int, processes: int) -> str:
     """A sentence for a plan that does not fit: the overrides of the cheapest that does, or that none does."""
-    assert placed.device_memory is not None
     memory = placed.device_memory
-    found = fit(resolve, devices=devices, processes=processes, device_memory=memory, most_rows=1)
-    if not found.found:
-        return render(found)
-    (first,) = found.found
+    assert memory is not None
+    result = fit(resolve, devices=devices, processes=processes, device_memory=memory, most_rows=1)
+    if not result.found:
+        return render(result)
     same = f"mesh={placed.roles.train.mesh}"
-    changes = replace(first, overrides=tuple(each for each in first.overrides if each != same))
-    return f"it fits with: {changes.command}"
+    changes = tuple(override for override in result.found[0].overrides if override != same)
+    return f"it fits with: {replace(result.found[0], overrides=changes).command}"
 
 
 def render(result: Fits) -> str:

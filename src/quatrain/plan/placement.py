@@ -32,20 +32,13 @@ from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_sp
 from quatrain.ops.ladder import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
 from quatrain.plan.device_memory import (
-    CRITIC,
-    CRITIC_GRADIENT,
     CRITIC_PHASES,
-    CRITIC_STEP,
-    GRADIENT,
     PHASES,
-    REFERENCE,
-    REWARD,
-    ROLLOUT,
-    STEP,
-    TRAIN,
     ParameterKind,
     Part,
+    Phase,
     Placement,
+    RoleName,
     in_units,
 )
 from quatrain.update.optimizer import build_optimizer
@@ -74,66 +67,41 @@ def placement(
     """
     known = arch or architecture(config)
     plan = _Plan(config, known, resolve_roles(config, devices, processes))
-    update = plan.update_parts(config.update, GRADIENT, STEP)
+    update = plan.update_parts(config.update, "gradient", "optimizer_step")
     parts = (*plan.persistent_parts(), *update, *plan.critic_parts())
     result = Placement(plan.roles, tuple(plan.kinds()), parts, device_memory)
     if not config.rollout.has_fleet:
         return _with_cache(plan, result)
-    worker = _worker_placement(config, known, device_memory) if config.rollout.workers else None
-    warnings = () if device_memory is None else tuple(plan.phase_warnings(result))
-    return replace(
-        result,
-        warnings=(*warnings, *(worker.warnings if worker else ())),
-        worker=worker,
-        elsewhere=_sampled_by(config),
-    )
+    rollout, worker, warnings = config.rollout, None, tuple(plan.phase_warnings(result))
+    elsewhere = f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
+    if rollout.workers:
+        roles = resolve_roles(worker_config(config), devices_of_worker(config))
+        plan = _Plan(worker_config(config), known, roles, num_workers=rollout.workers)
+        worker = _with_cache(plan, Placement(roles, (), tuple(plan.worker_parts()), device_memory))
+        warnings += worker.warnings
+        where = f"each on devices of its own with mesh {roles.rollout.mesh}"
+        elsewhere = f"rollout.workers ({rollout.workers}) sample, {where}"
+    return replace(result, warnings=warnings, worker=worker, elsewhere=elsewhere)
 
 
 def _with_cache(plan: _Plan, result: Placement) -> Placement:
     """The plan of the devices that sample, with the KV cache for which the other parts leave room."""
     memory, fitting = result.device_memory, None
     if memory is not None:
-        (rollout_roles,) = (together for together in result.role_groups if ROLLOUT in together)
-        phases = PHASES if plan.config.rollout.max_staleness else (ROLLOUT,)
-        held = max(sum(part.num_bytes for part in result.parts_of(p, rollout_roles)) for p in phases)
-        fitting = plan.sequences_that_fit(memory - held)
+        (roles,) = (together for together in result.role_groups if "rollout" in together)
+        used = (sum(p.num_bytes for p in result.parts_of(phase, roles)) for phase in plan.sampling_phases)
+        fitting = plan.sequences_that_fit(memory - max(used))
     result = replace(result, parts=(*result.parts, plan.cache(plan.concurrency(fitting))))
-    if fitting is None:
-        return result
     warnings = (*plan.phase_warnings(result), *plan.cache_warnings(result, fitting))
     return replace(result, warnings=warnings)
 
 
-def _worker_placement(config: Config, arch: Architecture, device_memory: int | None) -> Placement:
-    """The plan of a rollout worker, on devices of the same memory."""
-    own = worker_config(config)
-    roles = resolve_roles(own, devices_of_worker(config))
-    plan = _Plan(own, arch, roles, num_workers=config.rollout.workers)
-    return _with_cache(plan, Placement(roles, (), tuple(plan.worker_parts()), device_memory))
-
-
-def _sampled_by(config: Config) -> str:
-    rollout = config.rollout
-    if rollout.servers:
-        return f"rollout.servers ({len(rollout.servers)}) sample; their memory is not planned here"
-    own = resolve_roles(worker_config(config), devices_of_worker(config)).rollout
-    where = f"each on devices of its own with mesh {own.mesh}"
-    return f"rollout.workers ({rollout.workers}) sample, {where}"
-
-
 def architecture(config: Config) -> Architecture:
     """The architecture of the policy, without its weights."""
-    path = config.model.path
+    path, vocab_size = config.model.path, None
     if path.startswith(BUILTIN):
-        base = _architecture_at(path, len(load_tokenizer(config.model.tokenizer or path)))
-    else:
-        base = load_architecture(path)
-    return with_lora(base, config.lora)
-
-
-def _architecture_at(path: str, vocab_size: int) -> Architecture:
-    """The architecture of the model at `path`; `vocab_size` is that of a built-in model."""
-    return load_architecture(path, vocab_size=vocab_size if path.startswith(BUILTIN) else None)
+        vocab_size = len(load_tokenizer(config.model.tokenizer or path))
+    return with_lora(load_architecture(path, vocab_size=vocab_size), config.lora)
 
 
 @dataclass(frozen=True)
@@ -154,57 +122,56 @@ class _Plan:
         """Mesh shape of the rollout."""
         return self.roles.rollout.mesh
 
+    @property
+    def sampling_phases(self) -> tuple[Phase, ...]:
+        """The stages in which the rollout may sample: all of them with `rollout.max_staleness`."""
+        return PHASES if self.config.rollout.max_staleness else ("rollout",)
+
     def kinds(self) -> Iterator[ParameterKind]:
         """The parameters on the training mesh; parameters of the same name in all layers are one kind."""
         specs, places = param_specs(self.arch), partition(self.arch, self.mesh)
-        first = [("embed", 1, specs["embed"], places["embed"])]
-        layer = [
-            (f"layers.{name}", self.arch.num_layers, spec, places["layers"][0][name])
-            for name, spec in specs["layers"][0].items()
+        layer, layers = specs["layers"][0], places["layers"][0]
+        kinds = [
+            ("embed", 1, specs["embed"], places["embed"]),
+            *((f"layers.{name}", self.arch.num_layers, layer[name], layers[name]) for name in layer),
+            *((name, 1, specs[name], places[name]) for name in ("final_norm", "lm_head") if name in specs),
         ]
-        last = [(name, 1, specs[name], places[name]) for name in ("final_norm", "lm_head") if name in specs]
-        for name, count, spec, place in (*first, *layer, *last):
+        for name, count, spec, place in kinds:
             itemsize = jnp.dtype(spec.dtype or self.config.model.param_dtype).itemsize
             size = count * itemsize * elements_on_device(spec.shape, place, self.mesh)
             yield ParameterKind(name, count, spec.shape, spec.axes, tuple(place), size)
 
     def persistent_parts(self) -> Iterator[Part]:
         """The parts that exist during the whole run."""
-        yield from self._policy()
+        yield from self._policy(("gradient", "optimizer_step") if self.config.offload.policy else None)
         if not self.config.rollout.has_fleet:
             yield self._rollout_weights()
         elif self.config.rollout.servers and self.arch.lora:
             yield self._merged_for_servers()
-        yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, STEP)
+        yield self._optimizer_state(self.config.optimizer, self.config.offload.optimizer, "optimizer_step")
         yield from self._reward_model_parts()
         if self.config.needs_reference:
             yield self._reference()
 
     def worker_parts(self) -> Iterator[Part]:
         """The parts of a rollout worker beside the KV cache: it has a base only if adapters are sent."""
-        parts = (*(self._policy() if self.arch.lora else ()), self._rollout_weights())
-        yield from (replace(part, phases=(ROLLOUT,)) for part in parts)
+        parts = (*(self._policy(None) if self.arch.lora else ()), self._rollout_weights())
+        yield from (replace(part, phases=("rollout",)) for part in parts)
 
-    def _policy(self) -> Iterator[Part]:
-        """The parameters of the policy, as they are trained."""
-        lora, phases = self.arch.lora, (GRADIENT, STEP) if self.config.offload.policy else None
-        yield self._trained_weights("weights", phases)
-        if lora:
-            yield self._trained_weights("adapters", phases)
-
-    def _trained_weights(self, key: str, phases: tuple[str, ...] | None) -> Part:
-        """The weights, or their adapters; None for `phases` where they do not wait in the host's memory."""
+    def _policy(self, phases: tuple[Phase, ...] | None) -> Iterator[Part]:
+        """The weights and their adapters; `phases` is None if they do not wait in the host's memory."""
         lora, dtype = self.arch.lora, self.config.model.param_dtype
-        size = self._weights(self.mesh, dtype, trained=True) if lora else 0
+        waits, phases = OFFLOADED * bool(phases), phases or PHASES
+        adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
-        if key == "weights":
-            size = self._weights(self.mesh, dtype) - size
-        else:
-            assert lora is not None
+        yield Part("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
+        if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"
-        return Part(key, size, why + OFFLOADED * bool(phases), phases or PHASES)
+            yield Part("adapters", adapters, why + waits, phases)
 
-    def update_parts(self, sizes: UpdateConfig | CriticConfig, gradient: str, step: str) -> Iterator[Part]:
+    def update_parts(
+        self, sizes: UpdateConfig | CriticConfig, gradient: Phase, step: Phase
+    ) -> Iterator[Part]:
         """The parts that exist only during the update, in its phases `gradient` and `step`."""
         sums = self._weights(self.mesh, "float32", trained=True)
         why = "of adapters, " * bool(self.arch.lora) + "accumulated over micro-batches, in float32"
@@ -218,30 +185,33 @@ class _Plan:
         critic, host = self.config.critic, self.config.offload.critic
         if not critic.enabled:
             return
-        arch = self.arch if critic.path is None else _architecture_at(critic.path, self.arch.vocab_size)
+        arch = self.arch
+        if critic.path is not None:
+            vocab_size = arch.vocab_size if critic.path.startswith(BUILTIN) else None
+            arch = load_architecture(critic.path, vocab_size=vocab_size)
         roles = replace(self.roles, train=self.roles.critic)
         plan = replace(self, arch=replace(arch, head="score"), roles=roles)
         parts = (
-            plan._trained_weights("weights", CRITIC_PHASES if host else None),
-            plan._optimizer_state(self.config.critic_optimizer, host, CRITIC_STEP),
+            *plan._policy(CRITIC_PHASES if host else None),
+            plan._optimizer_state(self.config.critic_optimizer, host, "critic_optimizer_step"),
             *plan.update_parts(critic, *CRITIC_PHASES),
         )
-        yield from (replace(part, key=f"critic_{part.key}", role=CRITIC) for part in parts)
+        yield from (replace(part, key=f"critic_{part.key}", role="critic") for part in parts)
 
     def _reward_model_parts(self) -> Iterator[Part]:
         """The weights of each reward model."""
         dtype, mesh = self.config.model.param_dtype, self.roles.reward.mesh
         host = self.config.offload.reward_models
+        phases = () if host and not self.config.rollout.max_staleness else PHASES
         for number, (entry, path) in enumerate(self.config.reward.models.items(), 1):
             try:
-                own = replace(self, arch=replace(classifier_architecture(path), head="score"))
-                size = own._weights(mesh, dtype)
+                arch = replace(classifier_architecture(path), head="score")
+                size = replace(self, arch=arch)._weights(mesh, dtype)
             except ValueError as error:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
             why = f"{path}: model.param_dtype {dtype} on mesh {mesh}{OFFLOADED * host}"
             key = "reward_model_weights" if number == 1 else f"reward_model_{number}_weights"
-            waits = host and not self.config.rollout.max_staleness
-            yield Part(key, size, why, () if waits else PHASES, REWARD)
+            yield Part(key, size, why, phases, "reward")
 
     def cache(self, sequences: int) -> Part:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
@@ -256,8 +226,7 @@ class _Plan:
             f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
         size = (slots * own + rows * prompt) * self._column_bytes()
-        phases = PHASES if self.config.rollout.max_staleness else (ROLLOUT,)  # the rollout never stops
-        return Part("kv_cache", size, why, phases, ROLLOUT)
+        return Part("kv_cache", size, why, self.sampling_phases, "rollout")
 
     def concurrency(self, fitting: int | None) -> int:
         """Maximum number of sequences that a replica decodes at once, if memory allows `fitting` of them."""
@@ -301,17 +270,16 @@ class _Plan:
 
         With adapters it is the base, with copies of adapters after a warm start or if it follows the policy.
         """
+        config, mesh = self.config, self.roles.reference.mesh
         if self.arch.lora:
-            own = self.config.sft.steps or self.config.update.reference_sync_steps
-            size = self._weights(self.mesh, "float32", trained=True) if own else 0
-            return Part(REFERENCE, size, "the weights of the frozen base" + ", and adapters" * bool(own))
-        model, host, mesh = self.config.model, self.config.offload.reference, self.roles.reference.mesh
-        coefs = {"update.kl_coef": self.config.update.kl_coef, "reward.kl_coef": self.config.reward.kl_coef}
+            copied = config.sft.steps or config.update.reference_sync_steps
+            size = self._weights(self.mesh, "float32", trained=True) if copied else 0
+            return Part("reference", size, "the weights of the frozen base" + ", and adapters" * bool(copied))
+        coefs = {"update.kl_coef": config.update.kl_coef, "reward.kl_coef": config.reward.kl_coef}
         used = " and ".join(f"{key} is {coef:g}" for key, coef in coefs.items() if coef)
-        why = f"{used}; on mesh {mesh}"
-        size = self._weights(mesh, model.param_dtype)
-        phases = () if host else PHASES
-        return Part(REFERENCE, size, why + OFFLOADED * host, phases, REFERENCE)
+        why, host = f"{used}; on mesh {mesh}", config.offload.reference
+        size = self._weights(mesh, config.model.param_dtype)
+        return Part("reference", size, why + OFFLOADED * host, () if host else PHASES, "reference")
 
     def _rollout_weights(self) -> Part:
         """The sampler's copies of the weights, in the dtype of activations except norms.
@@ -322,37 +290,35 @@ class _Plan:
         for that, but the matrices into which adapters are merged are always copies. A rollout worker trains
         nothing, and has a base only with adapters.
         """
-        model, key = self.config.model, "rollout_weights"
-        lag, in_flight = self.config.rollout.max_staleness, self.config.rollout.in_flight
-        same, lora = self.roles.rollout == self.roles.train, self.arch.lora
-        same = same and (bool(lora) or not self.num_workers)
+        model, rollout, lora = self.config.model, self.config.rollout, self.arch.lora
+        lag, key = rollout.max_staleness, "rollout_weights"
+        same = self.roles.rollout == self.roles.train and (bool(lora) or not self.num_workers)
         if same and not lag and not lora and model.dtype == model.param_dtype:
-            return Part(key, 0, "the training weights are used", role=ROLLOUT)
-        merges = bool(lora) and self.config.rollout.lora == "merged"
-        targets = lora.targets if lora and merges else ()
+            return Part(key, 0, "the training weights are used", role="rollout")
+        merges = bool(lora) and rollout.lora == "merged"
+        merged = lora.targets if lora and merges else ()
 
-        def own(path: Any, spec: ParamSpec, place: PartitionSpec) -> int:
-            dtype = model.dtype if len(spec.shape) > 1 else spec.dtype or model.param_dtype
+        def num_bytes(path: Any, spec: ParamSpec, place: PartitionSpec) -> int:
+            trained_in = spec.dtype or model.param_dtype
+            dtype = model.dtype if len(spec.shape) > 1 else trained_in
             frozen = bool(lora) and spec.dtype is None
-            there = same and dtype == (spec.dtype or model.param_dtype) and (frozen or not lag)
-            there = there and not self.config.offload.policy
-            elements = elements_on_device(spec.shape, place, self.rollout_mesh)
-            copied = not there or getattr(path[-1], "key", None) in targets
-            return elements * jnp.dtype(dtype).itemsize if copied else 0
+            there = same and dtype == trained_in and (frozen or not lag) and not self.config.offload.policy
+            if there and getattr(path[-1], "key", None) not in merged:
+                return 0
+            return elements_on_device(spec.shape, place, self.rollout_mesh) * jnp.dtype(dtype).itemsize
 
         arch = replace(self.arch, lora=None) if merges else self.arch
         places = partition(arch, self.rollout_mesh)
-        copied = jax.tree_util.tree_map_with_path(own, param_specs(arch), places, is_leaf=is_spec)
+        sizes = jax.tree_util.tree_map_with_path(num_bytes, param_specs(arch), places, is_leaf=is_spec)
         why = f"model.dtype {model.dtype} on rollout.mesh {self.rollout_mesh}"
         if lora:
-            merged = "adapters merged into copies of their matrices"
-            why = f"{merged if merges else 'base and adapters'}, {why}"
-        copies = 1 + (min(lag, 1) if in_flight else lag)
+            what = "adapters merged into copies of their matrices" if merges else "base and adapters"
+            why = f"{what}, {why}"
+        copies = 1 + (min(lag, 1) if rollout.in_flight else lag)
         if copies > 1:
-            which = "in use and next" if in_flight else "rollout.max_staleness + 1"
+            which = "in use and next" if rollout.in_flight else "rollout.max_staleness + 1"
             why = f"{copies} copies ({which}), each {why}"
-        size = copies * sum(jax.tree.leaves(copied))
-        return Part(key, size, why, PHASES if lag else (ROLLOUT,), ROLLOUT)
+        return Part(key, copies * sum(jax.tree.leaves(sizes)), why, self.sampling_phases, "rollout")
 
     def _merged_for_servers(self) -> Part:
         """The matrices into which adapters are merged before they are published, on the training mesh."""
@@ -364,9 +330,9 @@ class _Plan:
         )
         elements = sum_on_device(specs, shardings, self.mesh)
         why = f"adapters merged into copies of their matrices, model.dtype {dtype}, until servers have them"
-        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, (ROLLOUT,))
+        return Part("merged_weights", elements * jnp.dtype(dtype).itemsize, why, ("rollout",))
 
-    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: str) -> Part:
+    def _optimizer_state(self, config: OptimizerConfig, offloaded: bool, step: Phase) -> Part:
         """The optimizer state: moments are sharded like their parameters, other state is replicated."""
         optimizer, state = _abstract_state(config, self.arch)
         sizes = optax.tree_map_params(
@@ -380,27 +346,20 @@ class _Plan:
         why = f"{config.name}, in float32{moment}{OFFLOADED * offloaded}"
         return Part("optimizer_state", sum(jax.tree.leaves(sizes)), why, (step,) if offloaded else PHASES)
 
-    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: str) -> Part:
+    def _activations(self, sizes: UpdateConfig | CriticConfig, phase: Phase) -> Part:
         """The activations of the largest micro-batch."""
-        model, n = self.config.model, self.config.rollout.n
-        longest = longest_sequence(self.config)
-        prompts = sizes.mini_batch_size or self.config.data.batch_size
+        model, longest = self.config.model, longest_sequence(self.config)
+        sequences = (sizes.mini_batch_size or self.config.data.batch_size) * self.config.rollout.n
         if sizes.micro_batch_size is None:
             assert sizes.max_tokens_per_device is not None, "batch sizes are derived before they come here"
-            tokens = min(sizes.max_tokens_per_device, round_up(prompts * n * longest))
+            tokens = min(sizes.max_tokens_per_device, round_up(sequences * longest))
             words = f"{tokens} tokens"
         else:
-            rows = min(sizes.micro_batch_size, -(-prompts * n // self.mesh.num_data_shards))
+            rows = min(sizes.micro_batch_size, -(-sequences // self.mesh.num_data_shards))
             tokens = rows * round_up(longest)
             words = f"{rows} x {round_up(longest)} tokens"
-        size = activations(
-            self.arch,
-            tokens=tokens,
-            remat=model.remat,
-            dtype=model.dtype,
-            param_dtype=model.param_dtype,
-            mesh=self.mesh,
-        )
+        dtypes = {"dtype": model.dtype, "param_dtype": model.param_dtype}
+        size = activations(self.arch, tokens=tokens, remat=model.remat, mesh=self.mesh, **dtypes)
         layers = f"{size.num_layers} x {in_units(size.kept)} kept (model.remat {model.remat})"
         working = f"the larger of a layer {in_units(size.layer)} and the head {in_units(size.head)}"
         rest = f"gradients not yet accumulated {in_units(size.gradients)}"
@@ -408,60 +367,56 @@ class _Plan:
         return Part("activations", size.total, why, (phase,))
 
     def phase_warnings(self, result: Placement) -> Iterator[str]:
-        """Warnings about phases that need more memory than a device has."""
+        """Warnings about phases that need more memory than a device has, if that is known."""
         memory = result.device_memory
-        assert memory is not None
         for phase, roles, total in result.totals().values():
-            if total > memory:
-                left = ", ".join(_not_fitting(result.parts_of(phase, roles), memory))
-                several = len(result.role_groups) > 1
-                whose = "a rollout worker" if self.num_workers else " and ".join(roles) if several else ""
-                where = "each device" + f" of {whose}" * bool(whose)
-                yield (
-                    f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
-                    f"{in_units(memory)}: {left} do not fit; {self._remedy(phase, roles)}"
-                )
-
-    def cache_warnings(self, result: Placement, fitting: int) -> Iterator[str]:
-        """A warning about a KV cache that is too large, where everything together is not."""
-        memory = result.device_memory
-        assert memory is not None
-        sampling = max(
-            size for phase, roles, size in result.totals().values() if phase == ROLLOUT and ROLLOUT in roles
-        )
-        together = min(self.concurrency(fitting), self._share())
-        if together > fitting and sampling <= memory:
-            most = fitting * self.rollout_mesh.num_data_shards * max(self.num_workers, 1)
-            remedy = (
-                f"set rollout.max_concurrency to {most} or fewer"
-                if most
-                else self._remedy(ROLLOUT, (ROLLOUT,))
-            )
-            replica = "replica of a rollout worker" if self.num_workers else "rollout replica"
+            if memory is None or total <= memory:
+                continue
+            left, excess = memory, []
+            for part in result.parts_of(phase, roles):  # memory is assigned in order
+                left -= part.num_bytes
+                excess += [part.key] * (left < 0 < part.num_bytes)
+            several = len(result.role_groups) > 1
+            whose = "a rollout worker" if self.num_workers else " and ".join(roles) if several else ""
+            where = f"each device of {whose}" if whose else "each device"
             yield (
-                f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for "
-                f"{fitting} sequences on each {replica}, but {together} should decode at once; "
-                f"{remedy}"
+                f"the {phase.replace('_', ' ')} needs {in_units(total)} on {where}, which has "
+                f"{in_units(memory)}: {', '.join(excess)} do not fit; {self._remedy(phase, roles)}"
             )
 
-    def _remedy(self, phase: str, roles: tuple[str, ...]) -> str:
+    def cache_warnings(self, result: Placement, fitting: int | None) -> Iterator[str]:
+        """A warning about a KV cache that is too large, where everything together is not."""
+        totals, together = result.totals().values(), min(self.concurrency(fitting), self._share())
+        sampling = max(size for phase, roles, size in totals if phase == "rollout" and "rollout" in roles)
+        if fitting is None or together <= fitting or sampling > (result.device_memory or 0):
+            return
+        most = fitting * self.rollout_mesh.num_data_shards * max(self.num_workers, 1)
+        remedy = f"set rollout.max_concurrency to {most} or fewer"
+        replica = "replica of a rollout worker" if self.num_workers else "rollout replica"
+        yield (
+            f"the KV cache may use {CACHE_SHARE:g} of the free memory, which is enough for {fitting} "
+            f"sequences on each {replica}, but {together} should decode at once; "
+            f"{remedy if most else self._remedy('rollout', ('rollout',))}"
+        )
+
+    def _remedy(self, phase: Phase, roles: tuple[RoleName, ...]) -> str:
         """What to change if `phase` does not fit into the devices of `roles`."""
-        if not {TRAIN, ROLLOUT} & set(roles):
+        if not {"train", "rollout"} & set(roles):
             places = " and ".join(f"placement.{role}" for role in roles)
             return f"name more devices in {places}, or offload what waits"
-        if phase == ROLLOUT:
-            if self.config.rollout.has_fleet:
-                return "raise fsdp or tp of mesh"
+        if phase == "rollout" and not self.config.rollout.has_fleet:
             meshes = "rollout.mesh" if self.num_workers else "mesh and rollout.mesh"
             sizes = "rollout.max_concurrency, rollout.max_new_tokens or data.max_prompt_length"
             return f"raise fsdp or tp of {meshes}, or lower {sizes}"
-        if phase in (STEP, CRITIC_STEP):
-            return "raise fsdp or tp of mesh, and lower dp if it is more than 1"
-        section = "critic" if phase == CRITIC_GRADIENT else "update"
-        in_rows = (self.config.critic if section == "critic" else self.config.update).micro_batch_size
-        size = "micro_batch_size" if in_rows else "max_tokens_per_device"
-        remat = "" if self.config.model.remat == "layer" else ", or set model.remat to layer"
-        return f"raise fsdp or tp of mesh, or lower {section}.{size}{remat}"
+        remedy = "raise fsdp or tp of mesh"
+        if phase in ("optimizer_step", "critic_optimizer_step"):
+            return f"{remedy}, and lower dp if it is more than 1"
+        if phase in ("gradient", "critic_gradient"):
+            section = "critic" if phase == "critic_gradient" else "update"
+            in_rows = (self.config.critic if section == "critic" else self.config.update).micro_batch_size
+            remedy += f", or lower {section}.{'micro_batch_size' if in_rows else 'max_tokens_per_device'}"
+            remedy += ", or set model.remat to layer" * (self.config.model.remat != "layer")
+        return remedy
 
 
 @lru_cache(maxsize=8)
@@ -469,11 +424,3 @@ def _abstract_state(config: OptimizerConfig, arch: Architecture) -> tuple[optax.
     """The optimizer, and its state as shapes and dtypes; `fit.py` asks for the same few many times."""
     optimizer = build_optimizer(config, total_steps=1)
     return optimizer, jax.eval_shape(optimizer.init, trained_part(abstract_params(arch, jnp.float32), arch))
-
-
-def _not_fitting(parts: list[Part], memory: int) -> Iterator[str]:
-    """The keys of the parts that do not fit into `memory` bytes if memory is assigned in order."""
-    for part in parts:
-        memory -= part.num_bytes
-        if memory < 0 and part.num_bytes:
-            yield part.key
