@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from quatrain.cluster.threads import start_thread
+
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)
 REPEATED_S = 1.0
@@ -79,8 +81,7 @@ class Signals:
             return self
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._thread = threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, reading, name="signals")
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._handle) for number in ours}
         _open = self
@@ -116,7 +117,7 @@ class Signals:
             if first is None:
                 first = now
                 # In a thread of its own: what it prints may have to wait, and a second signal may not.
-                threading.Thread(target=self._on_first, args=(number,), daemon=True).start()
+                start_thread(self._on_first, number, name="first signal")
             elif now - first >= REPEATED_S:
                 self._end(number)
         os.close(reading)

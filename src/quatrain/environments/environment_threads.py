@@ -20,6 +20,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from quatrain.cluster.threads import start_thread
 from quatrain.environments.environment import (
     CLOSED,
     SHOWN_FRAMES,
@@ -32,7 +33,7 @@ from quatrain.environments.environment import (
     faultless,
 )
 from quatrain.environments.load_environment import Environments
-from quatrain.workers.threads import ClosedError, LoopThread, running_future, start_thread
+from quatrain.workers.threads import ClosedError, LoopThread, running_future
 
 logger = logging.getLogger(__name__)
 
