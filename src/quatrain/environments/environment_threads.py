@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -211,14 +212,14 @@ class InThreads:
             self._to_make.put(None)
 
 
+@dataclass(eq=False)
 class _Episode:
     """The environment of an episode; one call at a time uses it, and lets it go when it is closed."""
 
-    def __init__(self) -> None:
-        self.environment: CheckedEnvironment | None = None
-        self.call: _Call | None = None
-        """The call that waits or runs, also if it takes too long."""
-        self.abandoned = False
+    environment: CheckedEnvironment | None = None
+    call: _Call | None = None
+    """The call that waits or runs, also if it takes too long."""
+    abandoned: bool = False
 
     def begun(self) -> CheckedEnvironment:
         """The environment."""
@@ -232,15 +233,17 @@ class _Episode:
             environment.close()
 
 
+@dataclass(eq=False)
 class _Call:
     """A call of a method of an environment."""
 
-    def __init__(self, episode: _Episode, method: str, work: Callable[[_Call], Any]):
-        self.episode, self.method, self.work = episode, method, work
-        self.future: Future[Any] = running_future()
-        self.so_far: Ended | None = None
-        """The result of a call that has only to close the environment."""
-        self.thread: int | None = None
+    episode: _Episode
+    method: str
+    work: Callable[[_Call], Any]
+    future: Future[Any] = field(default_factory=running_future)
+    so_far: Ended | None = None
+    """The result of a call that has only to close the environment."""
+    thread: int | None = None
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""
