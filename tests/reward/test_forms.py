@@ -77,7 +77,7 @@ def test_arguments_are_passed_and_hide_a_column_of_their_name(scorer):
     [
         ("short", {"sclae": 2.0}, "must be parameters of the function: .* has scale=1.0; got sclae; correct"),
         ("bonus", {"size": "big"}, "takes size as float; .*size is 'big'; change it"),
-        ("bonus", {"completions": ["x"]}, "must not have completions, which every call of the function gets"),
+        ("bonus", {"completions": ["x"]}, "must not have completions, which each call of the function gets"),
         ("verl", {"ground_truth": "7"}, "must not have ground_truth"),
         ("later", {}, "must be a plain function; it is asynchronous"),
     ],

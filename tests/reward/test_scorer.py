@@ -187,7 +187,7 @@ def test_token_ids_and_finish_reasons_are_those_of_the_policy(tmp_path):
     scorer = make_scorer(tmp_path, source, "see", "any_of_them", workers=0)
     assert scorer.required_columns == frozenset()
     np.testing.assert_array_equal(scorer.score(rollouts).rewards_per_function, [[2, 3.5], [1, 1]])
-    seen = scorer._functions[0].caller.function.__globals__["seen"]
+    seen = scorer._functions[0].submit.args[0].__globals__["seen"]
     assert seen == [([[1, 3], [6, 7, 8]], ["stop", "length"])]
     assert all(type(token) is int for ids in seen[0][0] for token in ids)
     assert all(type(reason) is str for reason in seen[0][1])

@@ -24,6 +24,7 @@ from typing import Any
 from quatrain.cluster import messages
 from quatrain.cluster.messages import receive, seconds_until, send
 from quatrain.cluster.stop import Agreement
+from quatrain.cluster.threads import start_thread
 
 TOKEN = "QUATRAIN_CLUSTER_TOKEN"
 """The environment variable with the secret that the processes of a run share."""
@@ -291,8 +292,7 @@ class Connections:
         for connection in self._connections.values():
             connection.settimeout(None)
             _keep_alive(connection, silence_s)
-        self._thread = threading.Thread(target=self._read, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._read, name="rendezvous")
 
     def fail(self, message: str) -> None:
         """Tells the other processes that this one has failed, and waits until they have received it."""

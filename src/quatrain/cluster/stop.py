@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from quatrain.cluster.threads import start_thread
+
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 UNHANDLED = (signal.SIG_DFL, signal.default_int_handler)
 REPEATED_S = 1.0
@@ -78,8 +80,7 @@ class Signals:
             return self
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._thread = threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, reading, name="signals")
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: self._in_main(number)) for number in ours
@@ -112,7 +113,7 @@ class Signals:
             if first is None:
                 first = now
                 # In a thread of its own: what it prints may have to wait, and a second signal may not.
-                threading.Thread(target=self._on_first, args=(number,), daemon=True).start()
+                start_thread(self._on_first, number, name="first signal")
             elif now - first >= REPEATED_S:
                 self._end(number)
         os.close(reading)

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
@@ -71,8 +72,8 @@ class Ended(NamedTuple):
 class Environment(Protocol):
     """What answers the model in one episode; every sample has an environment of its own.
 
-    `reset` and `close` may be left out. An environment may also have `get_reward`, without arguments: a
-    number that is added to the rewards of the turns when the episode has ended, whatever ended it.
+    `reset` and `close` may be left out. `get_reward`, without arguments, may be added: its number is added to
+    the rewards of the turns when the episode has ended, whatever ended it.
     """
 
     def reset(self, **columns: Any) -> Sequence[Message] | str | None:
@@ -240,7 +241,10 @@ class CheckedEnvironment:
 
     def _refuse(self, rule: str, came: Any) -> NoReturn:
         """Raises the fault of a value that breaks a rule."""
-        text = f"a value of type {type(came).__name__}" if _is_longer(came, LONGEST_ERROR) else _shown(came)
+        text = f"a value of type {type(came).__name__}"
+        if not _is_longer(came, LONGEST_ERROR):
+            with suppress(Exception):  # of the value's own __repr__
+                text = shown(came)
         raise EnvironmentFault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
 
 
@@ -285,10 +289,9 @@ def with_opening(prompt: PromptText, opening: Opening) -> PromptText:
 
 def told(error: BaseException) -> str:
     """An exception in one line: class, text and place, without secrets; a long text is left out whole."""
-    try:
+    text = ""
+    with suppress(Exception):  # of the exception's own __str__
         text = str(error)
-    except Exception:  # of the exception's own __str__
-        text = ""
     # Whole or not at all: part of a secret cannot be redacted.
     text = redact(text, os.environ) if len(text) <= LONGEST_ERROR else f"a text of {len(text)} characters"
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
@@ -308,10 +311,3 @@ def _is_longer(value: Any, limit: int) -> bool:
             if size <= limit:
                 left += [*part.keys(), *part.values()] if isinstance(part, Mapping) else part
     return size > limit
-
-
-def _shown(value: Any) -> str:
-    try:
-        return shown(value)
-    except Exception:  # of the value's own __repr__
-        return f"a value of type {type(value).__name__}"

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from quatrain.cluster.threads import start_thread
 from quatrain.environments.environment import (
     CLOSED,
     SHOWN_FRAMES,
@@ -32,7 +34,7 @@ from quatrain.environments.environment import (
     faultless,
 )
 from quatrain.environments.load_environment import Environments
-from quatrain.workers.threads import ClosedError, LoopThread, running_future, start_thread
+from quatrain.workers.threads import ClosedError, LoopThread, running_future
 
 logger = logging.getLogger(__name__)
 
@@ -210,14 +212,14 @@ class InThreads:
             self._to_make.put(None)
 
 
+@dataclass(eq=False)
 class _Episode:
     """The environment of an episode; one call at a time uses it, and lets it go when it is closed."""
 
-    def __init__(self) -> None:
-        self.environment: CheckedEnvironment | None = None
-        self.call: _Call | None = None
-        """The call that waits or runs, also if it takes too long."""
-        self.abandoned = False
+    environment: CheckedEnvironment | None = None
+    call: _Call | None = None
+    """The call that waits or runs, also if it takes too long."""
+    abandoned: bool = False
 
     def begun(self) -> CheckedEnvironment:
         """The environment."""
@@ -231,15 +233,17 @@ class _Episode:
             environment.close()
 
 
+@dataclass(eq=False)
 class _Call:
     """A call of a method of an environment."""
 
-    def __init__(self, episode: _Episode, method: str, work: Callable[[_Call], Any]):
-        self.episode, self.method, self.work = episode, method, work
-        self.future: Future[Any] = running_future()
-        self.so_far: Ended | None = None
-        """The result of a call that has only to close the environment."""
-        self.thread: int | None = None
+    episode: _Episode
+    method: str
+    work: Callable[[_Call], Any]
+    future: Future[Any] = field(default_factory=running_future)
+    so_far: Ended | None = None
+    """The result of a call that has only to close the environment."""
+    thread: int | None = None
 
     def settle(self, outcome: Any) -> None:
         """Sets the future, to a result or a fault."""

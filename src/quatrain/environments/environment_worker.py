@@ -29,7 +29,7 @@ def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
         environments = load_environment(specs) if isinstance(specs, str) else load_tools(specs)
     except BaseException as error:  # of the user's module
         text = str(error) if isinstance(error, ValueError) else told(error)
-        return connection.reply(number, value={"refused": text})
+        return connection.reply(number, kind="refused", detail=text)
     connection.reply(number, value={})
     calls = InThreads(environments, settings["timeout_s"], partial(connection.reply, None, hangs=True))
     while True:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.environments.environment import CLOSED, Ended, EnvironmentFault, Opening, Turn
-from quatrain.workers.pool import Failure, kill_all
+from quatrain.environments.environment import CLOSED, Ended, EnvironmentFault, FaultKind, Opening, Turn
+from quatrain.workers.pool import Failure, Kind, kill_all
 from quatrain.workers.process import GRACE_S, WorkerProcess, log_output, not_started, pickled
 from quatrain.workers.threads import ClosedError, LoopThread, running_future
 from quatrain.workers.worker import LOAD_TIMEOUT_S
@@ -93,7 +93,7 @@ class InWorkers:
             self._homes[episode].live.add(episode)
         host = self._homes.get(episode)
         if host is None:  # abandoned before
-            return self._settle(future, operation, Failure("error", "there is no such episode"))
+            return self._settle(future, operation, Failure("crash", "there is no such episode"))
         if operation in ("end", "abandon"):
             del self._homes[episode]
         reply = host.process.call(operation, episode, argument)
@@ -112,8 +112,7 @@ class InWorkers:
         match outcome:
             case Failure(kind, detail):
                 text = f"{self._name}: {'reset' if operation == 'begin' else operation}: {detail}"
-                kind = kind if kind in ("timeout", "error") else "crash"
-                future.set_exception(EnvironmentFault(text, kind))
+                future.set_exception(EnvironmentFault(text, _FAULTS.get(kind, "crash")))
             case {"fault": fault}:
                 future.set_exception(EnvironmentFault(*fault))
             case {"value": value}:
@@ -152,7 +151,7 @@ class _Host:
             answer_s=limit_s,
         )
         late = f"its process did not load it in {LOAD_TIMEOUT_S:g} s, and was ended"
-        self.process.call("load", limit_s=LOAD_TIMEOUT_S, late=late).add_done_callback(self._loaded)
+        self.process.call("load", limit_s=LOAD_TIMEOUT_S, late=late)
 
     def leave(self, episode: int | None) -> None:
         """Forgets an episode; None: a call hangs. Environments that are being closed may still end."""
@@ -161,11 +160,8 @@ class _Host:
         if self.is_retired and not self.live:
             self.process.let_end(self._limit_s)
 
-    def _loaded(self, reply: Future[Any]) -> None:
-        if isinstance(reply.result(), dict) and "refused" in reply.result():
-            self.process.kill(Failure("error", reply.result()["refused"]))
 
-
+_FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}
 _VALUES = {
     "begin": lambda value: tuple(value) if isinstance(value, list) else value,
     "step": lambda value: None if value is None else Turn(tuple(value[0]), value[1], value[2]),

@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.environments.environment import CheckedEnvironment, Opening, Turn, faultless, told
+from quatrain.environments.environment import CheckedEnvironment, Opening, faultless, told
 from quatrain.environments.tools import Tool, Tools
 from quatrain.workers.user_code import find_function, parameters_of
 
@@ -67,11 +67,23 @@ def load_environment(spec: str | Callable[[], Any]) -> Environments:
             "name a function that makes the environment"
         )
     made = None if inspect.isclass(found) and not issubclass(found, Tools) else _made(name, found)
-    form = found if inspect.isclass(found) else type(made)
-    _check_plain(name, form)
+    form: Any = found if inspect.isclass(found) else type(made)
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    for method in ("reset", "step", "get_reward", "close"):
+        if any(kind(getattr(form, method, None)) for kind in kinds):
+            raise ValueError(
+                f"{name} must have methods that return their result when they are called; {method} is "
+                "asynchronous or a generator; write it without async and yield"
+            )
     accepts, required = _columns(form)
     if callable(getattr(form, "step", None)):
-        _check_step(name, form)
+        try:
+            inspect.signature(form.step).bind("self", "completion")
+        except TypeError as error:
+            raise ValueError(
+                f"{name} must have a method step(self, completion); it cannot be called so: {error}; correct "
+                "it"
+            ) from error
         known = made.tools if isinstance(made, Tools) else ()
         return Environments(name, found, known, accepts, required)
     tools = _methods(name, form)
@@ -98,14 +110,9 @@ class ToolMethods:
         self._tools = Tools(*(getattr(made, tool.name) for tool in tools), known=tools)
         self.counts = self._tools.counts
 
-    def reset(self, **columns: Any) -> Opening:
-        """Begins the episode; the object returns text for the end of the prompt, or None."""
-        reset: Callable[..., Opening] = getattr(self._made, "reset", lambda **columns: None)
-        return reset(**columns)
-
-    def step(self, completion: str) -> Turn | None:
-        """The results of the calls in a completion; None if there is no call."""
-        return self._tools.step(completion)
+        self.step = self._tools.step
+        self.reset: Callable[..., Opening] = getattr(made, "reset", lambda **columns: None)
+        self.close: Callable[[], None] = getattr(made, "close", lambda: None)
 
     def get_reward(self) -> Any:
         """The reward of the episode, of which the object keeps account."""
@@ -113,10 +120,6 @@ class ToolMethods:
             return self._made.get_reward()
         reward = getattr(self._made, "reward", 0.0)
         return reward if isinstance(reward, Real) else 0.0
-
-    def close(self) -> None:
-        """Frees what the object holds."""
-        getattr(self._made, "close", lambda: None)()
 
 
 def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -127,25 +130,6 @@ def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
             f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
         )
     return find_function(spec, {}, what)
-
-
-def _check_plain(name: str, form: type) -> None:
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    for method in ("reset", "step", "get_reward", "close"):
-        if any(kind(getattr(form, method, None)) for kind in kinds):
-            raise ValueError(
-                f"{name} must have methods that return their result when they are called; {method} is "
-                "asynchronous or a generator; write it without async and yield"
-            )
-
-
-def _check_step(name: str, form: type) -> None:
-    try:
-        inspect.signature(form.step).bind("self", "completion")  # type: ignore[attr-defined]
-    except TypeError as error:
-        raise ValueError(
-            f"{name} must have a method step(self, completion); it cannot be called so: {error}; correct it"
-        ) from error
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:

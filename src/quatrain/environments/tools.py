@@ -60,7 +60,9 @@ class Tool:
         try:
             schema = get_json_schema(function)
             hints = get_type_hints(function)
-            types = {argument: TypeAdapter(hints[argument]) for argument in _arguments(schema)}
+            types = {
+                name: TypeAdapter(hints[name]) for name in schema["function"]["parameters"]["properties"]
+            }
         except Exception as error:  # the hints are code of the user's
             raise ValueError(
                 "a tool must have a type hint for each argument, and a docstring that describes the function "
@@ -87,11 +89,6 @@ class Tool:
                     f"the argument {name} of {self.name} {rule(error.errors()[0])}; got {shown(value)}"
                 ) from None
         return checked
-
-
-def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments: Mapping[str, Any] = schema["function"]["parameters"]["properties"]
-    return arguments
 
 
 class Tools:
@@ -131,23 +128,27 @@ class Tools:
 
     def _message(self, call: ToolCall) -> dict[str, str]:
         self.counts["tool_calls"] += 1
-        name = call.name if call.name in self._functions else None
-        own_id = f"{CALL_ID[:-5]}{self.counts['tool_calls']:05}"
-        return {
-            "role": "tool",
-            "name": name or "unknown",
-            "tool_call_id": call.id if call.id is not None and _is_id(call.id) else own_id,
-            "content": self._result(call),
-        }
+        name, call_id = call.name if call.name in self._functions else "unknown", call.id or ""
+        if not (len(call_id) == len(CALL_ID) and call_id.isascii() and call_id.isalnum()):
+            call_id = (
+                f"{CALL_ID[:-5]}{self.counts['tool_calls']:05}"  # in the only form that all templates take
+            )
+        return {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._result(call)}
 
     def _result(self, call: ToolCall) -> str:
         try:
-            function, arguments = self._checked(call)
+            if call.problem is not None:
+                raise ValueError(call.problem)
+            tool = next((tool for tool in self.tools if tool.name == call.name), None)
+            if tool is None:
+                names = listed(tool.name for tool in self.tools)
+                raise ValueError(f"there is no tool {shown(call.name)}; the tools are {names}")
+            arguments = tool.checked(call.arguments)
         except ValueError as error:
             self.counts["malformed_calls"] += 1
             return f"Error: {error}"
         try:
-            result = function(**arguments)
+            result = self._functions[tool.name](**arguments)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return _text(result)
@@ -157,27 +158,15 @@ class Tools:
             self.counts["tool_errors"] += 1
             return f"Error: {told(error)}"
 
-    def _checked(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
-        if call.problem is not None:
-            raise ValueError(call.problem)
-        tool = next((tool for tool in self.tools if tool.name == call.name), None)
-        if tool is None:
-            names = listed(tool.name for tool in self.tools)
-            raise ValueError(f"there is no tool {shown(call.name)}; the tools are {names}")
-        return self._functions[tool.name], tool.checked(call.arguments)
-
-
-def _is_id(given: str) -> bool:
-    """Whether the model named the call in the only form that all templates take."""
-    return len(given) == len(CALL_ID) and given.isascii() and given.isalnum()
-
 
 def _text(result: Any) -> str:
-    """A tool's result as text that can be tokenised: as it is, or as JSON."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+    """A tool's result as text that can be tokenised: as it is, or as JSON.
+
+    Of values that JSON does not have, numpy's are lists and numbers, others their text.
+    """
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=plain)
     return text.encode(errors="backslashreplace").decode()  # a model can write half a surrogate pair
-
-
-def _plain(value: Any) -> Any:
-    """For values that JSON does not have: numpy's as lists and numbers, others as their text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from quatrain.cluster.processes import is_main_process
+from quatrain.cluster.threads import start_thread
 from quatrain.parallel.compilations import (
     compile_seconds,
     compiling_for_s,
@@ -269,8 +270,7 @@ def _every_second(call: Callable[[], None]) -> Iterator[None]:
         while not done.wait(1.0):
             call()
 
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
-    thread.start()
+    thread = start_thread(repeat, name="progress")
     try:
         yield
     finally:

@@ -7,19 +7,20 @@ worker process (`workers/pool.py`) or, if it is built in or `reward.workers` is 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from quatrain.reward.functions import RewardFunction
 from quatrain.reward.values import plain_rewards
-from quatrain.types.batches import FAULTS, RolloutBatch
+from quatrain.types.batches import FAULTS, PromptText, RolloutBatch
 from quatrain.workers.pool import Failure, Kind, Pool
 from quatrain.workers.process import pickled
 from quatrain.workers.worker import failure
@@ -40,6 +41,11 @@ READER = "reward functions"
 PerCall = Literal["batch", "group", "sample"]
 Rows = Sequence[int]
 Arguments = Mapping[str, list]
+Submit = Callable[[Arguments, float], Future[Any]]
+"""Calls a reward function, at once or as soon as a worker is free, for at most so many seconds.
+
+The result is what `plain_rewards` returns, or a `Failure`.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,10 @@ class Samples:
     @staticmethod
     def of(rollouts: RolloutBatch) -> Samples:
         """The samples of a batch."""
-        prompts = [p if isinstance(p, str) else [dict(message) for message in p] for p in rollouts.prompts]
         tokens_and_masks = zip(rollouts.input_ids, rollouts.completion_mask, strict=True)
         arguments = {
             **rollouts.columns,
-            "prompts": prompts,
+            "prompts": [plain_prompt(prompt) for prompt in rollouts.prompts],
             "completions": rollouts.completions,
             "completion_ids": [tokens[mask].tolist() for tokens, mask in tokens_and_masks],
             "finish_reasons": rollouts.finish_reason.tolist(),
@@ -109,33 +114,27 @@ class Samples:
         return list(groups.values())
 
 
-class Caller(Protocol):
-    """Calls a reward function; the result of a call is what `plain_rewards` returns, or a failure."""
-
-    @property
-    def most_timeouts(self) -> int:
-        """Calls in a row that may take too long before the function is given up."""
-        ...
-
-    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
-        """Calls the function, at once or as soon as a worker is free; `search`: its limit is SEARCH_S."""
-        ...
-
-
 @dataclass(frozen=True)
 class Function:
     """A reward function, found by `scorer.py`."""
 
     spec: str
     name: str
-    accepts: frozenset[str] | None
+    submit: Submit
+    accepts: frozenset[str] | None = None
     """Names of the arguments that it accepts; None: any."""
-    required_columns: tuple[str, ...]
-    caller: Caller
+    required_columns: tuple[str, ...] = ()
     bound: frozenset[str] = frozenset()
     """Names of the arguments that the configuration gives it."""
     sources: frozenset[str] | None = None
     """Values of the column DATA_SOURCE whose samples it scores; None: all."""
+    most_timeouts: int = 1
+    """Calls in a row that may take too long before it is given up for a batch; none can in this process."""
+
+
+def plain_prompt(prompt: PromptText) -> Any:
+    """A prompt as reward functions get it: a text, or a list of messages."""
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def call_reward(function: RewardFunction, arguments: Arguments) -> Any:
@@ -143,44 +142,31 @@ def call_reward(function: RewardFunction, arguments: Arguments) -> Any:
     return function(**arguments)
 
 
-@dataclass(frozen=True)
-class InProcess:
-    """Calls a function in this process, where it can hang, or end the process."""
+def call_in_process(
+    function: RewardFunction, copies: bool, arguments: Arguments, limit_s: float
+) -> Future[Any]:
+    """Calls a function in this process, where it can hang, or end the process.
 
-    function: RewardFunction
-    copies: bool
-    """Whether it is a user's function, which may change its arguments and return anything."""
-    most_timeouts: int = 1  # which a call in this process cannot have
-
-    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
-        if self.copies:
-            arguments = pickle.loads(pickled(arguments, READER))
-        future: Future[Any | Failure] = Future()
-        try:
-            returned = call_reward(self.function, arguments)
-            future.set_result(plain_rewards(returned) if self.copies else returned)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
-            future.set_result(Failure(*failure(error)))
-        return future
+    `copies`: it is a user's function, which may change its arguments and return anything.
+    """
+    if copies:
+        arguments = pickle.loads(pickled(arguments, READER))
+    future: Future[Any] = Future()
+    try:
+        returned = call_reward(function, arguments)
+        future.set_result(plain_rewards(returned) if copies else returned)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
+        future.set_result(Failure(*failure(error)))
+    return future
 
 
-@dataclass(frozen=True)
-class InWorkers:
+def call_in_workers(
+    pool: Pool, spec: str, timeout_s: float, arguments: Arguments, limit_s: float
+) -> Future[Any]:
     """Calls a function in the workers of a pool, several calls at a time."""
-
-    pool: Pool
-    spec: str
-    timeout_s: float
-
-    @property
-    def most_timeouts(self) -> int:
-        return TIMEOUTS_PER_WORKER * self.pool.num_workers
-
-    def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
-        timeout_s = min(SEARCH_S, self.timeout_s) if search else self.timeout_s
-        return self.pool.submit(self.spec, pickled(arguments, READER), timeout_s)
+    return pool.submit(spec, pickled(arguments, READER), min(limit_s, timeout_s))
 
 
 def score_function(
@@ -211,7 +197,7 @@ def try_function(function: Function, samples: Samples) -> str | None:
     Raises ValueError if it returns the wrong number of values or values that are no numbers.
     """
     arguments = samples.take(range(len(samples)), function)
-    outcome = _outcome(function.caller.submit(arguments, search=False))
+    outcome = _outcome(function.submit(arguments, math.inf))
     if isinstance(outcome, Failure):
         return f"{outcome.kind}: {outcome.detail.strip().splitlines()[-1]}"
     _checked(function, outcome, len(samples))
@@ -232,17 +218,20 @@ class _Scoring:
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
         self._failures: list[Failure] = []
         self._calls: list[_Call] = []
-        self._search = False
+        self._limit_s = math.inf
         self._in_a_row = 0
 
     def run(self, pieces: Sequence[Rows]) -> tuple[np.ndarray, Counter[Kind]]:
         """The values and the failures; `pieces` are the rows of the first calls."""
         while pieces:
-            self._calls = [self._submit(rows) for rows in pieces]
+            self._calls = [
+                _Call(rows, self._function.submit(self._samples.take(rows, self._function), self._limit_s))
+                for rows in pieces
+            ]
             too_long = self._wait()
             pieces = [rows for call in self._calls for rows in self._settled(call)]
-            if too_long and not self._search:
-                self._search, self._in_a_row = True, 0
+            if too_long and self._limit_s > SEARCH_S:
+                self._limit_s, self._in_a_row = SEARCH_S, 0
         errors = Counter(self._kinds.values())
         _report(self._function, self._failures, errors, len(self._samples))
         if self._failures and not errors:  # it failed on several samples, and on none of them alone
@@ -253,10 +242,6 @@ class _Scoring:
         """Cancels the calls that have not begun."""
         for call in self._calls:
             call.future.cancel()
-
-    def _submit(self, rows: Rows) -> _Call:
-        arguments = self._samples.take(rows, self._function)
-        return _Call(rows, self._function.caller.submit(arguments, search=self._search))
 
     def _wait(self) -> bool:
         """Waits for the calls, and cancels those that have not begun once too many in a row took too long.
@@ -272,7 +257,7 @@ class _Scoring:
             late = isinstance(outcome, Failure) and outcome.kind == "timeout"
             too_long |= late
             self._in_a_row = self._in_a_row + 1 if late else 0
-            if self._in_a_row >= self._function.caller.most_timeouts:
+            if self._in_a_row >= self._function.most_timeouts:
                 self.cancel()
         return too_long
 
@@ -283,7 +268,7 @@ class _Scoring:
             self._take(call.rows, outcome)
             return []
         self._failures.append(outcome)
-        if call.future.cancelled() and not self._search:
+        if call.future.cancelled() and self._limit_s > SEARCH_S:
             return [call.rows]
         if len(call.rows) > 1:
             return self._samples.split(call.rows)

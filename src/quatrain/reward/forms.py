@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any
 
-from quatrain.workers.user_code import VARIADIC, check_arguments
+from quatrain.workers.user_code import VARIADIC, check_arguments, signature_of
 
 INPUTS = ("prompts", "completions", "completion_ids", "finish_reasons")
 """Arguments that every call in TRL's form may get, beside the columns."""
@@ -29,7 +29,8 @@ def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -
     name = f"reward function {spec!r}"
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{name} must be a plain function; it is asynchronous (async def); wrap it in one")
-    verl = _is_verl(function)
+    names = (signature_of(function) or {}).keys()
+    verl = "solution_str" in names and not {"completions", "prompts"} & names
     if args:
         inputs = VERL_INPUTS if verl else INPUTS
         check_arguments(
@@ -39,22 +40,9 @@ def prepared(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -
     return _in_lists(function, frozenset(args)) if verl else function
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some callables written in C have no signature
-        return {}
-
-
-def _is_verl(function: Callable[..., Any]) -> bool:
-    return (
-        "solution_str" in (names := _parameters(function).keys()) and not {"completions", "prompts"} & names
-    )
-
-
 def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[..., Any]:
     """A function of one sample as a function of lists; `bound` are arguments with a value."""
-    parameters = _parameters(function)
+    parameters = signature_of(function) or {}
     needed = {
         name: parameter.default is Parameter.empty
         for name, parameter in parameters.items()

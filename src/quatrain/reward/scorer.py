@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quatrain.config.errors import listed
-from quatrain.config.sections.reward import RewardConfig, RewardEntry
+from quatrain.config.sections.reward import RewardConfig
 from quatrain.reward.calls import (
     DATA_SOURCE,
     ERROR_REWARD,
-    Caller,
+    TIMEOUTS_PER_WORKER,
     Function,
-    InProcess,
-    InWorkers,
     Samples,
+    Submit,
+    call_in_process,
+    call_in_workers,
+    plain_prompt,
     score_function,
     try_function,
 )
@@ -80,17 +82,22 @@ _OF_ENVIRONMENT = ("environment_reward", "turn_rewards")
 class RewardScorer:
     """The reward functions and reward models of `config` with their weights.
 
-    `models` are the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
-    needs all processes of a run. `functions` are Python functions for entries of `reward.functions`, by their
-    names there; they are called in this process. `decide` calls its argument and returns the result. In a run
-    of several processes it must do so in one process and broadcast the result
-    (`cluster.processes.decided_by_main`), because users' functions may return different values in different
-    processes; only that process has worker processes. With `episodes`, rollouts bring the columns
-    EPISODE_COLUMNS, which the data need not have. `opening` is what the chat template begins of each answer
-    (`data.chat_template.begun_answer`); None: not known. With `accuracy_beside`, the values are an accuracy
-    instead of rewards, and that scorer's `opening` and worker processes are shared. `close` ends the worker
-    processes; otherwise they end with the scorer or with this process. Raises ValueError if a function cannot
-    be imported or called, and if `models` lacks a reward model.
+    `close` ends the worker processes; otherwise they end with the scorer or with this process. Raises
+    ValueError if a function cannot be imported or called, and if `models` lacks a reward model.
+
+    Args:
+        models: the loaded reward models, one for each entry `model:PATH` (`reward.model`); scoring with them
+            needs all processes of a run.
+        functions: Python functions for entries of `reward.functions`, by their names there; they are called
+            in this process.
+        decide: calls its argument and returns the result; in a run of several processes in one of them, and
+            broadcasts it (`cluster.processes.decided_by_main`), because users' functions may return different
+            values in different processes. Only that process has worker processes.
+        episodes: rollouts bring the columns EPISODE_COLUMNS, which the data need not have.
+        opening: what the chat template begins of each answer (`data.chat_template.begun_answer`); None: not
+            known.
+        accuracy_beside: the values are an accuracy instead of rewards; that scorer's `opening` and worker
+            processes are shared.
     """
 
     def __init__(
@@ -104,7 +111,7 @@ class RewardScorer:
         opening: str | None = None,
         accuracy_beside: RewardScorer | None = None,
     ):
-        self._decide, self._per_call = decide, config.per_call
+        self._decide, self._per_call, self._episodes = decide, config.per_call, episodes
         self.opening: str | None = opening if accuracy_beside is None else accuracy_beside.opening
         missing = config.models.keys() - models.keys()
         if missing:
@@ -112,39 +119,79 @@ class RewardScorer:
                 f"reward models must be loaded before the scorer is made; {', '.join(sorted(missing))} is "
                 "not; pass models=quatrain.reward.model.load_reward_models(…), or use quatrain.build_stages"
             )
-        _check_given(config, functions)
-        names = short_names(config)
-        self._weights = {names[spec]: entry.weight for spec, entry in config.entries.items()}
+        _check_functions(config, functions)
+        names, entries = short_names(config), config.entries
+        self._weights = {names[spec]: entry.weight for spec, entry in entries.items()}
         self._models = {names[spec]: models[spec] for spec in config.models}
         self._sources = {
             names[spec]: frozenset(entry.data_source)
-            for spec, entry in config.entries.items()
+            for spec, entry in entries.items()
             if entry.data_source is not None
         }
         shared = None if accuracy_beside is None else accuracy_beside._pool
         self._pool: Pool | None = shared or _pool(config, names, functions)
         self._owns_pool = shared is None
         try:
-            self._functions = list(_functions(config, names, functions, self._pool, decide, self.opening))
+            self._functions = [
+                self._function(spec, names[spec], config, functions.get(spec))
+                for spec in entries
+                if spec not in config.models
+            ]
         except BaseException:  # also a signal while a module is being imported
             self.close()
             raise
-        needs = {column: f"the reward `{f.name}`" for f in self._functions for column in f.required_columns}
         self._builtin = {f.spec: f for f in self._functions if f.spec not in functions}
-        self._episodes, self._warned_of_unused = episodes, False
-        weighted = config.entries.get(ENVIRONMENT) if episodes and ENVIRONMENT not in functions else None
-        self._environment_weight = weighted.weight if weighted else 0.0
-        self._reads_environment = accuracy_beside is not None or any(
+        weighted = episodes and ENVIRONMENT in entries and ENVIRONMENT not in functions
+        self._environment_weight = entries[ENVIRONMENT].weight if weighted else 0.0
+        self._warns_of_unused = episodes and accuracy_beside is None
+        self._warns_of_unused &= not any(
             name in (f.accepts or f.required_columns) for f in self._functions for name in _OF_ENVIRONMENT
         )
-        if episodes:
-            needs = {column: reward for column, reward in needs.items() if column not in EPISODE_COLUMNS}
+        needs = {
+            column: f"the reward `{f.name}`"
+            for f in self._functions
+            for column in f.required_columns
+            if not (episodes and column in EPISODE_COLUMNS)
+        }
         if self._sources:
             needs[DATA_SOURCE] = f"data_source of the reward `{next(iter(self._sources))}`"
         self.required_by: Mapping[str, str] = MappingProxyType(needs)
         """Data column -> description of a reward function that needs it, for error messages."""
         self.required_columns = frozenset(needs)
         """Data columns that at least one reward function requires."""
+
+    def _function(
+        self, spec: str, name: str, config: RewardConfig, from_python: Callable[..., Any] | None
+    ) -> Function:
+        """A reward function; a user's is called in the pool, or without one in this process."""
+        entry, bound, most_timeouts = config.entries[spec], frozenset(config.entries[spec].args), 1
+        if from_python is not None or self._pool is None or ":" not in spec:
+            is_users = from_python is not None or spec not in BUILTIN_FUNCTIONS
+            if is_users:
+                function = prepared(
+                    from_python or find_function(spec, BUILTIN_FUNCTIONS, WHAT), spec, entry.args
+                )
+            else:
+                function = _builtin(spec, config, self.opening)
+                # A column of the name of a built-in function's limit must not replace the limit.
+                bound |= getattr(function, "keywords", {}).keys()
+            submit: Submit = partial(call_in_process, function, is_users)
+            parameters = parameters_of(function)
+        else:
+            submit = partial(call_in_workers, self._pool, spec, config.timeout_s)
+            most_timeouts = TIMEOUTS_PER_WORKER * self._pool.num_workers
+            parameters = self._decide(partial(_loaded, self._pool, spec))
+        accepts: frozenset[str] | None = None
+        required: tuple[str, ...] = ()
+        if parameters is not None:  # some callables written in C have no signature
+            kinds = {parameter: kind for parameter, kind, _ in parameters}
+            if "POSITIONAL_ONLY" in kinds.values():
+                raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
+            required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
+            if "VAR_KEYWORD" not in kinds.values():
+                accepts = frozenset(p for p, kind in kinds.items() if kind != "VAR_POSITIONAL")
+        sources = self._sources.get(name)
+        return Function(spec, name, submit, accepts, required, bound, sources, most_timeouts)
 
     def close(self) -> None:
         """Ends the worker processes; the scorer must not be used afterwards."""
@@ -175,23 +222,39 @@ class RewardScorer:
     def check_answers(self, name: str, source: PromptSource) -> list[str]:
         """A warning if `correct` abstains on all completions of some prompts of `source`, called `name`.
 
-        Raises ValueError if it abstains on those of all prompts that it is to judge.
+        Raises ValueError if it abstains on those of all prompts that it is to judge. MANY_ANSWERS different
+        answers of a kind that can be judged are, and more until one is; others count as judged.
         """
         judge = self._builtin.get("correct")
         if judge is None:
             return []
-        found = source.tally(_by_answer(judge.sources))
-        judged, _ = found.pop("", (0, 0))
-        if not found:
+        known: dict[str, str] = {}
+
+        def why_not(row: TokenRow) -> str | None:
+            """Why `correct` abstains on a row, "" if it does not, None if it is not to judge it."""
+            source, answer = row.columns.get(DATA_SOURCE), row.columns.get("answer")
+            of_source = judge.sources is None or (isinstance(source, str) and source in judge.sources)
+            if "answer" not in row.columns or not of_source:
+                return None
+            key = repr(answer)
+            if key not in known:
+                if len(known) >= MANY_ANSWERS and "" in known.values() and accepted_answers(answer):
+                    return ""
+                known[key] = why_unjudged(answer) or ""
+            return known[key]
+
+        unjudged = source.tally(why_not)
+        judged, _ = unjudged.pop("", (0, 0))
+        if not unjudged:
             return []
-        kinds = ", ".join(f"{kind}: {count} (row {row})" for kind, (count, row) in found.items())
+        kinds = ", ".join(f"{kind}: {count} (row {row})" for kind, (count, row) in unjudged.items())
         if not judged:
             raise ValueError(
                 f"{name}: `correct` judges by gold answers that are text, numbers, true or false, dates, or "
                 f"lists of right answers; in the column `answer` it can judge by none, which are {kinds}; "
                 "name another column in data.answer_column, convert this one, or leave `correct` out"
             )
-        total = sum(count for count, _ in found.values())
+        total = sum(count for count, _ in unjudged.values())
         return [
             f"{name}: `correct` cannot judge by {total} of {total + judged} values of the column `answer`, "
             f"and abstains on their completions: {kinds}"
@@ -221,26 +284,26 @@ class RewardScorer:
         `completion_ids` are the tokens of MADE_UP. Raises ValueError if a function returns the wrong number
         of values or values that are no numbers. Nothing is called without a prompt.
         """
-        warnings: list[str] = self._decide(lambda: list(self._tried(prompts, list(completion_ids))))
-        return warnings
 
-    def _tried(self, prompts: Mapping[Any, Prompt], completion_ids: list[int]) -> Iterator[str]:
-        for function in self._functions:
-            sources = prompts.keys() if function.sources is None else function.sources
-            prompt = next((prompts[source] for source in prompts if source in sources), None)
-            if prompt is None or function.spec in BUILTIN_FUNCTIONS:
-                continue
-            try:
-                problem = try_function(function, _made_up(prompt, completion_ids, self._episodes))
-            except ValueError as error:
-                raise ValueError(
-                    f"{error} (it was tried on a made-up completion of a training prompt)"
-                ) from None
-            if problem is not None:
-                yield (
-                    f"reward function `{function.name}` fails on a made-up completion of a training prompt "
-                    f"({problem}): every sample on which it fails gets -1"
-                )
+        def tried() -> Iterator[str]:
+            for function in self._functions:
+                sources = prompts.keys() if function.sources is None else function.sources
+                prompt = next((prompts[source] for source in prompts if source in sources), None)
+                if prompt is None or function.spec in BUILTIN_FUNCTIONS:
+                    continue
+                try:
+                    problem = try_function(function, _made_up(prompt, list(completion_ids), self._episodes))
+                except ValueError as error:
+                    made_up = "it was tried on a made-up completion of a training prompt"
+                    raise ValueError(f"{error} ({made_up})") from None
+                if problem is not None:
+                    yield (
+                        f"reward function `{function.name}` fails on a made-up completion of a training "
+                        f"prompt ({problem}): every sample on which it fails gets -1"
+                    )
+
+        warnings: list[str] = self._decide(lambda: list(tried()))
+        return warnings
 
     def check_prompt(self, prompt: PromptText) -> None:
         """Raises ValueError if a reward model cannot score the completions of `prompt`."""
@@ -250,18 +313,15 @@ class RewardScorer:
     def score(self, rollouts: RolloutBatch) -> RewardedBatch:
         """The rollouts with raw rewards per function and their weighted sum.
 
-        If the rollouts have greedy completions as a baseline, these are scored too; errors, abstentions and
-        other counts include theirs.
+        Greedy completions that the rollouts have as a baseline are scored too, and counted with them.
 
-        If a function abstains (returns None) on a sample, its raw reward is NaN and it is left out of the
-        sum; `reward/<name>/abstained` counts these samples. A reward model abstains on a sample that it
-        cannot score (`RewardModel.score`). If a function fails (`pool.Failure`) or returns a value
-        that is not finite, the raw reward of each failing sample is `ERROR_REWARD`, counted in
-        `reward/<name>/errors`. An episode that a fault of its environment ended has the reward `ERROR_REWARD`
-        in all and by each function, none of which is called for it. Raises
-        ValueError if a function returns the wrong number of values or values that are not numbers, if it
-        needs a column that the rollouts lack, and if a column has the name of an argument passed to every
-        reward function (`REWARD_ARGUMENTS`).
+        Where a function abstains (returns None) its raw reward is NaN and left out of the sum, counted in
+        `reward/<name>/abstained`; a reward model abstains on a sample that it cannot score
+        (`RewardModel.score`). Where a function fails (`pool.Failure`) or returns a value that is not finite,
+        the raw reward is ERROR_REWARD, counted in `reward/<name>/errors`. An episode that a fault of its
+        environment ended has ERROR_REWARD in all and by each function; none is called for it. Raises
+        ValueError for a wrong number of values, values that are not numbers, a column that a function needs
+        and the rollouts lack, and a column named like an argument of every function (REWARD_ARGUMENTS).
         """
         for name in REWARD_ARGUMENTS:
             if name in rollouts.columns:
@@ -275,7 +335,8 @@ class RewardScorer:
                 f"{self.required_by[missing[0]]} needs the column `{missing[0]}`; the data has "
                 f"{', '.join(rollouts.columns) or 'none'}"
             )
-        scores = {name: Scores(*each) for name, each in self._decide(lambda: self._called(rollouts)).items()}
+        called = self._decide(lambda: self._called(rollouts))
+        scores = {name: Scores(*fields) for name, fields in called.items()}
         scores |= {name: self._by_model(name, model, rollouts) for name, model in self._models.items()}
         raw = np.array([scores[name].values for name in self._weights], np.float32)
         raw = raw.reshape(len(self._weights), len(rollouts))
@@ -283,14 +344,20 @@ class RewardScorer:
         raw[:, faults] = ERROR_REWARD
         metrics: dict[str, Metric] = {}
         for row, name in zip(raw, self._weights, strict=True):
+            abstained, seconds = int(np.isnan(row).sum()), scores[name].seconds
+            sums = {**scores[name].counts, "abstained": abstained, "seconds": seconds}
             metrics |= describe(f"reward/{name}", row, _STATS)
-            counts: dict[str, float] = {**scores[name].counts, "abstained": int(np.isnan(row).sum())}
-            counts["seconds"] = scores[name].seconds
-            metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in counts.items()}
+            metrics |= {f"reward/{name}/{what}": Metric(n, reduction="sum") for what, n in sums.items()}
         rewards = _weighted_sum(raw, list(self._weights.values()))
         rewards[faults] = ERROR_REWARD
-        self._warn_of_unused(rollouts)
         metrics |= describe("reward", rewards, _STATS)
+        if self._warns_of_unused and any(rollouts.columns["environment_reward"]):
+            self._warns_of_unused = False
+            logger.warning(
+                "the environment gives rewards, and no function of reward.functions asks for the column "
+                f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
+                "for the rewards to count"
+            )
         if self._models:
             seconds = sum(scores[name].seconds for name in self._models)
             metrics["time/reward_models_s"] = Metric(seconds, reduction="sum")
@@ -313,81 +380,43 @@ class RewardScorer:
             environment_weight=self._environment_weight,
         )
 
-    def _warn_of_unused(self, rollouts: RolloutBatch) -> None:
-        """Says once that an environment gives rewards which no function reads."""
-        if not self._episodes or self._reads_environment or self._warned_of_unused:
-            return
-        if any(rollouts.columns["environment_reward"]):
-            self._warned_of_unused = True
-            logger.warning(
-                "the environment gives rewards, and no function of reward.functions asks for the column "
-                f"{' or '.join(_OF_ENVIRONMENT)}; unless one reads it from **columns, add environment: 1.0 "
-                "for the rewards to count"
-            )
-
     def _by_model(self, name: str, model: RewardModel, rollouts: RolloutBatch) -> Scores:
         """The scores of a reward model, which abstains on samples of other sources than its own."""
         scores = model.score(rollouts)
         if name not in self._sources:
             return scores
-        own = np.zeros(len(rollouts), np.bool_)
-        own[Samples.of(rollouts).of_sources(self._sources[name])] = True
-        return scores._replace(values=np.where(own, np.asarray(scores.values, np.float32), np.nan))
+        values = np.full(len(rollouts), np.nan, np.float32)
+        rows = Samples.of(rollouts).of_sources(self._sources[name])
+        values[rows] = np.asarray(scores.values, np.float32)[rows]
+        return scores._replace(values=values)
 
     def _called(self, rollouts: RolloutBatch) -> dict[str, tuple[list[float], dict[str, int], float]]:
         """The fields of the `Scores` of each reward function by its name, JSON-serialisable."""
-        samples = Samples.of(rollouts)
-        called: dict[str, tuple[list[float], dict[str, int], float]] = {}
+        samples, called = Samples.of(rollouts), {}
         for function in self._functions:
             began = time.perf_counter()
             values, errors = score_function(function, samples, self._per_call)
-            kinds = {f"errors/{kind}": count for kind, count in errors.items()}
-            seconds = time.perf_counter() - began
-            called[function.name] = values.tolist(), {"errors": errors.total(), **kinds}, seconds
+            counts = {"errors": errors.total()} | {f"errors/{kind}": n for kind, n in errors.items()}
+            called[function.name] = values.tolist(), counts, time.perf_counter() - began
         return called
 
 
-def _by_answer(sources: frozenset[str] | None) -> Callable[[TokenRow], str | None]:
-    """What gives why `correct` abstains on a row, "" if it does not, and None for rows of other `sources`.
-
-    MANY_ANSWERS different answers of a kind that can be judged are, and more until one is; others count as
-    judged.
-    """
-    known: dict[str, str] = {}
-
-    def kind(row: TokenRow) -> str | None:
-        source, answer = row.columns.get(DATA_SOURCE), row.columns.get("answer")
-        if "answer" not in row.columns or not (
-            sources is None or (isinstance(source, str) and source in sources)
-        ):
-            return None
-        key = repr(answer)
-        if key not in known:
-            if len(known) >= MANY_ANSWERS and "" in known.values() and accepted_answers(answer):
-                return ""
-            known[key] = why_unjudged(answer) or ""
-        return known[key]
-
-    return kind
-
-
 def _made_up(prompt: Prompt, completion_ids: list[int], episodes: bool) -> Samples:
-    text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
-    columns = dict(prompt.columns)
+    text, columns = plain_prompt(prompt.text), dict(prompt.columns)
     if episodes:
         answer = {"role": "assistant", "content": MADE_UP}
         columns |= {"messages": [*text, answer], "environment_reward": 0.0, "turn_rewards": [0.0]}
     arguments = {
-        **{name: [value] for name, value in columns.items()},
-        "prompts": [text],
-        "completions": [MADE_UP],
-        "completion_ids": [completion_ids],
-        "finish_reasons": ["stop"],
+        **columns,
+        "prompts": text,
+        "completions": MADE_UP,
+        "completion_ids": completion_ids,
+        "finish_reasons": "stop",
     }
-    return Samples(arguments, [prompt.group_id])
+    return Samples({name: [value] for name, value in arguments.items()}, [prompt.group_id])
 
 
-def _check_given(config: RewardConfig, functions: Mapping[str, Any]) -> None:
+def _check_functions(config: RewardConfig, functions: Mapping[str, Any]) -> None:
     """Raises ValueError unless functions given from Python are callable and entries of the configuration."""
     for name, function in functions.items():
         if not callable(function):
@@ -398,9 +427,8 @@ def _check_given(config: RewardConfig, functions: Mapping[str, Any]) -> None:
         if name not in config.functions or name in config.models:
             raise ValueError(
                 "a reward function that is given from Python must be an entry of reward.functions, which has "
-                f"its weight; the entries are {listed(config.functions)}, and reward_functions has "
-                f"{name!r}; add "
-                f"it, as load_config(overrides=['reward.functions.{name}=1.0'])"
+                f"its weight; the entries are {listed(config.functions)}, and reward_functions has {name!r}; "
+                f"add it, as load_config(overrides=['reward.functions.{name}=1.0'])"
             )
 
 
@@ -419,7 +447,7 @@ def _pool(
         prepare="quatrain.reward.forms:prepared",
         args={spec: entry.args for spec, entry in config.entries.items()},
         memory_mb=config.memory_mb,
-        on_output=partial(_log_output, names),
+        on_output=lambda spec, text: log_output(logger, f"reward function `{names.get(spec, spec)}`", text),
     )
 
 
@@ -441,53 +469,22 @@ def short_names(config: RewardConfig) -> dict[str, str]:
     return {spec: name if shared[name] == 1 else spec for spec, name in short.items()}
 
 
-def _functions(
-    config: RewardConfig,
-    names: Mapping[str, str],
-    given: Mapping[str, Callable[..., Any]],
-    pool: Pool | None,
-    decide: Decide,
-    opening: str | None,
-) -> Iterator[Function]:
-    """The reward functions of `config`; without a pool, users' functions are called in this process."""
-    for spec, entry in config.entries.items():
-        if spec in config.models:
-            continue
-        caller: Caller
-        if spec in given or pool is None or ":" not in spec:
-            function = given.get(spec) or find_function(spec, BUILTIN_FUNCTIONS, WHAT)
-            own = spec in BUILTIN_FUNCTIONS and spec not in given
-            function = _builtin(spec, config, entry, opening) if own else prepared(function, spec, entry.args)
-            caller = InProcess(function, copies=not own)
-            parameters = parameters_of(function)
-        else:
-            caller = InWorkers(pool, spec, config.timeout_s)
-            parameters = decide(partial(_loaded, pool, spec))
-        yield _function(spec, names[spec], caller, parameters, entry)
-
-
-def _builtin(spec: str, config: RewardConfig, entry: RewardEntry, opening: str | None) -> Callable[..., Any]:
+def _builtin(spec: str, config: RewardConfig, opening: str | None) -> Callable[..., Any]:
     """A built-in function with its arguments; raises ValueError for arguments that it does not have."""
-    function: Callable[..., Any] = BUILTIN_FUNCTIONS[spec]
+    function: Callable[..., Any] = find_function(spec, BUILTIN_FUNCTIONS, WHAT)
+    if args := config.entries[spec].args:
+        has, remedy = "has no arguments of its own", "leave them out"
+        if function is overlong:
+            has = "takes limit and buffer from reward.overlong_limit and reward.overlong_buffer"
+            remedy = "set these keys instead"
+        raise ValueError(f"reward function {spec!r} is built in and {has}; got args {listed(args)}; {remedy}")
     if function is overlong:
         assert config.overlong_limit is not None, "the limit is derived before it comes here"
         assert config.overlong_buffer is not None, "the buffer is derived before it comes here"
-        if entry.args:
-            raise ValueError(
-                f"reward function 'overlong' takes limit and buffer from reward.overlong_limit and "
-                f"reward.overlong_buffer; got args {listed(entry.args)}; set these keys instead"
-            )
         return partial(overlong, limit=config.overlong_limit, buffer=config.overlong_buffer)
     if function is correct:
-        function = partial(graded, timeout_s=config.timeout_s)
-    if entry.args:
-        raise ValueError(
-            f"reward function {spec!r} is built in and has no arguments of its own; got args "
-            f"{listed(entry.args)}; leave them out"
-        )
-    if function in (format_reward, tag_count):
-        return partial(function, opening=opening)
-    return function
+        return partial(graded, timeout_s=config.timeout_s)
+    return partial(function, opening=opening) if function in (format_reward, tag_count) else function
 
 
 def _loaded(pool: Pool, spec: str) -> list[Any] | None:
@@ -503,24 +500,3 @@ def _loaded(pool: Pool, spec: str) -> list[Any] | None:
     if "refused" in reply:
         raise ValueError(reply["refused"])
     return reply["parameters"]
-
-
-def _function(
-    spec: str, name: str, caller: Caller, parameters: Sequence[Any] | None, entry: RewardEntry
-) -> Function:
-    # A column of the name of a built-in function's limit must not replace the limit.
-    bound = frozenset(entry.args) | getattr(getattr(caller, "function", None), "keywords", {}).keys()
-    sources = None if entry.data_source is None else frozenset(entry.data_source)
-    if parameters is None:  # some callables written in C have no signature
-        return Function(spec, name, None, (), caller, bound, sources)
-    kinds = {parameter: kind for parameter, kind, _ in parameters}
-    if "POSITIONAL_ONLY" in kinds.values():
-        raise ValueError(f"{WHAT} {spec!r} takes positional-only arguments; it is called by keyword")
-    required = tuple(p for p, _, needed in parameters if needed and p not in REWARD_ARGUMENTS)
-    named = frozenset(p for p, kind in kinds.items() if kind not in ("VAR_POSITIONAL", "VAR_KEYWORD"))
-    accepts = None if "VAR_KEYWORD" in kinds.values() else named
-    return Function(spec, name, accepts, required, caller, bound, sources)
-
-
-def _log_output(names: Mapping[str, str], spec: str, text: str) -> None:
-    log_output(logger, f"reward function `{names.get(spec, spec)}`", text)

@@ -42,7 +42,7 @@ LONGEST_OUTPUT = 16384
 _READ_BYTES = 65536
 _SCRIPT = Path(__file__).with_name("worker.py")
 
-Kind = Literal["timeout", "crash", "memory", "exit", "error"]
+Kind = Literal["timeout", "crash", "memory", "exit", "refused", "error"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Failure:
     """Why a call has no result.
 
     `timeout`: it took too long. `crash`: a signal ended its process. `exit`: it left with `sys.exit` or
-    `os._exit`. `memory`: it exceeded the memory limit. `error`: it raised another exception.
+    `os._exit`. `memory`: it exceeded the memory limit. `refused`: its process cannot load what it needs.
+    `error`: it raised another exception. The process goes on after an `error` alone.
     """
 
     kind: Kind

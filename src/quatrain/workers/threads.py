@@ -1,4 +1,4 @@
-"""Threads of this process: where the library starts one, it does so here."""
+"""Work in threads of this process: a thread with an event loop, and a function of many items."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from typing import Any, TypeVar
+
+from quatrain.cluster.threads import start_thread
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-def start_thread(target: Callable[..., Any], *args: Any, name: str) -> threading.Thread:
-    """Calls `target(*args)` in a new daemon thread, with the caller's context, which has the run's log.
-
-    Raises RuntimeError if the system has no more threads.
-    """
-    run = copy_context().run
-    thread = threading.Thread(target=run, args=(target, *args), name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def map_in_threads(function: Callable[[T], U], items: Iterable[T], num_threads: int) -> list[U]:

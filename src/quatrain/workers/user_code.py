@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -61,9 +61,12 @@ def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{name}: no such file (looked in {path.parent.absolute()})")
     path = path.resolve()
-    folder = _folder(path.parent)
-    if (loaded := folder.module_of(path)) is not None:
-        return loaded
+    folder = _folders.get(path.parent)
+    if folder is None or any(_stamp(file) != stamp for file, stamp in folder.stamps.items()):
+        folder = _folders[path.parent] = _Folder()
+    for loaded in folder.modules.values():
+        if _file_of(loaded) == path:
+            return loaded
     module_name = "quatrain_user_" + re.sub(r"\W", lambda match: f"_{ord(match[0]):x}_", str(path))
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
@@ -82,34 +85,15 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 @dataclass
 class _Folder:
-    """The modules that were executed from the files in a folder, by the names that they import each other by.
-
-    `stamps` has the time and size of each file when it was executed.
-    """
+    """The modules that were executed from the files in a folder, until one of the files changes."""
 
     modules: dict[str, ModuleType] = field(default_factory=dict)
+    """By the names that they import each other by."""
     stamps: dict[Path, tuple[int, int] | None] = field(default_factory=dict)
-
-    def module_of(self, path: Path) -> ModuleType | None:
-        """The module that was executed from the file `path`; None if it was not."""
-        return next((module for module in self.modules.values() if _file_of(module) == path), None)
-
-    def keep(self, modules: Mapping[str, ModuleType]) -> None:
-        """Remember modules that were executed just now."""
-        self.modules |= modules
-        for file in filter(None, map(_file_of, modules.values())):
-            self.stamps.setdefault(file, _stamp(file))
+    """Time and size of each file when it was executed."""
 
 
 _folders: dict[Path, _Folder] = {}
-
-
-def _folder(path: Path) -> _Folder:
-    """What was executed of the folder `path`; nothing if any of its files has changed since."""
-    known = _folders.get(path)
-    if known is None or any(_stamp(file) != stamp for file, stamp in known.stamps.items()):
-        known = _folders[path] = _Folder()
-    return known
 
 
 def _file_of(module: ModuleType) -> Path | None:
@@ -118,11 +102,10 @@ def _file_of(module: ModuleType) -> Path | None:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
+    with suppress(OSError):
+        status = file.stat()
+        return status.st_mtime_ns, status.st_size
+    return None
 
 
 @contextmanager
@@ -133,11 +116,9 @@ def _neighbours(path: Path, module: ModuleType, known: _Folder) -> Iterator[None
     own, and kept for the other files of this folder.
     """
     folder = path.parent
-    beside = {name: each for name, each in known.modules.items() if name not in sys.modules}
-    if path.stem not in sys.modules:
-        beside.setdefault(path.stem, module)
+    importable = {path.stem: module} | known.modules
     before = set(sys.modules)
-    sys.modules |= beside
+    sys.modules |= {name: value for name, value in importable.items() if name not in before}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -146,9 +127,12 @@ def _neighbours(path: Path, module: ModuleType, known: _Folder) -> Iterator[None
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
         new = set(sys.modules) - before
-        own = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
         # All are found before a package goes, without which its modules cannot be placed.
-        known.keep({module.__name__: module} | {name: sys.modules.pop(name) for name in own})
+        beside = {name for name in new if _lies_in(folder, sys.modules.get(name.partition(".")[0]))}
+        executed = {module.__name__: module} | {name: sys.modules.pop(name) for name in beside}
+        known.modules |= executed
+        for file in filter(None, map(_file_of, executed.values())):
+            known.stamps.setdefault(file, _stamp(file))
 
 
 def _lies_in(folder: Path, module: ModuleType | None) -> bool:
@@ -159,16 +143,21 @@ def _lies_in(folder: Path, module: ModuleType | None) -> bool:
     return file is not None and Path(file).resolve().parent == folder
 
 
-def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] | None:
-    """Name, kind (as in `inspect.Parameter`) and whether it is required, for each parameter of `function`.
+def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function by name; None for callables written in C that have no signature."""
+    with suppress(ValueError, TypeError):
+        return inspect.signature(function).parameters
+    return None
 
-    None for callables written in C that have no signature.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
+
+def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]] | None:
+    """Name, kind (as in `inspect.Parameter`) and whether it is required, for each of `signature_of`."""
+    parameters = signature_of(function)
+    if parameters is None:
         return None
-    return [(p.name, p.kind.name, p.default is p.empty and p.kind not in VARIADIC) for p in parameters]
+    return [
+        (name, p.kind.name, p.default is p.empty and p.kind not in VARIADIC) for name, p in parameters.items()
+    ]
 
 
 def check_arguments(
@@ -184,14 +173,12 @@ def check_arguments(
     `inputs` are arguments that each call brings, and `key` is where `given` comes from, for messages. A
     function with `**kwargs` takes an argument of any name. A callable without a signature is not checked.
     """
-    taken = sorted(set(inputs) & set(given))
-    if taken:
+    if taken := sorted(set(inputs) & set(given)):
         raise ValueError(
-            f"{key} must not have {taken[0]}, which every call of the function gets; leave it out"
+            f"{key} must not have {taken[0]}, which each call of the function gets; leave it out"
         )
-    try:
-        parameters = inspect.signature(function).parameters
-    except (ValueError, TypeError):
+    parameters = signature_of(function)
+    if parameters is None:
         return
     unnamed = (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
     settable = {a: p for a, p in parameters.items() if a not in inputs and p.kind not in unnamed}
@@ -246,14 +233,13 @@ def own_arguments(
 
 def tokens_parameter(function: Callable[..., Any], name: str) -> tuple[str]:
     """The name of the first parameter, which receives the tokens; raises ValueError if there is none."""
-    parameters = list(inspect.signature(function).parameters.values())
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not parameters or parameters[0].kind not in kinds:
-        takes = inspect.signature(function)
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise ValueError(
-            f"{name} must take the tokens as its first argument: (tokens, *, ...); it takes {takes}"
+            f"{name} must take the tokens as its first argument: (tokens, *, ...); it takes {signature}"
         )
-    return (parameters[0].name,)
+    return (first.name,)
 
 
 def _listed(parameters: Mapping[str, inspect.Parameter]) -> str:
