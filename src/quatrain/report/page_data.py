@@ -39,7 +39,8 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     notes: list[str] = []
     rows: list[dict[str, Any]] = []
     config: list[dict[str, Any]] = []
-    plan, hints = None, []
+    hints: list[dict[str, Any]] = []
+    plan = None
     with _noted("metrics.jsonl", notes):
         rows = _metric_rows(folder / "metrics.jsonl", notes)
     if (folder / "config.yaml").exists():
