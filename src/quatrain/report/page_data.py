@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from quatrain.config.dump import by_dotted_key
 from quatrain.config.layers import parse_yaml
 from quatrain.config.schema import Config
 from quatrain.report.hints import read_hints
@@ -120,7 +121,8 @@ def described(names: Sequence[str]) -> dict[str, list[str]]:
 
 def config_rows(text: str) -> list[dict[str, Any]]:
     """Key, value, layer and default of each value in a `config.yaml`; raises ConfigError if it is damaged."""
-    values = dict(_flat(parse_yaml(text, "config.yaml") or {}))
+    content = parse_yaml(text, "config.yaml")
+    values = dict(by_dotted_key(content)) if isinstance(content, dict) else {}
     layers, defaults = dict(_layers(text)), _defaults()
     mappings = {key.rsplit(".", 1)[0] for key in values if key.count(".") == 2}
     left_out = [key for key in defaults if key not in values and key.rsplit(".", 1)[0] in mappings]
@@ -143,15 +145,7 @@ def config_rows(text: str) -> list[dict[str, Any]]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return dict(_flat(Config().model_dump(mode="json")))
-
-
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return dict(by_dotted_key(Config().model_dump(mode="json")))
 
 
 def _layers(text: str) -> Iterator[tuple[str, str]]:
