@@ -1,29 +1,14 @@
-"""Every check and figure that needs an accelerator, in one run and one JSON file.
+"""What `first_gpu_run.py` measures with: shapes of Qwen2.5 with random weights, and the sections of `Bench`.
 
-    python benchmarks/accelerator.py --json accelerator.json
-    python benchmarks/accelerator.py --json more.json --only 'update 0.5B*' --only 'gap*'
-    python benchmarks/accelerator.py --json small.json --small       # tiny shapes, on any machine
-
-Weights are random, of the shapes of Qwen2.5: no model, no tokenizer and no network are needed. Sections:
-
-    limits  the machine's own rates: bfloat16 products of matrices, and copying
-    checks  the tests marked `gpu`
-    decode  in bfloat16, against what memory bandwidth allows: each weight, the cache of each group's prompt
-            and of each sampled token read once a step
-    update  optimizer steps in bfloat16 with each attention that can run here, against the rate of matrix
-            products; recomputation (`--remat`) and padding are not counted as work
-    gap     how far the sampler's log-probabilities are from the trainer's
-
-Shares are of `--bandwidth-tb-s` and `--peak-tflops`, and of the rates measured in the same run.
-Each section tells the seconds that its programs took to compile, which are in no other figure but `seconds`
-and `first_step_s`. One that fails keeps what it had measured, with its error, and the exit status is 1. One
-that would overrun `--budget-s` is not begun, and listed so. The file is written after each section.
+`machine`: the machine's own rates. `checks`: the tests marked `gpu`. `decode`: in bfloat16, against what
+memory bandwidth allows: each weight, the cache of each group's prompt and of each sampled token read once a
+step. `update`: optimizer steps in bfloat16, against the rate of matrix products; recomputation and padding
+are not counted as work. `float32_gap`, `bfloat16_gap`: how far the sampler's log-probabilities are from the
+trainer's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import statistics
@@ -31,9 +16,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -49,11 +33,9 @@ from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
-from quatrain.models.decoder import REMAT
 from quatrain.models.flops import forward_flops
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
-from quatrain.parallel.compilations import COMPILE_EVENT
 from quatrain.types.batches import Prompt, RolloutBatch
 from quatrain.update.cuts import Cut, describe_cuts
 from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
@@ -68,11 +50,6 @@ MODES = (("xla", "shared"), ("cudnn", "shared"), ("tokamax", "shared"), ("xla", 
 """Each attention of the update, with the layouts of sequences that are measured."""
 LARGEST_GAP = 1e-4
 """Of log-probabilities in float32 at the highest precision of products, between sampler and trainer."""
-EXPECTED_S: dict[str, float] = {"limits": 10, "checks": 120, "decode": 80, "update": 60, "gap": 25}
-"""Seconds a section is expected to take, until one of its kind was run."""
-SLOWEST_LISTED_S = 0.2
-"""Programs that compile faster are listed as one."""
-
 Figures = dict[str, Any]
 
 
@@ -152,29 +129,6 @@ class WithoutText:
         return ""
 
 
-class Compilations:
-    """Seconds that each program took to compile, in this process."""
-
-    def __init__(self) -> None:
-        self._programs: list[tuple[str, float]] = []
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
-        if event == COMPILE_EVENT:
-            self._programs.append((str(about.get("fun_name", "program")), duration_secs))
-
-    def take(self) -> dict[str, list[float]]:
-        """Name of a program -> seconds of each of its compilations since this was last asked."""
-        taken: dict[str, list[float]] = {}
-        for name, seconds in self._programs:
-            shown = name if seconds >= SLOWEST_LISTED_S else "all others"
-            taken.setdefault(shown, []).append(round(seconds, 2))
-        self._programs.clear()
-        if "all others" in taken:
-            taken["all others"] = [round(sum(taken["all others"]), 2)]
-        return taken
-
-
 @dataclass
 class Bench:
     """What the sections measure with; `limits` are the machine's own rates, once they are known."""
@@ -188,21 +142,6 @@ class Bench:
     sampled: dict[Architecture, RolloutBatch] = field(default_factory=dict)
     """What `decode` sampled."""
     optimizer: Any = field(default_factory=lambda: build_optimizer(OptimizerConfig(learning_rate=1e-6), 1000))
-
-    def sections(self) -> Iterator[tuple[str, Callable[[Figures], None]]]:
-        """Name and function of each section, the most wanted first; the function fills its figures in."""
-        yield "limits", self.machine
-        yield "checks", self.checks
-        for number, (name, arch) in enumerate(self.scale.shapes.items()):
-            yield f"decode {name}", partial(self.decode, arch)
-            for attention, layout in MODES:
-                yield f"update {name} {attention} {layout}", partial(self.update, arch, attention, layout)
-            if not number:
-                few = replace(arch, num_layers=self.scale.gap_layers)
-                for precision in ("highest", "default"):
-                    shown = f"gap {name} of {few.num_layers} layers, float32 {precision}"
-                    yield shown, partial(self.float32_gap, few, precision)
-            yield f"gap {name} bfloat16", partial(self.bfloat16_gap, arch)
 
     def machine(self, figures: Figures) -> None:
         """Rate of large bfloat16 products of random matrices, and of copying (bytes read and written)."""
@@ -229,13 +168,8 @@ class Bench:
         """Seconds of a decode step of full slots, and the share of what memory bandwidth allows."""
         scale = self.scale
         rounds: list[float] = []
-        engine = _engine(
-            arch,
-            scale.group,
-            scale.new_tokens,
-            "bfloat16",
-            on_progress=lambda _: rounds.append(time.perf_counter()),
-        )
+        told = lambda _: rounds.append(time.perf_counter())  # noqa: E731
+        engine = _engine(arch, scale.group, scale.new_tokens, "bfloat16", told)
         engine.sync_weights(init_params(arch, _key(), jnp.bfloat16), 0)
         prompts = random_prompts(arch, scale.slots // scale.group, scale.prompt_tokens)
         engine.generate(prompts)
@@ -333,13 +267,8 @@ class Bench:
         batch, max_tokens = self.sampled[arch], self.scale.max_tokens
         rows = 2 * (max_tokens // int(batch.lengths.max()))
         params = init_params(arch, _key(), jnp.bfloat16)
-        figures |= describe_gap(
-            PolicySpec(arch, dtype="bfloat16", attention=_attention(arch, "bfloat16")),
-            params,
-            batch,
-            max_tokens,
-            rows,
-        )
+        policy = PolicySpec(arch, dtype="bfloat16", attention=_attention(arch, "bfloat16"))
+        figures |= describe_gap(policy, params, batch, max_tokens, rows)
 
 
 def _shares(rate: float, **limits: float | None) -> dict[str, float]:
@@ -360,18 +289,9 @@ def _engine(
     arch: Architecture, n: int, new_tokens: int, dtype: str, on_progress: Callable[[Any], None] | None = None
 ) -> RolloutEngine:
     """An engine that never meets a stop token; prompts with the attention that `auto` stands for."""
-    attention = _attention(arch, dtype)
-    config = RolloutConfig(n=n, max_new_tokens=new_tokens)
-    return RolloutEngine(
-        arch,
-        config,
-        WithoutText(),
-        stop_ids=(),
-        seed=0,
-        dtype=dtype,
-        attention=attention,
-        on_progress=on_progress,
-    )
+    config, attention = RolloutConfig(n=n, max_new_tokens=new_tokens), _attention(arch, dtype)
+    settings = {"seed": 0, "dtype": dtype, "attention": attention, "on_progress": on_progress}
+    return RolloutEngine(arch, config, WithoutText(), stop_ids=(), **settings)
 
 
 def random_prompts(arch: Architecture, count: int, tokens: int) -> list[Prompt]:
@@ -523,35 +443,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run_sections(
-    sections: Sequence[tuple[str, Callable[[Figures], None]]],
-    *,
-    budget_s: float,
-    began: float,
-    save: Callable[[dict[str, Figures]], None],
-) -> dict[str, Figures]:
-    """Run what fits into `budget_s` since `began`; each section's status, seconds and figures."""
-    compilations, expected = Compilations(), dict(EXPECTED_S)
-    done: dict[str, Figures] = {name: {"status": "not begun"} for name, _ in sections}
-    for name, function in sections:
-        kind = name.split()[0]
-        started = time.monotonic()
-        left = budget_s - (started - began)
-        if expected[kind] > left:
-            done[name]["why"] = f"{max(left, 0):.0f} s are left, {expected[kind]:.0f} s are expected"
-            continue
-        figures: Figures = {}
-        status = attempt(function, figures)
-        seconds = time.monotonic() - started
-        if status["status"] == "done":
-            expected[kind] = seconds
-        done[name] = {**status, "seconds": seconds, **figures, "compile_s": compilations.take()}
-        print(name, json.dumps(done[name], default=_plain), flush=True)
-        save(done)
-    save(done)
-    return done
-
-
 def attempt(function: Callable[[Figures], None], figures: Figures) -> Figures:
     """Run `function`; its status, with the error's first line and place where there was one."""
     try:
@@ -568,44 +459,6 @@ def attempt(function: Callable[[Figures], None], figures: Figures) -> Figures:
     return {"status": "done"}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """NumPy's numbers as Python's, for JSON; what else there may be as text, so that no figure is lost."""
     return value.item() if isinstance(value, np.generic) else str(value)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file the figures are written to")
-    parser.add_argument("--budget-s", type=float, default=450, help="seconds the whole run may take")
-    parser.add_argument("--peak-tflops", type=float, default=790, help="bfloat16 products of the device")
-    parser.add_argument("--bandwidth-tb-s", type=float, default=4.3, help="of the device's memory")
-    parser.add_argument("--remat", choices=REMAT, default="layer", help="of the update")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="sections to run beside limits")
-    parser.add_argument("--small", action="store_true", help="tiny shapes")
-    args = parser.parse_args(arguments)
-    began = time.monotonic()
-    bench = Bench(SMALL if args.small else Scale(), args.peak_tflops, args.bandwidth_tb_s, args.remat)
-    wanted = ["limits", *(args.only or ["*"])]
-    sections = [
-        (name, function)
-        for name, function in bench.sections()
-        if any(fnmatch(name, pattern) for pattern in wanted)
-    ]
-    report = {
-        "device": describe_device(),
-        "peak_tflops": args.peak_tflops,
-        "bandwidth_tb_s": args.bandwidth_tb_s,
-        "remat": args.remat,
-        "small": args.small,
-    }
-
-    def save(done: dict[str, Figures]) -> None:
-        whole = {**report, "seconds": time.monotonic() - began, "sections": done}
-        args.json.write_text(json.dumps(whole, indent=2, default=_plain) + "\n", encoding="utf-8")
-
-    done = run_sections(sections, budget_s=args.budget_s, began=began, save=save)
-    return int(any(section["status"] == "failed" for section in done.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

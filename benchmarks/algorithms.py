@@ -39,7 +39,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -80,42 +79,32 @@ VARIANT_SETTINGS: dict[str, Settings] = {
 """What a variant needs beside its name; those not named here need nothing."""
 
 
-@dataclass(frozen=True)
-class Suite:
-    """What a script trains: variants `KIND/NAME` and their settings beside those of the quickstart."""
-
-    titles: Mapping[str, str]
-    """The title of each kind's table."""
-    settings: Mapping[str, Settings]
-    """Settings by variant, in the order of the tables."""
+TITLES = {
+    "estimator": "Advantage estimators, with the loss `ppo_clip`",
+    "loss": "Policy losses, with `grpo`",
+}
 
 
-def algorithms() -> Suite:
-    """Every built-in advantage estimator, then every built-in loss."""
-    titles = {
-        "estimator": "Advantage estimators, with the loss `ppo_clip`",
-        "loss": "Policy losses, with `grpo`",
+def variants() -> dict[str, Settings]:
+    """The settings of every built-in advantage estimator, then of every built-in loss, by variant."""
+    named = {f"estimator/{name}": {"advantage.estimator": name} for name in ESTIMATORS}
+    named |= {f"loss/{name}": {"update.loss": name} for name in LOSSES}
+    return {
+        name: settings | KIND_SETTINGS[name.partition("/")[0]] | VARIANT_SETTINGS.get(name, {})
+        for name, settings in named.items()
     }
-    named = [(f"estimator/{name}", {"advantage.estimator": name}) for name in ESTIMATORS]
-    named += [(f"loss/{name}", {"update.loss": name}) for name in LOSSES]
-    settings = {
-        name: own | KIND_SETTINGS[name.partition("/")[0]] | VARIANT_SETTINGS.get(name, {})
-        for name, own in named
-    }
-    return Suite(titles, settings)
 
 
-def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    suite = suite or algorithms()
-    names = list(suite.settings)
+    names = list(variants())
     chosen = select(names, args.only)
     added = {} if args.steps is None else {"run.steps": args.steps}
     added |= {setting.key: setting.value for setting in override_layer(args.set)}
     failed = 0
     for seed in range(args.seeds):
         for name in chosen:
-            settings = settings_of(suite, name, seed, added)
+            settings = settings_of(name, seed, added)
             if any(same(row, name, settings) and "error" not in row for row in read_rows(args.out)):
                 continue
             say(f"{name}, seed {seed} …")
@@ -123,10 +112,10 @@ def main(arguments: Sequence[str] | None = None, suite: Suite | None = None) -> 
             append(args.out, row)
             say(f"{name}, seed {seed}: {told(row)}")
             failed += "error" in row
-    wanted = [(name, settings_of(suite, name, seed, added)) for name in names for seed in range(args.seeds)]
+    wanted = [(name, settings_of(name, seed, added)) for name in names for seed in range(args.seeds)]
     rows = latest(read_rows(args.out), wanted)
-    kinds = [kind for kind in suite.titles if any(_kind(row) == kind for row in rows)]
-    print("\n\n".join(table(kind, suite.titles[kind], rows) for kind in kinds))
+    kinds = [kind for kind in TITLES if any(_kind(row) == kind for row in rows)]
+    print("\n\n".join(table(kind, TITLES[kind], rows) for kind in kinds))
     if args.figure is not None:
         if can_plot():
             draw(kinds, rows, args.figure)
@@ -165,10 +154,10 @@ def select(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
     return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
-def settings_of(suite: Suite, name: str, seed: int, added: Mapping[str, Any]) -> Settings:
-    """All settings of a run, by dotted key: the quickstart's, then those of `suite`, then `added`."""
+def settings_of(name: str, seed: int, added: Mapping[str, Any]) -> Settings:
+    """All settings of a run, by dotted key: the quickstart's, then the variant's, then `added`."""
     quickstart = {setting.key: setting.value for setting in file_layer(None)}
-    every = {**quickstart, **COMMON, **suite.settings[name], **added, "seed": seed}
+    every = {**quickstart, **COMMON, **variants()[name], **added, "seed": seed}
     # What JSON gives back, so that the settings in the file compare equal.
     return dict(json.loads(json.dumps(every)))
 

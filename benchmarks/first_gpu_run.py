@@ -15,11 +15,14 @@ OUT/<item>.log, also if it fails or takes too long; OUT/table.txt is written aga
     sampling    milliseconds of drawing a token for each slot
     decode …    decode steps of four layers, under XLA's settings of command buffers (CUDA graphs)
     checks      the tests marked `gpu`
-    update      optimizer steps of the 0.5B shape, with each kernel (`accelerator.py`)
-    rollout     decode of the 1.5B shape with all layers (`accelerator.py`)
+    update      optimizer steps of the 0.5B shape, with each kernel
+    rollout     decode of the 1.5B shape with all layers, and the gap between its log-probabilities and the
+                trainer's
+    gap         that gap in float32, at two precisions of products
     train       training of `--model` by `quatrain train`: seconds of the stages, rates
 
-Weights are random, of the shapes of Qwen2.5, except in `train`. The exit status is 1 if an item failed.
+Weights are random, of the shapes of Qwen2.5, except in `train`. Shares are of `--bandwidth-tb-s` and
+`--peak-tflops`, and of the rates measured in the same process. The exit status is 1 if an item failed.
 """
 
 from __future__ import annotations
@@ -44,13 +47,25 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import accelerator
-from accelerator import ROOT, SMALL, Bench, Figures, NotPossible, Scale, chained, describe_device
+from accelerator import (
+    MODES,
+    ROOT,
+    SMALL,
+    Bench,
+    Figures,
+    NotPossible,
+    Scale,
+    attempt,
+    chained,
+    describe_device,
+)
 
 from quatrain.backend import this_backend
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks
 from quatrain.models.attention.kernels import PLATFORMS, obstacle
 from quatrain.models.attention.probe import probe
+from quatrain.models.decoder import REMAT
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.models.params import num_params
@@ -75,11 +90,18 @@ class Run:
     model: str | None
     data: str | None
     steps: int
+    peak_tflops: float
+    bandwidth_tb_s: float
+    remat: str
 
     @property
     def scale(self) -> Scale:
         """Sizes of shapes."""
         return SMALL if self.small else Scale()
+
+    def bench(self, checks_limit_s: float = 0) -> Bench:
+        """What is measured with, with no rates of the machine yet."""
+        return Bench(self.scale, self.peak_tflops, self.bandwidth_tb_s, self.remat, checks_limit_s)
 
     @property
     def smallest(self) -> Architecture:
@@ -98,7 +120,7 @@ class Item:
 
 def limits(run: Run, figures: Figures) -> None:
     """The machine's own rates."""
-    Bench(run.scale, 1, 1).machine(figures)
+    run.bench().machine(figures)
 
 
 def kernels(run: Run, figures: Figures) -> None:
@@ -220,7 +242,7 @@ def _logits_after_a_draw(
 
 def decode(run: Run, figures: Figures) -> None:
     """Decode steps of four layers of each shape."""
-    bench = Bench(run.scale, 1, 1)
+    bench = run.bench()
     for shape, arch in run.scale.shapes.items():
         found: Figures = {}
         bench.decode(replace(arch, num_layers=min(4, arch.num_layers)), found)
@@ -230,22 +252,38 @@ def decode(run: Run, figures: Figures) -> None:
 
 def checks(run: Run, figures: Figures) -> None:
     """The tests marked `gpu`."""
-    Bench(run.scale, 1, 1, checks_limit_s=200).checks(figures)
+    run.bench(checks_limit_s=200).checks(figures)
 
 
-def sections(run: Run, figures: Figures, pattern: str) -> None:
-    """The sections of `accelerator.py` with this pattern."""
-    path = run.out / f"accelerator_{pattern.split()[0]}.json"
-    shape = list(run.scale.shapes)[-1 if pattern.startswith("update") else 0]
-    budget = str(0.8 * ITEMS[pattern if pattern == "update" else "rollout"].limit_s)
-    only = ["--only", f"{pattern} {shape}*", "--budget-s", budget]
-    arguments = ["--json", str(path), *only, *["--small"] * run.small]
-    status = accelerator.main(arguments)
-    kept = ("status", "seconds_per_step", "share_of_peak", "share_of_bandwidth", "why", "error")
-    for name, section in json.loads(path.read_text("utf-8"))["sections"].items():
-        figures |= {f"{name}: {key}": section[key] for key in kept if key in section}
-    if status:
-        raise RuntimeError("a section failed")
+def update(run: Run, figures: Figures) -> None:
+    """Optimizer steps of the smallest shape with each attention and layout."""
+    bench, failed = run.bench(), []
+    bench.machine(figures)
+    for attention, layout in MODES:
+        name, found = f"{attention} {layout}", dict[str, Any]()
+        status = attempt(partial(bench.update, run.smallest, attention, layout), found)
+        figures |= {f"{name}: {key}": value for key, value in (status | found).items()}
+        if status["status"] == "failed":
+            failed.append(name)
+    if failed:
+        raise RuntimeError(f"no optimizer step with {', '.join(failed)}")
+
+
+def rollout(run: Run, figures: Figures) -> None:
+    """Decode of the first shape, and how far its log-probabilities are from the trainer's."""
+    bench, arch = run.bench(), next(iter(run.scale.shapes.values()))
+    bench.machine(figures)
+    bench.decode(arch, figures)
+    bench.bfloat16_gap(arch, figures)
+
+
+def gap(run: Run, figures: Figures) -> None:
+    """How far log-probabilities in float32 are from the trainer's, of a few layers of the first shape."""
+    bench, arch = run.bench(), next(iter(run.scale.shapes.values()))
+    for precision in ("default", "highest"):
+        found: Figures = {}
+        bench.float32_gap(replace(arch, num_layers=run.scale.gap_layers), precision, found)
+        figures |= {f"{precision}: {key}": value for key, value in found.items()}
 
 
 def train(run: Run, figures: Figures) -> None:
@@ -312,8 +350,9 @@ ITEMS: dict[str, Item] = {
     "sampling": Item(sampling, 60),
     **{f"decode {name}": Item(decode, 120, flags) for name, flags in COMMAND_BUFFERS.items()},
     "checks": Item(checks, 240),
-    "update": Item(partial(sections, pattern="update"), 400),
-    "rollout": Item(partial(sections, pattern="decode"), 300),
+    "update": Item(update, 400),
+    "rollout": Item(rollout, 300),
+    "gap": Item(gap, 200),
     "train": Item(train, 550),
 }
 
@@ -322,7 +361,7 @@ def run_item(name: str, run: Run) -> int:
     """Runs an item in this process and writes its file; 1 if it failed."""
     figures: Figures = {}
     began = time.monotonic()
-    status = accelerator.attempt(partial(ITEMS[name].function, run), figures)
+    status = attempt(partial(ITEMS[name].function, run), figures)
     whole = {"item": name, **status, "seconds": time.monotonic() - began, "device": describe_device()}
     write(run.out, name, {**whole, "figures": figures})
     return int(status["status"] == "failed")
@@ -330,7 +369,7 @@ def run_item(name: str, run: Run) -> int:
 
 def write(out: Path, name: str, report: Figures) -> None:
     """Writes the file of an item."""
-    text = json.dumps(report, indent=2, default=accelerator._plain)
+    text = json.dumps(report, indent=2, default=accelerator.plain)
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -387,9 +426,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="folder or GGUF file of a model, for `train`")
     parser.add_argument("--data", help="a .jsonl file with the columns question and answer, for `train`")
     parser.add_argument("--steps", type=int, default=6, help="training steps of `train`")
+    parser.add_argument("--peak-tflops", type=float, default=790, help="bfloat16 products of the device")
+    parser.add_argument("--bandwidth-tb-s", type=float, default=4.3, help="of the device's memory")
+    parser.add_argument("--remat", choices=REMAT, default="layer", help="of `update`")
     parser.add_argument("--item", choices=list(ITEMS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    run = Run(args.out.resolve(), args.small, args.model, args.data, args.steps)
+    run = Run(
+        args.out.resolve(),
+        *(args.small, args.model, args.data, args.steps, args.peak_tflops, args.bandwidth_tb_s, args.remat),
+    )
     run.out.mkdir(parents=True, exist_ok=True)
     if args.item:
         return run_item(args.item, run)

@@ -5,8 +5,7 @@
 Lengths are exp(Normal(ln 300, 0.8)) clipped to [8, C], C = 4096. The baseline is what a dynamic batch
 without a cap does: A = ceil(total / (C * D)) micro-batches, A * D bins by Karmarkar-Karp on cost.
 
-A second table is of totals around one budget, and beside it the figures of the packer before this one, which
-searched several plans and gave buffers a quarter, a half, three quarters or all of the budget.
+A second table is the mean padding of totals around one budget.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ COLUMNS = {
 
 
 TOTALS = {"0.1 to 0.5": (0.1, 0.5), "0.5 to 4": (0.5, 4.0)}  # budgets of all shards
-BEFORE = {"0.1 to 0.5": 0.306, "0.5 to 4": 0.068}  # mean padding of the packer before this one
 
 
 def log_normal(seed: int, n: int) -> np.ndarray:
@@ -184,10 +182,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object with all rows instead of the table")
     as_json = parser.parse_args().json
     rows = [measure(n, num_shards, draws) for n, draws in SEEDS.items() for num_shards in SHARDS]
-    small = [
-        {"budgets": name, "mean_padding": mean_padding(*ends), "before": BEFORE[name]}
-        for name, ends in TOTALS.items()
-    ]
+    small = [{"budgets": name, "mean_padding": mean_padding(*ends)} for name, ends in TOTALS.items()]
     device = f"{platform.machine()} CPU, {os.cpu_count()} cores, one used"
     if as_json:
         print(
@@ -201,7 +196,7 @@ def main() -> None:
     print("batches > C: draws in which at least one bin is over the cap")
     print("\nmean padding where the total is so many budgets, over one to four shards:")
     for each in small:
-        print(f"{each['budgets']:>12}  {each['mean_padding']:.1%} (the packer before: {each['before']:.1%})")
+        print(f"{each['budgets']:>12}  {each['mean_padding']:.1%}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/scaling.py --case 8:1,8,1 --case 8:1,4,2 --json scaling.json
     python benchmarks/scaling.py --topology v5e:4x4 --case 16:1,16,1     # libtpu installed, no TPU needed
-    python benchmarks/scaling.py --predict
 
 A case is DEVICES:MESH or DEVICES:MESH:ROLLOUT_MESH. Each compiles, in a process with so many simulated
 devices and from abstract arrays of the shape of Qwen2.5-7B, the gradient of one micro-batch, the optimizer
@@ -759,84 +758,6 @@ def table(case: str, parts: dict[str, Any], layers: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Published figures of a device, and what it can send over the links of each axis; per second."""
-
-    mesh: MeshShape
-    rollout: MeshShape
-    flops: float
-    memory: float
-    memory_bandwidth: float
-    links: dict[str, float]
-
-    def seconds(self, sent: Sent) -> float:
-        """That the links are busy, one axis after another."""
-        return sum(value / self.links[axis] for (_, axis), value in sent.items() if axis in self.links)
-
-
-V5E = {"flops": 197e12, "memory": 16e9, "memory_bandwidth": 810e9}
-V4 = {"flops": 275e12, "memory": 32e9, "memory_bandwidth": 1.2e12}
-H100 = {"flops": 989e12, "memory": 80e9, "memory_bandwidth": 3.35e12}
-ICI_LINK, NVLINK, NETWORK_CARD = 45e9, 450e9, 50e9
-"""Bytes per second in one direction. TPUs: "How to Scale Your Model" (Google DeepMind, 2025), its table of
-TPU specifications. H100 SXM: NVIDIA's data sheet (NVLink 900 GB/s both ways, operations without sparsity).
-Network: DGX H100, one 400 Gbit/s card for each GPU."""
-MACHINES = {
-    "v5e-16": Machine(
-        MeshShape(1, 16, 1), MeshShape(4, 1, 4), **V5E, links={"fsdp": 2 * ICI_LINK, "tp": ICI_LINK}
-    ),
-    "v5e-16, tp 4": Machine(
-        MeshShape(1, 4, 4), MeshShape(4, 1, 4), **V5E, links={"fsdp": ICI_LINK, "tp": ICI_LINK}
-    ),
-    "v4-16": Machine(MeshShape(1, 8, 1), MeshShape(8, 1, 1), **V4, links={"fsdp": 3 * ICI_LINK}),
-    "8xH100": Machine(MeshShape(1, 8, 1), MeshShape(8, 1, 1), **H100, links={"fsdp": NVLINK}),
-    "64xH100": Machine(
-        MeshShape(8, 8, 1), MeshShape(64, 1, 1), **H100, links={"fsdp": NVLINK, "dp": NETWORK_CARD}
-    ),
-    "64xH100, fsdp 64": Machine(
-        MeshShape(1, 64, 1), MeshShape(64, 1, 1), **H100, links={"fsdp": 8 * NETWORK_CARD}
-    ),
-}
-"""Neither a 4x4 slice of v5e nor a 2x2x2 of v4 (16 cores, 8 chips) is a closed torus: what comes to a corner
-comes over two or three links. A ring through 8 nodes has the 8 cards of each."""
-
-
-def predict(utilisation: float, tokens: int) -> str:
-    """Markdown: what the formula and published figures come to; nothing of it is measured."""
-    from quatrain.models.flops import forward_flops
-    from quatrain.models.params import num_params
-
-    lines = [
-        f"| | mesh | GB sent, {tokens} tokens | s, links | s, operations | operations take longer from tokens"
-        " | optimizer step: ms, links | state, GB | of GB | decode step: ms, weights | ms, links |",
-        "|---" * 11 + "|",
-    ]
-    for name, machine in MACHINES.items():
-        case = Case(machine.mesh, machine.rollout, NUM_LAYERS, QWEN2_5_7B, tokens=tokens, topology="any")
-        arch, rate = case.arch, machine.flops * utilisation
-        sent = expected(case, "gradient", 0)
-        links = machine.seconds(sent)
-        for_tokens = machine.seconds({key: value for key, value in sent.items() if key[1] == "tp"})
-        operations = 4 * forward_flops(arch, tokens=tokens, keys=512, scored=tokens) / machine.mesh.tp / rate
-        enough = tokens * (links - for_tokens) / max(operations - for_tokens, 1e-9)
-        own = Sizes.of(arch, machine.mesh).own
-        figures = [
-            sum(sent.values()) / 1e9,
-            links,
-            operations,
-            enough,
-            1e3 * machine.seconds(expected(case, "apply", 0)),
-            own * (2 + 4 + 8) / 1e9,
-            machine.memory / 1e9,
-            1e3 * 2 * num_params(arch) / machine.rollout.tp / machine.memory_bandwidth,
-            1e3 * machine.seconds(expected(case, "decode", 0)),
-        ]
-        mesh = ",".join(map(str, machine.mesh))
-        lines.append(f"| {name} | {mesh} | " + " | ".join(f"{figure:,.4g}" for figure in figures) + " |")
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", action="append", metavar="DEVICES:MESH[:ROLLOUT_MESH]")
@@ -848,12 +769,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timeout-s", type=float, default=3600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--predict", action="store_true", help="for machines nobody has run on")
-    parser.add_argument("--utilisation", type=float, default=0.4, help="of the peak, for --predict")
     args = parser.parse_args(argv)
-    if args.predict:
-        print(predict(args.utilisation, args.tokens))
-        return
     if args.child:
         child(json.loads(args.child))
         return

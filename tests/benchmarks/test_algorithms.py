@@ -49,15 +49,15 @@ def test_a_variant_is_trained_once_and_its_result_kept(script, tmp_path, capsys)
 
 
 def test_every_name_of_the_schema_is_a_variant(script):
-    names = list(script.algorithms().settings)
+    names = list(script.variants())
     assert {"estimator/grpo", "loss/ppo_clip"} <= set(names)
     assert len(names) == len(set(names)) == len(ESTIMATORS) + len(LOSSES)
     assert set(script.VARIANT_SETTINGS) <= set(names)
 
 
 def test_the_settings_of_every_variant_are_a_valid_configuration(script):
-    for name in list(script.algorithms().settings):
-        settings = script.settings_of(script.algorithms(), name, 2, {"run.steps": 7})
+    for name in list(script.variants()):
+        settings = script.settings_of(name, 2, {"run.steps": 7})
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         config = load_config(None, overrides, environ={}).config
         kind, _, algorithm = name.partition("/")
@@ -68,9 +68,7 @@ def test_the_settings_of_every_variant_are_a_valid_configuration(script):
 
 
 def test_settings_added_last_win(script):
-    settings = script.settings_of(
-        script.algorithms(), "estimator/gae", 0, {"critic_optimizer.learning_rate": 1e-4}
-    )
+    settings = script.settings_of("estimator/gae", 0, {"critic_optimizer.learning_rate": 1e-4})
     assert settings["critic_optimizer.learning_rate"] == 1e-4
     assert settings == json.loads(json.dumps(settings)) == yaml.safe_load(json.dumps(settings))
 

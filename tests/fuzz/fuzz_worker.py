@@ -1,6 +1,6 @@
 """Runs inputs through `fuzz_targets.py`, and says what became of each.
 
-Used by the tests and by `benchmarks/chaos.py`.
+Used by the tests.
 """
 
 from __future__ import annotations

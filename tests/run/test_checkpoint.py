@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from damage import damage
 
 from quatrain.run.checkpoint import Checkpointer, DamagedCheckpoint, NonFiniteState
 
@@ -190,9 +191,9 @@ def two(tmp_path_factory):
     return folder
 
 
-def damaged_copies(two, tmp_path, load_script, count):
+def damaged_copies(two, tmp_path, count):
     """`count` copies of `two`, in each of which one file of step 2 is damaged, and what was done to it."""
-    damage, rng = load_script("damage").damage, random.Random(0)
+    rng = random.Random(0)
     for number in range(count):
         folder = tmp_path / "checkpoints"
         shutil.rmtree(folder, ignore_errors=True)
@@ -210,10 +211,10 @@ def _damage_arrays(folder):
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.slow)])
-def test_damage_is_found_and_the_checkpoint_before_is_used(two, tmp_path, load_script, caplog, count):
+def test_damage_is_found_and_the_checkpoint_before_is_used(two, tmp_path, caplog, count):
     """Damage that changes nothing that was saved may be passed over."""
     found = []
-    for folder, what in damaged_copies(two, tmp_path, load_script, count):
+    for folder, what in damaged_copies(two, tmp_path, count):
         caplog.clear()
         step, restored, host = Checkpointer(folder).restore(abstract(some_state()))
         same_bits(restored, some_state(step))

@@ -229,9 +229,7 @@ def test_rewinding_is_counted_and_logged(tmp_path, caplog):
         file.write(step, {})
     with caplog.at_level(logging.WARNING, "quatrain"):
         assert run.rewind(1) == 2
-    assert caplog.messages == [
-        "2 lines after step 1 removed from metrics.jsonl, kept in metrics.discarded.jsonl"
-    ]
+    assert caplog.messages == ["2 lines of metrics after step 1 are now in metrics.discarded.jsonl"]
     assert [row["step"] for row in read_metrics(run.metrics)] == [0, 1]
 
 

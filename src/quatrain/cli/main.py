@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +142,12 @@ def train(
         from quatrain.loop.train import train as run
 
         if dry_run:
-            _rehearse(resolved)
+            from quatrain.loop.train import dry_run as check
+
+            plan, warnings = check(resolved)
+            typer.echo(plan)
+            for warning in warnings:
+                _complain("warning", warning)
         else:
             run(resolved, resume=resume)
 
@@ -292,18 +298,32 @@ def plan(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
     resolved = _resolve(config, set_)
-    if fit:
-        assert device_memory is not None
-        _print_fits(config, set_, devices, processes, device_memory, as_json)
-        return
-    if params:
-        _print_placement(resolved, config, set_, devices, processes, device_memory, as_json)
-        return
-    from quatrain.plan.batches import plan as plan_batches
-    from quatrain.plan.batches import render
+    if not (params or fit):
+        from quatrain.plan.batches import plan as plan_batches
+        from quatrain.plan.batches import render
 
-    batch_plan = plan_batches(resolved.config, devices=devices, processes=processes)
-    typer.echo(json.dumps(batch_plan.to_dict(), indent=2) if as_json else render(batch_plan))
+        batches = plan_batches(resolved.config, devices=devices, processes=processes)
+        typer.echo(json.dumps(batches.to_dict(), indent=2) if as_json else render(batches))
+        return
+    from quatrain.config.load import load_config
+    from quatrain.plan import device_memory as report
+    from quatrain.plan import fit as fits
+    from quatrain.plan.placement import placement
+
+    def with_further(overrides: Sequence[str]) -> Config:
+        return load_config(config, [*(set_ or ()), *overrides], os.environ).config
+
+    memory = None if device_memory is None else report.parse_bytes(device_memory)
+    if fit:
+        assert memory is not None
+        found = fits.fit(with_further, devices=devices, processes=processes, device_memory=memory)
+        typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fits.render(found))
+        return
+    placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
+    if memory is not None and placed.largest > memory:
+        remedy = fits.remedy(with_further, placed, devices=devices, processes=processes)
+        placed = replace(placed, remedy=remedy)
+    typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
 
 
 @app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run exported/ --step 50"))
@@ -516,7 +536,7 @@ def _one_configuration(resolved: Resolved) -> Resolved:
     """
     from quatrain.cluster.processes import assert_same, gather_objects
     from quatrain.config.derive import value_at
-    from quatrain.config.dump import plain
+    from quatrain.config.dump import by_dotted_key, plain
     from quatrain.config.load import DERIVED
 
     derived = {key for key, layer in resolved.provenance.items() if layer == DERIVED}
@@ -528,16 +548,8 @@ def _one_configuration(resolved: Resolved) -> Resolved:
             agreed = getattr(config, section).model_copy(update={name: value})
             config = config.model_copy(update={section: agreed})
     resolved = replace(resolved, config=config)
-    assert_same("configuration", dict(_by_key(plain(resolved))))
+    assert_same("configuration", dict(by_dotted_key(plain(resolved))))
     return resolved
-
-
-def _by_key(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _by_key(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
@@ -546,16 +558,13 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     The file is None if `auto` finds no run. The value is the path of that folder; for a run without a
     checkpoint it stays `auto`, which starts the run again.
     """
-    from quatrain.config.environment import load_dotenv
-    from quatrain.config.load import load_config
-
-    load_dotenv(os.environ)
-    # Other overrides may need the run's own configuration to be valid.
-    where = [each for each in overrides or () if each.partition("=")[0].strip().split(".")[0] == "run"]
-    settings = load_config(None, where, os.environ)
-    runs = Path(settings.config.run.dir)
     from quatrain.run.run_dir import auto_run, checkpoint_steps, find_run
 
+    # Other overrides may need the run's own configuration to be valid.
+    settings = _run_settings(
+        [each for each in overrides or () if re.split(r"[.=]", each)[0].strip() == "run"]
+    )
+    runs = Path(settings.config.run.dir)
     if run == "auto":
         folder = auto_run(runs, settings.config.run.name or "", settings.chose("run.name"))
         if folder is None or not (folder / "config.yaml").is_file():
@@ -575,81 +584,32 @@ def _run_to_evaluate(run: Path, overrides: list[str] | None) -> tuple[Path, list
             f"a folder that is evaluated must be that of a run: {run} has no config.yaml; for a model's "
             f"folder, give a CONFIG.yaml and --set model.path={run}"
         )
-    given = [override.partition("=")[0].strip() for override in overrides or ()]
-    if not final.is_dir() and "model.path" not in given:
+    overrides = overrides or []
+    if any(override.partition("=")[0].strip() == "model.path" for override in overrides):
+        return config, overrides
+    if not final.is_dir():
         raise ValueError(
             f"{run} has no final/: the run did not come to its end; export a checkpoint with "
             f"`quatrain export {run} OUTPUT`, and give --set model.path=OUTPUT"
         )
     model = [f"{key}={json.dumps(str(final))}" for key in ("model.path", "model.tokenizer")]
-    return config, [*(() if "model.path" in given else model), *(overrides or ())]
+    return config, [*model, *overrides]
 
 
-def _print_placement(
-    resolved: Resolved,
-    path: Path | None,
-    overrides: list[str] | None,
-    devices: int,
-    processes: int,
-    device_memory: str | None,
-    as_json: bool,
-) -> None:
-    from quatrain.plan import device_memory as report
-    from quatrain.plan import fit
-    from quatrain.plan.placement import placement
-
-    memory = None if device_memory is None else report.parse_bytes(device_memory)
-    placed = placement(resolved.config, devices=devices, processes=processes, device_memory=memory)
-    if memory is not None and placed.largest > memory:
-        sentence = fit.remedy(_with_further(path, overrides), placed, devices=devices, processes=processes)
-        placed = replace(placed, remedy=sentence)
-    typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
-
-
-def _with_further(path: Path | None, overrides: list[str] | None) -> Callable[[Sequence[str]], Config]:
-    """The configuration with further overrides."""
+def _run_settings(overrides: list[str]) -> Resolved:
+    """The configuration without a file, for `run.dir` and `run.name`."""
+    from quatrain.config.environment import load_dotenv
     from quatrain.config.load import load_config
 
-    return lambda further: load_config(path, [*(overrides or ()), *further], os.environ).config
-
-
-def _print_fits(
-    path: Path | None,
-    overrides: list[str] | None,
-    devices: int,
-    processes: int,
-    device_memory: str,
-    as_json: bool,
-) -> None:
-    from quatrain.plan import fit
-    from quatrain.plan.device_memory import parse_bytes
-
-    found = fit.fit(
-        _with_further(path, overrides),
-        devices=devices,
-        processes=processes,
-        device_memory=parse_bytes(device_memory),
-    )
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else fit.render(found))
-
-
-def _rehearse(resolved: Resolved) -> None:
-    from quatrain.loop.train import dry_run
-
-    plan, warnings = dry_run(resolved)
-    typer.echo(plan)
-    for warning in warnings:
-        _complain("warning", warning)
+    load_dotenv(os.environ)
+    return load_config(None, overrides, os.environ)
 
 
 def _run_folders(runs: list[str]) -> list[Path]:
     """The folders of `runs`, each a path or a name under `run.dir`."""
-    from quatrain.config.environment import load_dotenv
-    from quatrain.config.load import load_config
     from quatrain.run.run_dir import find_run
 
-    load_dotenv(os.environ)
-    root = Path(load_config(None, (), os.environ).config.run.dir)
+    root = Path(_run_settings([]).config.run.dir)
     return [find_run(run, root) for run in runs]
 
 

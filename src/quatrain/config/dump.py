@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -43,6 +43,15 @@ def plain(resolved: Resolved) -> dict[str, Any]:
     """The configuration as JSON values; secrets are redacted."""
     values: dict[str, Any] = redact_values(resolved.config.model_dump(mode="json"), os.environ)
     return values
+
+
+def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each value in nested mappings; an empty mapping is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from by_dotted_key(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, depth: int) -> Iterator[str]:

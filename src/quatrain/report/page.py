@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,20 +24,11 @@ from typing import Any
 import jinja2
 
 from quatrain.report.page_data import described, differing, run_data, run_stamp
-from quatrain.report.page_samples import CAP_BYTES, EVAL, STEP, SampleFiles, pack
+from quatrain.report.page_samples import CAP_BYTES, SampleFiles, pack
 
 ASSETS = Path(__file__).with_name("assets")
-SCRIPTS = (
-    "data.js",
-    "charts.js",
-    "curves.js",
-    "text.js",
-    "episodes.js",
-    "completions.js",
-    "evaluation.js",
-    "tables.js",
-    "main.js",
-)
+_ORDER = ("data", "charts", "curves", "text", "episodes", "completions", "evaluation", "tables", "main")
+SCRIPTS = tuple(f"{name}.js" for name in _ORDER)
 SHARE = 20
 """`due` waits for this many times the seconds that the last writing took, which bounds its share of a run."""
 _CHUNKS = "<!--chunks-->"
@@ -52,15 +43,11 @@ class Page:
 
     def __init__(self, folders: Sequence[Path], *, capped: bool = True, keep_packed: bool = True):
         self._folders = list(folders)
+        caps = {kind: cap if capped else math.inf for kind, cap in CAP_BYTES.items()}
         self._samples = [
             {
-                kind: SampleFiles(
-                    folder,
-                    kind,
-                    cap_bytes=CAP_BYTES[kind] if capped else math.inf,
-                    keep_packed=keep_packed,
-                )
-                for kind in (STEP, EVAL)
+                kind: SampleFiles(folder, kind, cap_bytes=cap, keep_packed=keep_packed)
+                for kind, cap in caps.items()
             }
             for folder in self._folders
         ]
@@ -76,13 +63,15 @@ class Page:
         begin = time.monotonic()
         try:
             head, tail = shell(", ".join(folder.resolve().name for folder in self._folders)).split(_CHUNKS)
-            data = pack(self.data(ended=ended))
             draft = output.with_name(f".{output.name}.{os.getpid()}.draft")
             try:
                 with draft.open("wb") as file:
                     file.write(head.encode(errors="replace"))
-                    file.write(_element("data", data))
-                    file.writelines(_element(name, packed) for name, packed in self._chunks())
+                    file.write(_element("data", pack(self.data(ended=ended))))
+                    for i, samples in enumerate(self._samples):
+                        for kind, files in samples.items():
+                            for step, packed in files.packed():
+                                file.write(_element(f"{i}-{kind}-{step}", packed))
                     file.write(tail.encode())
                 os.replace(draft, output)
             finally:
@@ -117,26 +106,15 @@ class Page:
         """A text that changes when a file that the page shows does."""
         return repr([run_stamp(folder) for folder in self._folders])
 
-    def _chunks(self) -> Iterator[tuple[str, bytes]]:
-        for i, samples in enumerate(self._samples):
-            for kind, files in samples.items():
-                for step, packed in files.packed():
-                    yield f"{i}-{kind}-{step}", packed
-
 
 def shell(title: str, *, live: bool = False) -> str:
     """The page without data. A live page may fetch data from where it came from, others may not fetch."""
     parts = _assets()
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {_source(parts['uplot_js'])} {_source(parts['script'])}",
-            f"style-src {_source(parts['style'])}",
-            "img-src data:",
-            "connect-src 'self'" if live else "connect-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    source = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {_source(parts['uplot_js'])} {_source(parts['script'])}; "
+        f"style-src {_source(parts['style'])}; img-src data:; connect-src {source}; "
+        "base-uri 'none'; form-action 'none'"
     )
     return _template().render(title=title, policy=policy, live=live, chunks=_CHUNKS, **parts)
 

@@ -11,15 +11,17 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from quatrain.config.dump import by_dotted_key
 from quatrain.config.layers import parse_yaml
 from quatrain.config.schema import Config
+from quatrain.report.hints import read_hints
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
 from quatrain.run.catalogue import CATALOGUE, pattern_of
 from quatrain.run.metrics import read_metrics
@@ -28,7 +30,6 @@ from quatrain.run.samples import plain_json
 
 RUNNING, FINISHED, ENDED = "running", "finished", "not finished"
 UNSET = "not set"
-_DERIVED = ("default", "derived")
 
 
 def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
@@ -37,8 +38,22 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     `ended`: the process that writes the run has done its work, although it is still alive.
     """
     notes: list[str] = []
-    rows = _metric_rows(folder, notes)
-    config = _config(folder, notes)
+    rows: list[dict[str, Any]] = []
+    config: list[dict[str, Any]] = []
+    hints: list[dict[str, Any]] = []
+    plan = None
+    with _noted("metrics.jsonl", notes):
+        rows = _metric_rows(folder / "metrics.jsonl", notes)
+    if (folder / "config.yaml").exists():
+        with _noted("config.yaml", notes):
+            config = config_rows((folder / "config.yaml").read_text("utf-8", errors="replace"))
+    else:
+        notes.append("the run has no config.yaml")
+    with _noted("plan.json", notes):
+        plan = _plan(json.loads((folder / "plan.json").read_text("utf-8")))
+    with _noted("hints.jsonl", notes):
+        hints, num_damaged = read_hints(folder / "hints.jsonl")
+        notes += ["a damaged line of hints.jsonl was skipped"] * num_damaged
     last_step = rows[-1]["step"] if rows else None
     total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
     return {
@@ -49,10 +64,21 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
         "updated": _updated(folder),
         **columns(rows),
         "config": config,
-        "plan": _plan(folder, notes),
-        "hints": _hints(folder, notes),
+        "plan": plan,
+        "hints": hints,
         "notes": notes,
     }
+
+
+@contextmanager
+def _noted(name: str, notes: list[str]) -> Iterator[None]:
+    """The block reads the file `name`: without the file it does nothing, and a damaged one costs a note."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+        notes.append(f"{name} could not be read: {error}")
 
 
 def run_stamp(folder: Path) -> list[Any]:
@@ -72,14 +98,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     non_finite: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         for name, value in row.items():
-            if name in ("step", "non_finite"):
-                continue
-            values = names.get(name)
-            if values is None:
-                values = names[name] = [None] * len(rows)
-            values[i] = number(value)
-            if value is None:
-                non_finite.setdefault(name, []).append(row["step"])
+            if name not in ("step", "non_finite"):
+                names.setdefault(name, [None] * len(rows))[i] = number(value)
+                if value is None:
+                    non_finite.setdefault(name, []).append(row["step"])
     return {"steps": [row["step"] for row in rows], "metrics": names, "non_finite": non_finite}
 
 
@@ -93,53 +115,37 @@ def differing(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
 
 def described(names: Sequence[str]) -> dict[str, list[str]]:
     """[unit, meaning] of each metric that the catalogue lists."""
-    found = {name: pattern_of(name) for name in names}
-    return {
-        name: [CATALOGUE[pattern].unit, CATALOGUE[pattern].meaning]
-        for name, pattern in found.items()
-        if pattern is not None
-    }
+    listed = [(name, CATALOGUE[pattern]) for name in names if (pattern := pattern_of(name)) is not None]
+    return {name: [metric.unit, metric.meaning] for name, metric in listed}
 
 
 def config_rows(text: str) -> list[dict[str, Any]]:
     """Key, value, layer and default of each value in a `config.yaml`; raises ConfigError if it is damaged."""
-    values = dict(_flat(parse_yaml(text, "config.yaml") or {}))
-    layers = dict(_layers(text))
-    defaults = _defaults()
+    content = parse_yaml(text, "config.yaml")
+    values = dict(by_dotted_key(content)) if isinstance(content, dict) else {}
+    layers, defaults = dict(_layers(text)), _defaults()
+    mappings = {key.rsplit(".", 1)[0] for key in values if key.count(".") == 2}
+    left_out = [key for key in defaults if key not in values and key.rsplit(".", 1)[0] in mappings]
     rows = []
-    for key, value in values.items():
-        default = defaults.get(key, UNSET)
-        layer = layers.get(key, "")
+    for key, value in (*values.items(), *((key, UNSET) for key in left_out)):
+        default, layer = defaults.get(key, UNSET), layers.get(key, "")
+        differs, derived = value != default, layer in ("default", "derived")
         rows.append(
             {
                 "key": key,
                 "value": plain_json(value),
                 "layer": layer,
                 "default": default,
-                "changed": value != default and layer not in _DERIVED,
-                "derived": value != default and layer in _DERIVED,
+                "changed": differs and not derived,
+                "derived": differs and derived,
             }
         )
-    mappings = {key.rsplit(".", 1)[0] for key in values if key.count(".") == 2}
-    gone = [key for key in defaults if key not in values and key.rsplit(".", 1)[0] in mappings]
-    rows += [
-        {"key": key, "value": UNSET, "layer": "", "default": defaults[key], "changed": True, "derived": False}
-        for key in gone
-    ]
     return rows
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return dict(_flat(Config().model_dump(mode="json")))
-
-
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return dict(by_dotted_key(Config().model_dump(mode="json")))
 
 
 def _layers(text: str) -> Iterator[tuple[str, str]]:
@@ -162,76 +168,23 @@ def _layers(text: str) -> Iterator[tuple[str, str]]:
         yield from walk(root, "")
 
 
-def _metric_rows(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    try:
-        rows = read_metrics(path)
-        num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
-    except OSError as error:
-        notes.append(f"metrics.jsonl could not be read: {error}")
-        return []
-    if num_lines > len(rows):
-        notes.append(f"lines of metrics.jsonl that hold no whole row, skipped: {num_lines - len(rows)}")
+def _metric_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    rows = read_metrics(path)
+    num_skipped = (len(path.read_bytes().splitlines()) if path.exists() else 0) - len(rows)
+    if num_skipped > 0:
+        notes.append(f"lines of metrics.jsonl that hold no whole row, skipped: {num_skipped}")
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _config(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    try:
-        text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-        return config_rows(text)
-    except FileNotFoundError:
-        notes.append("the run has no config.yaml")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"config.yaml could not be read: {error}")
-    return []
-
-
-def _plan(folder: Path, notes: list[str]) -> dict[str, Any] | None:
-    """{"rows": [{key, value, unit, why}], "warnings": […]} of `plan.json`; None without one."""
-    try:
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        unit, why = plan.get("unit", {}), plan.get("why", {})
-        rows = [
-            {
-                "key": key,
-                "value": plain_json(value),
-                "unit": str(unit.get(key, "")),
-                "why": str(why.get(key, "")),
-            }
-            for key, value in plan.items()
-            if key not in ("unit", "why", "warnings")
-        ]
-        return {"rows": rows, "warnings": [str(warning) for warning in plan.get("warnings", [])]}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        notes.append(f"plan.json could not be read: {error}")
-        return None
-
-
-def _hints(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / "hints.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        notes.append(f"hints.jsonl could not be read: {error}")
-        return []
-    hints = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            step = row.get("step")
-            hints.append(
-                {
-                    "step": step if isinstance(step, int) else None,
-                    "hint": str(row.get("hint", "")),
-                    "text": str(row["text"]),
-                }
-            )
-        except (ValueError, KeyError, AttributeError, RecursionError):
-            notes.append("a damaged line of hints.jsonl was skipped")
-    return hints
+def _plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """{"rows": [{key, value, unit, why}], "warnings": […]} of what is in `plan.json`."""
+    unit, why = plan.get("unit", {}), plan.get("why", {})
+    rows = [
+        {"key": key, "value": plain_json(value), "unit": str(unit.get(key, "")), "why": str(why.get(key, ""))}
+        for key, value in plan.items()
+        if key not in ("unit", "why", "warnings")
+    ]
+    return {"rows": rows, "warnings": [str(warning) for warning in plan.get("warnings", [])]}
 
 
 def _state(folder: Path, ended: bool, last_step: int | None, total_steps: Any) -> str:

@@ -11,12 +11,14 @@ import gzip
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quatrain.config.files import too_deep
 from quatrain.run.metrics import is_finite
 from quatrain.types.batches import FAULTS
 
@@ -37,15 +39,12 @@ _SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set",
 
 
 class SampleFile(NamedTuple):
-    """One file of samples; `stamp` changes when the file does."""
+    """One file of samples; `time_ns` is when it was last written."""
 
     step: int
     path: Path
-    stamp: tuple[int, int]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stamp[1]
+    time_ns: int
+    num_bytes: int
 
 
 class Rows(NamedTuple):
@@ -56,8 +55,7 @@ class Rows(NamedTuple):
     num_left_out: int = 0
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The content of one file: `summary` for the list of steps, and the compressed groups.
 
     `packed` is None if the file is left out of the page, or is compressed when it is asked for.
@@ -71,14 +69,10 @@ def sample_files(folder: Path, kind: str) -> list[SampleFile]:
     """The files of `kind` in the folder `samples/` of the run at `folder`, in the order of steps."""
     files = []
     for path in (folder / "samples").glob(f"{kind}_*.jsonl"):
-        match = _FILE.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            status = path.stat()
-        except OSError:  # the file was removed since the folder was listed
-            continue
-        files.append(SampleFile(int(match[2]), path, (status.st_mtime_ns, status.st_size)))
+        if match := _FILE.fullmatch(path.name):
+            with suppress(OSError):  # the file was removed since the folder was listed
+                status = path.stat()
+                files.append(SampleFile(int(match[2]), path, status.st_mtime_ns, status.st_size))
     return sorted(files)
 
 
@@ -125,31 +119,43 @@ class SampleFiles:
         """Read and compress the files that are new, have changed, or are no longer left out."""
         files = sample_files(self._folder, self._kind)
         kept = kept_files(files, self._cap)
-        fresh = {}
+        chunks = {}
         for file in files:
-            known = self._chunks.get(file)
-            whole = file in kept
-            if known is None or (whole and known.packed is None and self._keep):
-                known = self._read(file, whole)
-            elif not whole:
-                known = Chunk(_left_out(known.summary), None)
-            if known is not None:
-                fresh[file] = known
-        self._chunks = fresh
+            with suppress(OSError):  # the file was removed, or is not readable, and is looked for again
+                chunks[file] = (self._read if file in kept else self._left_out)(file)
+        self._chunks = chunks
+
+    def _read(self, file: SampleFile) -> Chunk:
+        known = self._chunks.get(file)
+        if known is not None and "groups" in known.summary:
+            return known
+        rows = read_samples(file.path, FILE_CAP_BYTES)
+        groups = by_group(rows.samples)
+        counts = {"damaged": rows.num_damaged, "left_out": rows.num_left_out}
+        return Chunk({"step": file.step, **_summary(groups), **counts}, pack(groups) if self._keep else None)
+
+    def _left_out(self, file: SampleFile) -> Chunk:
+        known = self._chunks.get(file)
+        if known is None:
+            with file.path.open("rb") as lines:
+                count = sum(1 for _ in lines)
+        else:
+            count = known.summary["num_samples"] + known.summary.get("left_out", 0)
+        return Chunk({"step": file.step, "num_samples": count}, None)
 
     def index(self) -> dict[str, Any]:
         """What the page says of these files: a summary of each kept step, and what was left out."""
-        kept = [chunk.summary for chunk in self._chunks.values() if "groups" in chunk.summary]
-        gone = [chunk.summary for chunk in self._chunks.values() if "groups" not in chunk.summary]
+        summaries = [chunk.summary for chunk in self._chunks.values()]
+        kept = [summary for summary in summaries if "groups" in summary]
+        gone = [summary for summary in summaries if "groups" not in summary]
         return {
             "steps": kept,
-            "num_steps": len(self._chunks),
+            "num_steps": len(summaries),
             "left_out_steps": len(gone),
-            "left_out_samples": sum(each["num_samples"] for each in gone)
-            + sum(each["left_out"] for each in kept),
+            "left_out_samples": sum(s["num_samples"] for s in gone) + sum(s["left_out"] for s in kept),
             "num_bytes": sum(file.num_bytes for file in self._chunks),
             "cap_bytes": None if math.isinf(self._cap) else self._cap,
-            "damaged": sum(each["damaged"] for each in kept),
+            "damaged": sum(summary["damaged"] for summary in kept),
         }
 
     def packed(self) -> Iterator[tuple[int, bytes]]:
@@ -162,24 +168,9 @@ class SampleFiles:
         """The compressed groups of `step`, read now if they are not kept; None if there is no such file."""
         for file, chunk in self._chunks.items():
             if file.step == step:
-                if chunk.packed is not None:
-                    return chunk.packed
-                try:
-                    return pack(by_group(read_samples(file.path, FILE_CAP_BYTES).samples))
-                except OSError:
-                    return None
+                with suppress(OSError):
+                    return chunk.packed or pack(by_group(read_samples(file.path, FILE_CAP_BYTES).samples))
         return None
-
-    def _read(self, file: SampleFile, whole: bool) -> Chunk | None:
-        try:
-            if not whole:
-                return Chunk({"step": file.step, "num_samples": _count_lines(file.path)}, None)
-            rows = read_samples(file.path, FILE_CAP_BYTES)
-        except OSError:  # the file was removed, or is not readable, and is looked for again
-            return None
-        groups = by_group(rows.samples)
-        summary = {"step": file.step, **_summary(groups), "damaged": rows.num_damaged}
-        return Chunk({**summary, "left_out": rows.num_left_out}, pack(groups) if self._keep else None)
 
 
 def kept_files(files: Sequence[SampleFile], cap_bytes: float) -> set[SampleFile]:
@@ -209,84 +200,75 @@ def number(value: Any) -> float | int | None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """The sample on a line; None if the line is not whole, or holds none."""
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
-        return _sample(row) if isinstance(row, dict) and "completion" in row else None
+        row = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+    usable = isinstance(row, dict) and "completion" in row and not too_deep(row)
+    return _sample(row) if usable else None
+
+
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with the types that the page relies on."""
     rewards, columns = row.get("rewards"), row.get("columns")
     group_id = row.get("group_id", row.get("prompt_index"))
-    sample: dict[str, Any] = {
+    environment_reward, tokens = number(row.get("environment_reward")), _tokens(row.get("tokens"))
+    return {
         "group_id": group_id if isinstance(group_id, int) else -1,
         "prompt": _prompt(row.get("prompt")),
         "completion": _text(row["completion"]),
         "reward": number(row.get("reward")),
         "advantage": number(row.get("advantage")),
         "rewards": {k: number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
-        "columns": _finite(columns) if isinstance(columns, dict) else {},
+        "columns": columns if isinstance(columns, dict) else {},
         "correct": _correct(row),
+        **{key: row[key] for key in _SAMPLE_KEYS if row.get(key) is not None},
+        **({"turns": list(map(_turn, row["turns"]))} if isinstance(row.get("turns"), list) else {}),
+        **({} if environment_reward is None else {"environment_reward": environment_reward}),
+        **({} if tokens is None else {"tokens": tokens}),
     }
-    sample |= {key: _finite(row[key]) for key in _SAMPLE_KEYS if row.get(key) is not None}
-    if isinstance(row.get("turns"), list):
-        sample["turns"] = [_turn_of_episode(turn) for turn in row["turns"]]
-    if (given := number(row.get("environment_reward"))) is not None:
-        sample["environment_reward"] = given
-    if (tokens := _tokens(row.get("tokens"))) is not None:
-        sample["tokens"] = tokens
-    return sample
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _prompt(value: Any) -> str | list[dict[str, str]]:
+def _prompt(value: Any) -> str | list[dict[str, Any]]:
     """The prompt as text, or as messages with `role` and `text`."""
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        return [_turn(message) for message in value]
+        return list(map(_turn, value))
     return "" if value is None else _text(value)
 
 
-def _turn(turn: Any) -> dict[str, str]:
+def _turn(turn: Any) -> dict[str, Any]:
+    """The message with `role` and `text`, and `name` (of a tool) and `reward` where the row has them."""
     if not isinstance(turn, dict):
         return {"role": "", "text": _text(turn)}
-    return {"role": _text(turn.get("role", "")), "text": _text(turn.get("text", turn.get("content", "")))}
-
-
-def _turn_of_episode(turn: Any) -> dict[str, Any]:
-    """The message, with `name` (of a tool) and `reward` where the row has them."""
-    row = turn if isinstance(turn, dict) else {}
-    name, reward = row.get("name"), number(row.get("reward"))
+    name, reward = turn.get("name"), number(turn.get("reward"))
     return {
-        **_turn(turn),
+        "role": _text(turn.get("role", "")),
+        "text": _text(turn.get("text", turn.get("content", ""))),
         **({} if name is None else {"name": _text(name)}),
         **({} if reward is None else {"reward": reward}),
     }
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for each number that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tokens(tokens: Any) -> dict[str, list[Any]] | None:
     """The lists of equal length of a sample's tokens; None without texts."""
     if not isinstance(tokens, dict) or not isinstance(tokens.get("texts"), list) or not tokens["texts"]:
         return None
-    num_tokens = len(tokens["texts"])
+    texts = tokens["texts"]
     lists = {key: tokens[key] for key in _TOKEN_KEYS if isinstance(tokens.get(key), list)}
-    kept = {key: [number(v) for v in values] for key, values in lists.items() if len(values) == num_tokens}
-    return {**kept, "texts": [_text(text) for text in tokens["texts"]]}
+    kept = {key: [number(v) for v in values] for key, values in lists.items() if len(values) == len(texts)}
+    return {**kept, "texts": [_text(text) for text in texts]}
 
 
 def _correct(row: Mapping[str, Any]) -> int | None:
@@ -302,12 +284,12 @@ def _correct(row: Mapping[str, Any]) -> int | None:
 def _group(samples: list[dict[str, Any]]) -> dict[str, Any]:
     first = samples[0]
     shared = [key for key in ("prompt", "columns") if all(each[key] == first[key] for each in samples)]
-    ranked = sorted(samples, key=lambda sample: -math.inf if sample["reward"] is None else -sample["reward"])
-    judged = [each for each in ranked if each["reward"] is not None]
-    ranked = judged + [each for each in ranked if each["reward"] is None]
-    members = [{k: v for k, v in each.items() if k not in (*shared, "group_id")} for each in ranked]
-    for member in members:
-        member["flags"] = _flags(member)
+    ranked = sorted(samples, key=lambda sample: (sample["reward"] is None, -(sample["reward"] or 0)))
+    left_out = {*shared, "group_id"}
+    members = [
+        {key: value for key, value in sample.items() if key not in left_out} | {"flags": _flags(sample)}
+        for sample in ranked
+    ]
     return {
         "id": first["group_id"],
         **{key: first[key] for key in shared},
@@ -317,17 +299,14 @@ def _group(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _flags(sample: Mapping[str, Any]) -> list[str]:
-    wrong = sample["correct"] == 0
-    return [
-        name
-        for name, holds in (
-            ("wrong_rewarded", wrong and (sample["reward"] or 0) > 0),
-            ("wrong_pushed", wrong and (sample["advantage"] or 0) > 0),
-            ("truncated", sample.get("finish_reason") == "length"),
-            ("failed", sample.get("finish_reason") in FAULTS),
-        )
-        if holds
-    ]
+    wrong, reason = sample["correct"] == 0, sample.get("finish_reason")
+    flags = {
+        "wrong_rewarded": wrong and (sample["reward"] or 0) > 0,
+        "wrong_pushed": wrong and (sample["advantage"] or 0) > 0,
+        "truncated": reason == "length",
+        "failed": reason in FAULTS,
+    }
+    return [name for name, holds in flags.items() if holds]
 
 
 def _no_signal(samples: Sequence[Mapping[str, Any]]) -> bool:
@@ -339,35 +318,19 @@ def _no_signal(samples: Sequence[Mapping[str, Any]]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) < _FLAT
 
 
-def _is_greedy(sample: Mapping[str, Any]) -> bool:
-    """Whether accuracy counts the sample; those of training have no such mark."""
-    return bool(sample.get("greedy", True))
-
-
 def _summary(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts by which the page finds the steps that a filter leaves, without unpacking them."""
     samples = [sample for group in groups for sample in group["samples"]]
-
-    def flagged(name: str) -> int:
-        return sum(name in sample["flags"] for sample in samples)
-
+    flagged = Counter(name for sample in samples for name in sample["flags"])
+    # Accuracy counts greedy samples; those of training have no such mark.
+    judged = [sample["correct"] for sample in samples if sample.get("greedy", True)]
     return {
         "groups": len(groups),
         "num_samples": len(samples),
         "no_signal": sum(group["no_signal"] for group in groups),
-        **{name: flagged(name) for name in ("wrong_rewarded", "wrong_pushed", "truncated")},
-        "judged": sum(sample["correct"] is not None for sample in samples if _is_greedy(sample)),
-        "correct": sum(sample["correct"] == 1 for sample in samples if _is_greedy(sample)),
+        **{name: flagged[name] for name in ("wrong_rewarded", "wrong_pushed", "truncated")},
+        "judged": sum(correct is not None for correct in judged),
+        "correct": judged.count(1),
         "tokens": any("tokens" in sample for sample in samples),
-        **({"failed": failed} if (failed := flagged("failed")) else {}),
+        **({"failed": flagged["failed"]} if flagged["failed"] else {}),
     }
-
-
-def _left_out(summary: dict[str, Any]) -> dict[str, Any]:
-    count = summary["num_samples"] + summary.get("left_out", 0)
-    return {"step": summary["step"], "num_samples": count}
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))

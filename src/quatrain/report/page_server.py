@@ -38,16 +38,8 @@ def serve(folders: Sequence[Path], *, port: int, ready: Callable[[str], None]) -
 
 def server(folders: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
     """A server of the page, which listens and does not answer yet."""
-    pages = _Pages(folders)
-    lock = threading.Lock()
-
-    class Handler(_Handler):
-        def content(self, path: str) -> tuple[str, bytes] | None:
-            with lock:  # a page is refreshed by one request at a time
-                return pages.content(path)
-
     try:
-        return _Server((HOST, port), Handler)
+        return _Server(folders, port)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--port must be a free port of this machine: {port} cannot be used ({error}); choose another, "
@@ -60,33 +52,31 @@ def address(http: ThreadingHTTPServer) -> str:
     return f"http://{HOST}:{http.server_port}/"
 
 
-class _Pages:
-    """What is answered for each path; data is read again only if a file of the runs has changed."""
+class _Server(ThreadingHTTPServer):
+    """Has what is answered for each path; data is read again only if a file of the runs has changed."""
 
-    def __init__(self, folders: Sequence[Path]):
+    def __init__(self, folders: Sequence[Path], port: int):
+        super().__init__((HOST, port), _Handler)
         self._page = Page(folders, capped=False, keep_packed=False)
         self._title = ", ".join(folder.resolve().name for folder in folders)
         self._data, self._stamp = b"", ""
+        self._refreshing = threading.Lock()
 
     def content(self, path: str) -> tuple[str, bytes] | None:
         """(media type, bytes) of a path; None if there is nothing."""
         if path == "/":
             return "text/html; charset=utf-8", shell(self._title, live=True).encode(errors="replace")
-        if path == "/data":
-            return "application/gzip", self._read()
-        if match := _CHUNK.fullmatch(path):
-            packed = self._page.chunk(int(match[1]), match[2], int(match[3]))
-            return None if packed is None else ("application/gzip", base64.b64decode(packed))
+        with self._refreshing:
+            if path == "/data":
+                stamp = self._page.stamp()
+                if stamp != self._stamp:
+                    self._data, self._stamp = base64.b64decode(pack(self._page.data(live=True))), stamp
+                return "application/gzip", self._data
+            if match := _CHUNK.fullmatch(path):
+                packed = self._page.chunk(int(match[1]), match[2], int(match[3]))
+                return None if packed is None else ("application/gzip", base64.b64decode(packed))
         return None
 
-    def _read(self) -> bytes:
-        stamp = self._page.stamp()
-        if stamp != self._stamp:
-            self._data, self._stamp = base64.b64decode(pack(self._page.data(live=True))), stamp
-        return self._data
-
-
-class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that has closed its connection."""
         if not isinstance(sys.exception(), ConnectionError):
@@ -94,24 +84,24 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET; subclasses say with what."""
+    """Answers GET with what the server has."""
 
     protocol_version = "HTTP/1.1"
 
-    def content(self, path: str) -> tuple[str, bytes] | None:
-        raise NotImplementedError
-
     def do_GET(self) -> None:
-        if not self._for_this_host():
-            self._answer(
-                HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this server is for its own machine\n"
-            )
+        server = cast(_Server, self.server)
+        if self.headers.get("Host") not in (
+            f"{HOST}:{server.server_port}",
+            f"localhost:{server.server_port}",
+        ):
+            message = b"this server is for its own machine\n"
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", message)
             return
-        found = self.content(self.path.partition("?")[0])
-        if found is None:
+        content = server.content(self.path.partition("?")[0])
+        if content is None:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing here\n")
             return
-        media, body = found
+        media, body = content
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         if self.headers.get("If-None-Match") == tag:
             self._answer(HTTPStatus.NOT_MODIFIED, media, b"", tag)
@@ -121,17 +111,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: the page asks every few seconds."""
 
-    def _for_this_host(self) -> bool:
-        port = cast(ThreadingHTTPServer, self.server).server_port
-        return self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
-
     def _answer(self, status: HTTPStatus, media: str, body: bytes, tag: str | None = None) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", media)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Cache-Control", "no-cache")
-        if tag is not None:
-            self.send_header("ETag", tag)
+        headers = {
+            "Content-Type": media,
+            "Content-Length": str(len(body)),
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-cache",
+            **({} if tag is None else {"ETag": tag}),
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

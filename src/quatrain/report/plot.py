@@ -73,11 +73,10 @@ def plotted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, _Series]]:
         "Held-out accuracy": accuracies,
         "Tokens": LENGTHS,
     }
-    found = {
-        title: {label: _series(rows, name) for name, label in names.items()}
+    return {
+        title: {label: series for name, label in names.items() if (series := _series(rows, name))[0]}
         for title, names in panels.items()
     }
-    return {title: {label: s for label, s in lines.items() if s[0]} for title, lines in found.items()}
 
 
 def _draw_lines(axes: Any, lines: Mapping[str, _Series]) -> None:

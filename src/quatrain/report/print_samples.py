@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +52,23 @@ def print_samples(
     for group in groups:
         _print_group(console, chosen, group)
     damaged = f", {rows.num_damaged} damaged lines skipped" if rows.num_damaged else ""
-    _line(
-        console,
-        f"step {chosen} of {folder.resolve().name}: {len(rows.samples)} completions of {len(groups)} "
-        f"prompts{damaged}",
-        "dim",
-    )
+    counted = f"{len(rows.samples)} completions of {len(groups)} prompts{damaged}"
+    _line(console, f"step {chosen} of {folder.resolve().name}: {counted}", "dim")
 
 
 def _print_group(console: Console, step: int, group: dict[str, Any]) -> None:
     signal = "  no signal" if group["no_signal"] else ""
-    name = f"{_shown(group['samples'][0].get('set', ''))} " if group["samples"][0].get("set") else ""
+    name = f"{_visible(group['samples'][0].get('set', ''))} " if group["samples"][0].get("set") else ""
     console.print(Rule(Text(f"step {step}  {name}prompt {group['id']}{signal}"), align="left", style="dim"))
     if "prompt" in group:
         _print_text(console, group["prompt"])
     for name, value in group.get("columns", {}).items():
-        _line(console, f"{name}: {_value(value)}", "cyan")
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        _line(console, f"{name}: {text}", "cyan")
     for sample in group["samples"]:
         console.print()
-        _line(console, _facts(sample), _style(sample))
+        style = {1: "bold green", 0: "bold red"}.get(sample["correct"], "bold")
+        _line(console, "  ".join(_facts(sample)), style)
         if "prompt" not in group:
             _print_text(console, sample["prompt"])
         if "turns" in sample:
@@ -79,42 +78,23 @@ def _print_group(console: Console, step: int, group: dict[str, Any]) -> None:
     console.print()
 
 
-def _facts(sample: dict[str, Any]) -> str:
-    rewards = [f"{name} {_number(value)}" for name, value in sample["rewards"].items()]
-    advantage = sample["advantage"]
-    given = sample.get("environment_reward")
-    facts = [
-        f"reward {_number(sample['reward'])}",
-        *rewards,
-        *([] if given is None or "environment" in sample["rewards"] else [f"environment {_number(given)}"]),
-        *([] if advantage is None else [f"advantage {advantage:+.3g}"]),
-        *([] if sample["correct"] is None else ["right" if sample["correct"] else "wrong"]),
-        *([_ended(sample)] if "finish_reason" in sample else []),
-        *([_counted(num_turns(sample["turns"]))] if "turns" in sample else []),
-        *([f"{sample['completion_tokens']} tokens"] if "completion_tokens" in sample else []),
-    ]
-    return "  ".join(facts)
-
-
-def _ended(sample: dict[str, Any]) -> str:
-    reason = str(sample["finish_reason"])
-    return ENDINGS.get(reason, reason)
-
-
-def _counted(turns: int) -> str:
-    return f"{turns} turn" if turns == 1 else f"{turns} turns"
-
-
-def _style(sample: dict[str, Any]) -> str:
-    return {1: "bold green", 0: "bold red"}.get(sample["correct"], "bold")
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _facts(sample: dict[str, Any]) -> Iterator[str]:
+    rewards = [("reward", sample["reward"]), *sample["rewards"].items()]
+    if "environment_reward" in sample and "environment" not in sample["rewards"]:
+        rewards.append(("environment", sample["environment_reward"]))
+    for name, value in rewards:
+        yield f"{name} none" if value is None else f"{name} {value:.3g}"
+    if sample["advantage"] is not None:
+        yield f"advantage {sample['advantage']:+.3g}"
+    if sample["correct"] is not None:
+        yield "right" if sample["correct"] else "wrong"
+    if "finish_reason" in sample:
+        yield ENDINGS.get(str(sample["finish_reason"]), str(sample["finish_reason"]))
+    if "turns" in sample:
+        turns = num_turns(sample["turns"])
+        yield f"{turns} turn" if turns == 1 else f"{turns} turns"
+    if "completion_tokens" in sample:
+        yield f"{sample['completion_tokens']} tokens"
 
 
 def _print_text(console: Console, text: str | list[dict[str, str]]) -> None:
@@ -130,7 +110,7 @@ def _print_turns(console: Console, turns: list[dict[str, Any]]) -> None:
     """The messages of an episode; a bar before each line of their texts, which so cannot forge a turn."""
     for turn in turns:
         _line(console, turn_heading(turn), "bold magenta" if turn["role"] == ASSISTANT else "magenta")
-        lines = _shown(turn["text"]).expandtabs().split("\n")
+        lines = _visible(turn["text"]).expandtabs().split("\n")
         if console.is_terminal:
             lines = [part for line in lines for part in _wrapped(console, line)]
         _line(console, "\n".join(f"{_BAR}{line}" for line in lines))
@@ -144,8 +124,8 @@ def _wrapped(console: Console, line: str) -> list[str]:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(_shown(text), style=style), soft_wrap=not console.is_terminal)
+    console.print(Text(_visible(text), style=style), soft_wrap=not console.is_terminal)
 
 
-def _shown(text: str) -> str:
+def _visible(text: str) -> str:
     return text.translate(_VISIBLE)

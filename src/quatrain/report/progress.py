@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -77,39 +76,33 @@ class Progress:
     def __init__(self, total_steps: int, *, console: Console | None = None):
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
-        self._enabled = is_main_process()
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live_display = self._enabled and in_terminal
-        self._plain = self._enabled and not in_terminal
-        self._live: Live | None = None
-        self._printed_at = float("-inf")
-        self._state = _State(total=total_steps, started=time.monotonic(), compiled_before_s=compile_seconds())
-        self._quiet_since = self._state.started
+        self._live = is_main_process() and in_terminal
+        self._plain = is_main_process() and not in_terminal
         self._open = ExitStack()
         self._printing = threading.RLock()
+        self.phase("train")
 
     def __enter__(self) -> Progress:
         self._open.enter_context(watching_compilations(self._begins_to_compile))
         if self._plain:
             self._open.enter_context(_every_second(self._break_silence))
-        if self._live_display:
-            self._live = Live(
+        if self._live:
+            live = Live(
                 get_renderable=self._render,
                 console=self._console,
                 refresh_per_second=4,
                 redirect_stdout=sys.stdout.isatty(),  # output to a piped stdout must not go to stderr
             )
-            self._live.start()
+            self._open.enter_context(live)
+            self._open.callback(self._clear_stage)  # the last picture, which stays, has none
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
-        if self._live is not None:
-            self._state.stage = self._state.detail = self._state.beside = ""
-            self._live.stop()
-            self._live = None
+
+    def _clear_stage(self) -> None:
+        self._state.stage = self._state.detail = self._state.beside = ""
 
     def phase(self, name: str, total: int | None = None, *, first: int | None = None) -> None:
         """Begin a phase of `total` steps (default: those of the run).
@@ -162,8 +155,8 @@ class Progress:
         state.reward = state.reward if reward is None else reward
         state.accuracy = state.accuracy if accuracy is None else accuracy
         state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
-        if self._live is not None:
-            self._console.print(_cropped(*map(Text, (f"{state.phase} {step}/{state.total}", *self._facts()))))
+        if self._live:
+            self._console.print(_cropped(*map(Text, self._facts())))
         now = time.monotonic()
         if self._plain and (now - self._printed_at >= PLAIN_INTERVAL_S or step == state.total):
             self._printed_at = now
@@ -183,45 +176,35 @@ class Progress:
             self._print_plain(": ".join(filter(None, (self._state.stage, "compiling"))))
 
     def _print_plain(self, *more: str) -> None:
-        state = self._state
-        parts = [f"{state.phase} {state.step}/{state.total}", *self._facts(), *more]
         with self._printing:
             self._quiet_since = time.monotonic()
-            print(" | ".join(parts), file=self._console.file, flush=True)
+            print(" | ".join((*self._facts(), *more)), file=self._console.file, flush=True)
 
     def _render(self) -> Group:
         """The progress line and the line of the current stage, cropped to the width of the terminal."""
-        doing = self._doing()
-        within = [_cropped(Text(doing, "cyan"))] if doing else []
-        return Group(self._line(), *within)
-
-    def _line(self) -> Text:
-        state = self._state
+        state, doing = self._state, self._doing()
         filled = round(_BAR_CELLS * min(1.0, state.step / max(1, state.total)))
-        cells = [
+        line = _cropped(
             Text(state.phase, "bold"),
             Text(f"{state.step}/{state.total}"),
             Text.assemble(("━" * filled, "cyan"), ("━" * (_BAR_CELLS - filled), "bright_black")),
-            *(Text(fact) for fact in self._facts()),
-        ]
-        return _cropped(*cells)
+            *map(Text, self._facts()[1:]),
+        )
+        return Group(line, *([_cropped(Text(doing, "cyan"))] if doing else []))
 
     def _doing(self) -> str:
-        stage = ": ".join(filter(None, (self._state.stage, self._compiling() or self._state.detail)))
-        return " | ".join(filter(None, (stage, self._state.beside)))
-
-    def _compiling(self) -> str | None:
-        """The program of this stage that is being compiled; how many it will be, nobody knows before."""
-        seconds = compiling_for_s()
-        if seconds is None:
-            return None
-        number = num_compilations() - self._state.programs_before + 1
-        return f"compiling program {number}, {_clock(seconds)}"
+        state, compiling = self._state, compiling_for_s()
+        detail = state.detail
+        if compiling is not None:  # how many programs it will be, nobody knows before
+            number = num_compilations() - state.programs_before + 1
+            detail = f"compiling program {number}, {_clock(compiling)}"
+        return " | ".join(filter(None, (": ".join(filter(None, (state.stage, detail))), state.beside)))
 
     def _facts(self) -> list[str]:
         state = self._state
         elapsed = time.monotonic() - state.started
         facts = [
+            f"{state.phase} {state.step}/{state.total}",
             None if state.reward is None else f"reward {state.reward:.3f}",
             None if state.accuracy is None else f"accuracy {state.accuracy}",
             None if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f} tokens/s",
@@ -247,15 +230,15 @@ class Progress:
 def waiting(what: str, *, console: Console | None = None) -> Iterator[None]:
     """Say every QUIET_INTERVAL_S seconds that the block, `what`, goes on; prints in the main process only."""
     began = time.monotonic()
-    told = [0]
+    due_s = QUIET_INTERVAL_S
 
     def tell() -> None:
+        nonlocal due_s
         seconds = time.monotonic() - began
-        if is_main_process() and seconds >= QUIET_INTERVAL_S * (told[0] + 1):
-            told[0] += 1
-            print(
-                f"{what} | {_clock(seconds)} elapsed", file=(console or Console(stderr=True)).file, flush=True
-            )
+        if is_main_process() and seconds >= due_s:
+            due_s += QUIET_INTERVAL_S
+            out = (console or Console(stderr=True)).file
+            print(f"{what} | {_clock(seconds)} elapsed", file=out, flush=True)
 
     with _every_second(tell):
         yield

@@ -25,9 +25,9 @@ from quatrain.report.hints import Hints
 from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
 from quatrain.run.metrics import MetricsFile, reduce_metrics
-from quatrain.run.run_dir import RunDir
+from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import TokenText, training_sample
-from quatrain.run.services import Service, start_services
+from quatrain.run.services import start_services
 from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metric
 
@@ -73,30 +73,23 @@ class Report:
         token_text: TokenText | None = None,
         hints: Hints | None = None,
     ):
-        self._run = run_dir
-        self._config = config
-        self._redact = redact
-        self._token_text = token_text
-        self._hints = hints
+        self._run, self._config, self._redact = run_dir, config, redact
+        self._token_text, self._hints = token_text, hints
         self._main = is_main_process()
         self._metrics = MetricsFile(run_dir.metrics)
         self._unwritten: list[tuple[int, Mapping[str, float]]] = []
         """Rows of metrics that are not on disk: the disk was full."""
         self._failing: set[str] = set()
-        self._handlers: list[logging.Handler] = []
-        self._services: list[Service] = []
         self._page = Page([run_dir.path])
         self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)] if self._main else []
-        own = _run_of_thread.get()
+        run = _run_of_thread.get()
         for handler in self._handlers:
-            handler.addFilter(lambda record: own is None or _run_of_thread.get() in (None, own))
+            handler.addFilter(lambda record: run is None or _run_of_thread.get() in (None, run))
             _root_log.addHandler(handler)
         self._open_root_log()
-        if not self._main:
-            return
         if run_dir.note:
             self.event(run_dir.note)
-        self._services = start_services(run_dir, config, run_config or {})
+        self._services = start_services(run_dir, config, run_config or {}) if self._main else []
 
     def _open_root_log(self) -> None:
         with _opening:
@@ -137,11 +130,7 @@ class Report:
         for hint in self._hints.found(step, reduce_metrics(metrics)):
             _log.warning("step %d: %s", step, hint.text)
             row = {"step": step, "hint": self._redact(hint.hint), "text": self._redact(hint.text)}
-            self._guard("hints", partial(self._append_hint, json.dumps(row)))
-
-    def _append_hint(self, line: str) -> None:
-        with self._run.hints.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+            self._guard("hints", partial(_append_line, self._run.hints, json.dumps(row)))
 
     def samples(self, step: int, advantaged: AdvantagedBatch) -> None:
         """Write the first `logging.samples_per_step` sequences of `step` to `samples/step_000010.jsonl`."""
@@ -154,13 +143,15 @@ class Report:
 
     def _leave_out_secret_tokens(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Removes the tokens of samples whose text has a secret, which no single token's text shows."""
-        texts = [("".join(record.get("tokens", {}).get("texts", ())), record) for record in records]
-        secret = [record for text, record in texts if self._redact(text) != text]
-        for record in secret:
-            del record["tokens"]
-        if secret:
+        count = 0
+        for record in records:
+            text = "".join(record.get("tokens", {}).get("texts", ()))
+            if self._redact(text) != text:
+                del record["tokens"]
+                count += 1
+        if count:
             _log.warning(
-                "step %d: the tokens of %d samples are not written: they spell a secret", step, len(secret)
+                "step %d: the tokens of %d samples are not written: they spell a secret", step, count
             )
 
     def evaluation(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -173,7 +164,7 @@ class Report:
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         text, path = "\n".join(lines) + "\n", self._run.samples / name
-        self._guard("samples", lambda: _write_whole(path, text))
+        self._guard("samples", lambda: write_whole(path, text))
         table = "evaluation" if name.startswith("eval") else "samples"
         for service in self._services:
             service.samples(records[0]["step"], table, records)
@@ -183,14 +174,15 @@ class Report:
             self._metrics.write(*self._unwritten[0])
             del self._unwritten[0]
 
-    def _guard(self, what: str, write: Callable[[], Any]) -> None:
-        """Calls `write`; an error of the disk is reported once, until writing succeeds again."""
+    def _guard(self, what: str, write: Callable[[], Any], errors: type[Exception] = OSError) -> None:
+        """Calls `write`; one of `errors` is reported once, until writing succeeds again."""
         try:
             write()
-        except OSError as error:
+        except errors as error:
             if what not in self._failing:
-                kept = "are kept and written later" if what == "metrics" else "of such steps are lost"
-                _log.warning("%s cannot be written (%s); the run goes on; %s %s", what, error, what, kept)
+                reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                then = "and writes them later" if what == "metrics" else "without"
+                _log.warning("%s cannot be written (%s); the run goes on %s", what, reason, then)
             self._failing.add(what)
         else:
             self._failing.discard(what)
@@ -212,21 +204,19 @@ class Report:
     def close(self) -> None:
         """Draw `plot.png` if matplotlib is installed, write `report.html`, close services and `run.log`."""
         if self._main:
-            self._close()
-        self._close_root_log()
-
-    def _close(self) -> None:
-        self._guard("metrics", self._write_metrics)
-        if self._unwritten:
-            _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
-        self._draw()
-        self._write_page(ended=True)
+            self._guard("metrics", self._write_metrics)
+            if self._unwritten:
+                _log.error("metrics of %d steps were lost: they could not be written", len(self._unwritten))
+            if can_plot() and self._run.metrics.exists():
+                self._guard("plot.png", lambda: plot_run(self._run.path, self._run.plot), Exception)
+            self._write_page(ended=True)
         for service in self._services:
             service.close()
         for handler in self._handlers:
             _root_log.removeHandler(handler)
             handler.close()
         self._services, self._handlers = [], []
+        self._close_root_log()
 
     def page(self) -> None:
         """Write `report.html` anew, unless that was done so recently that it would slow the run down."""
@@ -234,30 +224,13 @@ class Report:
             self._write_page()
 
     def _write_page(self, *, ended: bool = False) -> None:
-        if not self._run.metrics.exists():
-            return
-        try:
-            self._page.write(self._run.page, ended=ended)
-        except Exception as error:
-            if "page" not in self._failing:
-                _log.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
-            self._failing.add("page")
-        else:
-            self._failing.discard("page")
-
-    def _draw(self) -> None:
-        if not can_plot() or not self._run.metrics.exists():
-            return
-        try:
-            plot_run(self._run.path, self._run.plot)
-        except Exception as error:
-            _log.warning("no plot.png was drawn: %s", error)
+        if self._run.metrics.exists():
+            self._guard("report.html", lambda: self._page.write(self._run.page, ended=ended), Exception)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-    draft.replace(path)
+def _append_line(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 def _redacted(value: Any, redact: Redact) -> Any:
@@ -297,13 +270,12 @@ class _ConsoleHandler(logging.Handler):
 
     def __init__(self, redact: Redact):
         super().__init__()
-        self._plain = _Redacting("%(message)s", redact)
-        self._marked = _Redacting("%(levelname)s: %(message)s", redact)
+        self.setFormatter(_Redacting("%(message)s", redact))
         self.addFilter(lambda record: not getattr(record, "only_in_file", False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        style = self._plain if record.levelno < logging.WARNING else self._marked
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
         try:
-            print(style.format(record), file=sys.stderr, flush=True)
+            print(f"{mark}{self.format(record)}", file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)

@@ -35,10 +35,15 @@ def reduce_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
 
 def metrics_row(step: int, numbers: Mapping[str, float]) -> dict[str, Any]:
     """The JSON object of a step; a non-finite number becomes null, and its name is listed in `non_finite`."""
-    row: dict[str, Any] = {"step": step}
-    row |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-    non_finite = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-    return row | ({"non_finite": non_finite} if non_finite else {})
+    row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return _with_non_finite({"step": step, **row})
+
+
+def _with_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with `non_finite`, which lists the names of null values."""
+    values = {name: value for name, value in row.items() if name != "non_finite"}
+    non_finite = sorted(name for name, value in values.items() if value is None)
+    return values | ({"non_finite": non_finite} if non_finite else {})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -69,10 +74,9 @@ class MetricsFile:
                 f"metrics must be written in the order of steps: got step {step} after step "
                 f"{last.row['step']}; on resume, rewind the metrics to the restored step first"
             )
-        again = last.row is not None and step == last.row["step"]
-        if last.row is not None and again:
-            row = _merge(last.row, row)
-        offset = last.begin if again else last.end
+        offset = last.end
+        if last.row and step == last.row["step"]:
+            row, offset = _with_non_finite({**last.row, **row}), last.begin
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with self.path.open("r+b" if self.path.exists() else "wb") as file:
             file.seek(offset)
@@ -85,10 +89,11 @@ class MetricsFile:
 
         Returns the number of moved lines. A run resumed from `step` can then write its rows after `step`.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        rows = [_parse(line) for line in lines]
-        kept = [line for line, row in zip(lines, rows) if row is not None and row["step"] <= step]
-        moved = [line for line, row in zip(lines, rows) if row is None or row["step"] > step]
+        kept: list[bytes] = []
+        moved: list[bytes] = []
+        for line in self._lines():
+            row = _parse(line)
+            (kept if row is not None and row["step"] <= step else moved).append(line)
         if moved:
             with self.path.with_suffix(".discarded.jsonl").open("ab") as file:
                 file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
@@ -98,15 +103,18 @@ class MetricsFile:
         self._last = None
         return len(moved)
 
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+
     def _find_last(self) -> _LastRow:
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        lines = self._lines()
         if not lines:
             return _LastRow(0, 0, None)
         row = _parse(lines[-1])
         if row is None:
             raise ValueError(
-                f"every line of {self.path} must be one JSON object; its last line is incomplete. "
-                "Resume the run, which rewinds the metrics to the restored step"
+                f"every line of {self.path} must be one JSON object; its last line is incomplete; resume the "
+                "run, which rewinds the metrics to the restored step"
             )
         end = sum(len(line) for line in lines)
         return _LastRow(end - len(lines[-1]), end, row)
@@ -147,13 +155,6 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         if name != "non_finite"
     )
     return numbers and type(row.get("step")) is int and 0 <= row["step"] <= LARGEST_STEP
-
-
-def _merge(last: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `last` updated with those of `row`; `non_finite` lists the names of null values."""
-    merged = {name: value for name, value in {**last, **row}.items() if name != "non_finite"}
-    non_finite = sorted(name for name, value in merged.items() if value is None)
-    return merged | ({"non_finite": non_finite} if non_finite else {})
 
 
 class StageTimer:

@@ -25,6 +25,16 @@ AUTO = "auto"
 _log = logging.getLogger(__name__)
 
 
+class _Entry:
+    """A file or folder of a run, by its name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir] | None = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder `runs/<name>/` with the files of a run."""
@@ -87,60 +97,28 @@ class RunDir:
         """The run's name, which is the name of its folder."""
         return self.path.resolve().name
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration (YAML)."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics: one JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def hints(self) -> Path:
-        """What the run was told to be probably wrong: one JSON object per hint."""
-        return self.path / "hints.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        """The batch plan (JSON)."""
-        return self.path / "plan.json"
-
-    @property
-    def samples(self) -> Path:
-        """Folder with the completions of each step."""
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """Folder of the reference policy as it was at the start of training."""
-        return self.path / "reference"
-
-    @property
-    def final(self) -> Path:
-        """Folder of the exported model."""
-        return self.path / "final"
-
-    @property
-    def log(self) -> Path:
-        """The log messages, with times."""
-        return self.path / "run.log"
-
-    @property
-    def plot(self) -> Path:
-        """Plot of reward and accuracy over the steps (PNG)."""
-        return self.path / "plot.png"
-
-    @property
-    def page(self) -> Path:
-        """The run page: curves, completions and configuration (HTML)."""
-        return self.path / "report.html"
+    config = _Entry("config.yaml")
+    """The resolved configuration (YAML)."""
+    metrics = _Entry("metrics.jsonl")
+    """The metrics: one JSON object per step."""
+    hints = _Entry("hints.jsonl")
+    """What the run was told to be probably wrong: one JSON object per hint."""
+    plan = _Entry("plan.json")
+    """The batch plan (JSON)."""
+    samples = _Entry("samples")
+    """Folder with the completions of each step."""
+    checkpoints = _Entry("checkpoints")
+    """Folder of the checkpoints."""
+    reference = _Entry("reference")
+    """Folder of the reference policy as it was at the start of training."""
+    final = _Entry("final")
+    """Folder of the exported model."""
+    log = _Entry("run.log")
+    """The log messages, with times."""
+    plot = _Entry("plot.png")
+    """Plot of reward and accuracy over the steps (PNG)."""
+    page = _Entry("report.html")
+    """The run page: curves, completions and configuration (HTML)."""
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration to `config.yaml`.
@@ -156,12 +134,8 @@ class RunDir:
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.path / f"config.{taken + 1}.yaml"
             shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
-            _log.warning(
-                "the configuration differs from the run's previous one, which is kept in %s", earlier
-            )
-        draft = self.path / "config.draft"
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self.config)
+            _log.warning("the configuration differs from the previous one, which is kept in %s", earlier)
+        write_whole(self.config, text)
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Write the batch plan to `plan.json`."""
@@ -174,11 +148,7 @@ class RunDir:
             return 0
         moved = MetricsFile(self.metrics).rewind(step)
         if moved:
-            _log.warning(
-                "%d lines after step %d removed from metrics.jsonl, kept in metrics.discarded.jsonl",
-                moved,
-                step,
-            )
+            _log.warning("%d lines of metrics after step %d are now in metrics.discarded.jsonl", moved, step)
         return moved
 
     def start_over(self) -> None:
@@ -230,6 +200,13 @@ class RunDir:
                 f"{'free space' if disk_is_full(error) else 'fix its permissions'}, or choose another folder "
                 "with `--set run.dir=…`"
             ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a run, which is replaced at once: no reader finds a part of it."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+    draft.replace(path)
 
 
 def checkpoint_steps(path: Path) -> list[int]:

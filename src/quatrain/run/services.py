@@ -11,26 +11,27 @@ import logging
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from quatrain.config.files import read_json
 from quatrain.config.schema import LoggingConfig
-from quatrain.run.run_dir import RunDir
+from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import transcript
 
 Records = Sequence[Mapping[str, Any]]
 LEFT_OUT = "tokens"
 """The key of a sample that tables do not show."""
 _log = logging.getLogger(__name__)
+_KEPT = "%s keeps the values that it has up to step %d, which were logged before the run was resumed"
 _redirecting = threading.Lock()
 """Standard output is the whole process's, which may have several runs."""
 
 
 class _Sink(Protocol):
-    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], /) -> None: ...
     def samples(self, step: int, name: str, records: Records) -> None: ...
     def close(self) -> None: ...
 
@@ -45,35 +46,29 @@ class Service:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the finite `numbers` of `step`."""
-        sink = self._sink
-        if sink is not None:
+        if sink := self._sink:
             self._guard("log", lambda: sink.log(step, numbers))
 
     def samples(self, step: int, name: str, records: Records) -> None:
         """Log the completions of `step` as a table `name`, if the service has tables."""
-        sink = self._sink
-        if sink is not None:
+        if sink := self._sink:
             self._guard("log", lambda: sink.samples(step, name, records))
 
     def close(self) -> None:
         """Finish the run in the service."""
-        sink = self._sink
-        if sink is not None:
+        if sink := self._sink:
             self._guard("finish", sink.close)
 
     def _guard(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except ImportError as error:
-            self._fail(what, f"{error}; install it with `pip install 'quatrain[wandb,trackio,tensorboard]'`")
         except Exception as error:
-            self._fail(what, f"{type(error).__name__}: {error}")
-
-    def _fail(self, what: str, reason: str) -> None:
-        self._sink = None
-        _log.warning(
-            "%s failed to %s and is not used any more; the run continues (%s)", self._name, what, reason
-        )
+            self._sink = None
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ImportError):
+                reason = f"{error}; install it with `pip install 'quatrain[wandb,trackio,tensorboard]'`"
+            text = "%s failed to %s and is not used any more; the run continues (%s)"
+            _log.warning(text, self._name, what, reason)
 
 
 def start_services(run_dir: RunDir, config: LoggingConfig, run_config: Mapping[str, Any]) -> list[Service]:
@@ -107,36 +102,24 @@ class _WithTables:
         self._step, self._names = int(told["step"]), set(told["names"])
         self._told_before = self._step
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._log_once(step, dict(numbers))
-
     def samples(self, step: int, name: str, records: Records) -> None:
         columns, data = table(records)
-        self._log_once(step, {name: self._table(columns=columns, data=data)})
+        self.log(step, {name: self._table(columns=columns, data=data)})
 
-    def _log_once(self, step: int, values: dict[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         if step <= self._step:
             known = values.keys() if step < self._step else self._names
             values = {name: value for name, value in values.items() if name not in known}
         if not values:
-            self._say_what_stays()
+            if self._told_before >= 0:
+                _log.info(_KEPT, self._name, self._told_before)
+            self._told_before = -1
             return
-        self._run.log(values, step=step)
+        self._run.log(dict(values), step=step)
         self._names = {*values, *(self._names if step == self._step else ())}
         self._step = step
         with suppress(OSError):  # of a full disk: at worst, a resumed run logs this step twice
-            draft = self._file.with_suffix(".draft")
-            draft.write_text(json.dumps({"step": step, "names": sorted(self._names)}), encoding="utf-8")
-            draft.replace(self._file)
-
-    def _say_what_stays(self) -> None:
-        if self._told_before >= 0:
-            _log.info(
-                "%s keeps the values that it has up to step %d, which were logged before the run was resumed",
-                self._name,
-                self._told_before,
-            )
-        self._told_before = -1
+            write_whole(self._file, json.dumps({"step": step, "names": sorted(self._names)}))
 
 
 class _WandB(_WithTables):
@@ -219,21 +202,17 @@ class _TensorBoard:
 
 def table(records: Records) -> tuple[list[str], list[list[Any]]]:
     """(columns, rows) of a table: a column for each reward, turns as a text, other nested values as JSON."""
-    flat = [_flat(record) for record in records]
-    columns = list(dict.fromkeys(name for record in flat for name in record))
-    return columns, [[record.get(name) for name in columns] for record in flat]
+    rows = [dict(_cells(record)) for record in records]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _cells(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in record.items():
         if name == "rewards":
-            flat |= {f"reward/{function}": reward for function, reward in value.items()}
+            yield from ((f"reward/{function}", reward) for function, reward in value.items())
         elif name == "turns":
-            flat[name] = transcript(value)
-        elif isinstance(value, Mapping | list | tuple):
-            flat[name] = json.dumps(value, ensure_ascii=False)
-        else:
-            flat[name] = value
-    flat.pop(LEFT_OUT, None)
-    return flat
+            yield name, transcript(value)
+        elif name != LEFT_OUT:
+            nested = isinstance(value, Mapping | list | tuple)
+            yield name, json.dumps(value, ensure_ascii=False) if nested else value

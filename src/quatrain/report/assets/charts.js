@@ -8,13 +8,8 @@ let zoom = null;
 let smoothing = 0;
 let stepRange = [0, 1];
 
-function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-function colour(i) {
-  return css(`--c${i % 8}`);
-}
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (i) => css(`--c${i % 8}`);
 
 // Exponential moving average that starts without bias; null stays null.
 function smoothed(values) {
@@ -84,8 +79,8 @@ class Chart {
   }
 
   logButton() {
-    return el("button", {
-      type: "button", class: "small", "aria-pressed": "false",
+    return button({
+      class: "small", "aria-pressed": "false",
       onclick: (event) => {
         this.log = !this.log;
         event.currentTarget.setAttribute("aria-pressed", String(this.log));
@@ -173,11 +168,11 @@ class Chart {
   legendEntry(series) {
     const swatch = el("i", { class: "swatch" });
     swatch.style.background = series.colour;
-    if (series.dash && series.dash.length) {
+    if (series.dash?.length) {
       swatch.style.background = `repeating-linear-gradient(90deg, ${series.colour} 0 4px, transparent 4px 6px)`;
     }
-    return el("button", {
-      type: "button", "aria-pressed": "true", title: `${series.name}: hide or show`,
+    return button({
+      "aria-pressed": "true", title: `${series.name}: hide or show`,
       onclick: (event) => {
         if (!this.hidden.delete(series.label)) this.hidden.add(series.label);
         event.currentTarget.setAttribute("aria-pressed", String(!this.hidden.has(series.label)));
@@ -187,7 +182,7 @@ class Chart {
   }
 
   showRemark(spec) {
-    const gaps = spec.series.flatMap((s) => (s.nonFinite && s.nonFinite.length
+    const gaps = spec.series.flatMap((s) => (s.nonFinite?.length
       ? [`${s.name} is not finite at ${s.nonFinite.length > 5 ? `${s.nonFinite.length} steps` : `step ${s.nonFinite.join(", ")}`}`] : []));
     this.remark.hidden = !gaps.length;
     this.remark.textContent = gaps.join("; ");
@@ -200,7 +195,7 @@ class Chart {
   }
 
   destroyPlot() {
-    if (this.plot) this.plot.destroy();
+    this.plot?.destroy();
     this.plot = null;
   }
 

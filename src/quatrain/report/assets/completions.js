@@ -11,9 +11,7 @@ const FILTERS = {
 const MOST_RESULTS = 200;
 const view = { run: 0, step: null, group: 0, groups: null, filter: "all", query: "", by: "none", search: 0, tall: false };
 
-function stepSummaries() {
-  return state.runs[view.run].samples.step.steps;
-}
+const stepSummaries = () => state.runs[view.run].samples.step.steps;
 
 function holds(name, group, sample) {
   if (name === "all") return true;
@@ -25,9 +23,7 @@ function shownSamples(group) {
   return group.samples.filter((sample) => holds(view.filter, group, sample) && matches(sample, group, sought));
 }
 
-function shownGroups() {
-  return (view.groups ?? []).map((group, place) => ({ group, place })).filter(({ group }) => shownSamples(group).length);
-}
+const shownGroups = () => (view.groups ?? []).map((group, place) => ({ group, place })).filter(({ group }) => shownSamples(group).length);
 
 function completionsSection() {
   const results = el("div", { id: "results", hidden: true });
@@ -43,13 +39,11 @@ function completionsSection() {
 
 function runChoice() {
   if (state.runs.length < 2) return null;
-  return el("label", { class: "field" }, "Run ", el("select", {
-    id: "run", onchange: (event) => { view.run = Number(event.target.value); view.step = null; refreshCompletions(); },
-  }, state.runs.map((run, i) => el("option", { value: i }, run.name))));
+  return choice("Run ", "run", state.runs.map((run, i) => [i, run.name]), (value) => { Object.assign(view, { run: Number(value), step: null }); refreshCompletions(); });
 }
 
 function stepChoice() {
-  const move = (by, text, name) => el("button", { type: "button", id: name, "aria-label": by < 0 ? "Step before" : "Step after", onclick: () => moveStep(by) }, text);
+  const move = (by, text, name) => button({ id: name, "aria-label": by < 0 ? "Step before" : "Step after", onclick: () => moveStep(by) }, text);
   return el("div", { class: "field steps" }, el("label", { for: "step" }, "Step"), move(-1, "‹", "step-before"),
     el("input", { type: "number", id: "step", inputmode: "numeric", onchange: (event) => openNearest(Number(event.target.value)) }),
     move(1, "›", "step-after"),
@@ -59,36 +53,28 @@ function stepChoice() {
 
 function searchBox() {
   let timer = null;
-  return el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search the completions of all steps"), el("input", {
-    type: "search", id: "search", placeholder: "Search all steps ( / )", autocomplete: "off", spellcheck: "false",
-    oninput: (event) => {
-      view.query = event.target.value;
-      clearTimeout(timer);
-      timer = setTimeout(() => { showStepBody(); searchAll(); }, 200);
-    },
-  }));
+  return searchField("Search the completions of all steps", "search", "Search all steps ( / )", (value) => {
+    view.query = value;
+    clearTimeout(timer);
+    timer = setTimeout(() => { showStepBody(); searchAll(); }, 200);
+  });
 }
 
-function colourChoice() {
-  return el("label", { class: "field", id: "colour-field", hidden: true }, "Colour tokens by ", el("select", {
-    id: "colour", onchange: (event) => { view.by = event.target.value; showGroup(); },
-  }, Object.entries(COLOURS).map(([name, text]) => el("option", { value: name }, text))));
-}
+const colourChoice = () => choice("Colour tokens by ", "colour", Object.entries(COLOURS), (value) => { view.by = value; showGroup(); }, { id: "colour-field", hidden: true });
 
 function showFilters() {
   const steps = stepSummaries();
   const judged = steps.some((s) => s.judged);
-  const button = ([name, [text, meaning]]) => {
-    const number = name === "all" ? null : steps.reduce((sum, s) => sum + (s[name] ?? 0), 0);
+  const entry = ([name, [text, meaning]]) => {
+    const number = steps.reduce((sum, s) => sum + (s[name] ?? 0), 0);
     const unknown = name.startsWith("wrong") && !judged;
-    return el("button", {
-      type: "button", "data-filter": name, "aria-pressed": String(view.filter === name), disabled: unknown,
+    return button({
+      "data-filter": name, "aria-pressed": String(view.filter === name), disabled: unknown, onclick: () => setFilter(name),
       title: unknown ? "No reward function of this run says whether an answer is right: one whose name contains correct or accuracy does." : meaning,
-      onclick: () => setFilter(name),
-    }, text, number === null ? null : el("span", { class: "number tally" }, ` ${number.toLocaleString("en")}${name === "no_signal" ? " groups" : ""}`));
+    }, text, name === "all" ? null : tally(number, name === "no_signal" ? " groups" : ""));
   };
   const offered = ([name]) => name !== "failed" || view.filter === name || steps.some((s) => s.failed);
-  $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(button));
+  $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(entry));
 }
 
 function setFilter(name) {
@@ -173,44 +159,43 @@ function showStepBody() {
   showGroup();
 }
 
-function mean(values) {
-  const known = values.filter((v) => v !== null);
-  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
-}
-
 function promptEntry(group, place) {
-  const rewards = group.samples.map((s) => s.reward);
-  return el("li", {}, el("button", {
-    type: "button", "aria-current": place === view.group ? "true" : null, onclick: () => { view.group = place; showStepBody(); },
-  }, el("span", { class: "number", title: "mean reward of the group" }, short(mean(rewards), 3)),
-    el("span", { class: "line" }, promptLine(group)), group.no_signal ? el("span", { class: "badge" }, "no signal") : null));
+  const known = group.samples.map((s) => s.reward).filter((reward) => reward !== null);
+  const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  return el("li", {}, button({ "aria-current": place === view.group ? "true" : null, onclick: () => { view.group = place; showStepBody(); } },
+    el("span", { class: "number", title: "mean reward of the group" }, short(mean, 3)),
+    el("span", { class: "line" }, promptLine(group)), group.no_signal ? badge("no signal", "") : null));
 }
 
 function showGroup() {
-  const host = $("group");
-  const group = (view.groups ?? [])[view.group];
+  const group = view.groups?.[view.group];
   const shown = group ? shownSamples(group) : [];
-  if (!group || !shown.length) {
-    host.replaceChildren(el("p", { class: "empty" }, view.groups && view.groups.length ? "No completion of this step matches the search and the filter." : "This step has no completions."));
+  if (!shown.length) {
+    $("group").replaceChildren(el("p", { class: "empty" }, view.groups?.length ? "No completion of this step matches the search and the filter." : "This step has no completions."));
     return;
   }
-  const expected = Number((state.runs[view.run].config.find((row) => row.key === "rollout.n") ?? {}).value);
+  const expected = Number(setting(state.runs[view.run], "rollout.n"));
   const partly = expected > group.samples.length ? `, of ${expected} that were sampled (logging.samples_per_step)` : "";
   const hidden = group.samples.length - shown.length;
-  const head = el("div", { class: "group-head" },
-    el("h3", {}, `Prompt ${group.id}`, group.set ? `, ${group.set}` : ""),
-    el("span", { class: "aside" }, `${count(group.samples.length, "completion")}${partly}${hidden ? `; ${hidden} hidden by the search or filter` : ""}`),
-    el("button", { type: "button", class: "small", "aria-pressed": String(view.tall), onclick: () => { view.tall = !view.tall; showGroup(); } }, "full height"));
-  const prompt = group.prompt === undefined ? null : el("div", { class: "prompt" }, conversation(group.prompt, view.query));
-  const columns = group.columns ? columnList(group.columns, view.query) : null;
-  host.replaceChildren(...[head, prompt, columns, el("div", { class: `cards${view.tall ? " tall" : ""}${shown.some((s) => s.turns) ? " wide" : ""}` }, shown.map((s) => card(s, group)))].filter(Boolean));
+  $("group").replaceChildren(
+    el("div", { class: "group-head" }, el("h3", {}, `Prompt ${group.id}`, group.set ? `, ${group.set}` : ""),
+      el("span", { class: "aside" }, `${count(group.samples.length, "completion")}${partly}${hidden ? `; ${hidden} hidden by the search or filter` : ""}`),
+      button({ class: "small", "aria-pressed": String(view.tall), onclick: () => { view.tall = !view.tall; showGroup(); } }, "full height")),
+    ...promptAndColumns(group, view.query),
+    el("div", { class: `cards${view.tall ? " tall" : ""}${shown.some((s) => s.turns) ? " wide" : ""}` }, shown.map((s) => card(s, group))));
 }
 
+// What a group shares, or what a sample has of its own.
+function promptAndColumns({ prompt, columns }, query) {
+  return [prompt === undefined ? null : el("div", { class: "prompt" }, conversation(prompt, query)), columns ? columnList(columns, query) : null].filter(Boolean);
+}
+
+const completionBox = (sample, label, body) => el("div", { class: "body", tabindex: 0, role: "group", "aria-label": `${sample.turns ? "Episode" : "Completion"}${label}` }, body);
+
 function card(sample, group) {
-  return el("article", { class: "card" }, facts(sample),
-    group.prompt === undefined ? el("div", { class: "prompt" }, conversation(sample.prompt, view.query)) : null,
-    group.columns || !sample.columns ? null : columnList(sample.columns, view.query),
-    el("div", { class: "body", tabindex: 0, role: "group", "aria-label": sample.turns ? "Episode" : "Completion" }, completionBody(sample, view.by, view.query, view.tall)));
+  const alone = { prompt: group.prompt === undefined ? sample.prompt : undefined, columns: group.columns ? null : sample.columns };
+  return el("article", { class: "card" }, facts(sample), promptAndColumns(alone, view.query),
+    completionBox(sample, "", completionBody(sample, view.by, view.query, view.tall)));
 }
 
 // Unpacks one step after another, so that results appear while the rest is still searched.
@@ -247,7 +232,7 @@ function result(step, place, group, sample, sought) {
   const source = textsOf(sample).find((each) => each.toLowerCase().includes(sought)) ?? "";
   const at = source.toLowerCase().indexOf(sought);
   const text = at < 0 ? promptLine(group) : source.slice(Math.max(0, at - 40), at + sought.length + 60).replace(/\s+/g, " ");
-  return el("li", {}, el("button", { type: "button", onclick: () => showStep(step, place) },
+  return el("li", {}, button({ onclick: () => showStep(step, place) },
     el("span", { class: "number" }, `step ${step}`), el("span", { class: "number" }, short(sample.reward, 3)),
     el("span", { class: "line" }, marked(text, sought))));
 }

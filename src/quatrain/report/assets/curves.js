@@ -21,9 +21,7 @@ const PLAIN = [
   { title: "Compile time", unit: "s", of: ["time/compile_s"] },
 ];
 
-function metricNames() {
-  return [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics)))];
-}
+const metricNames = () => [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics)))];
 
 function label(name) {
   return name.replace(/^(update|rollout|length|throughput|advantage)\//, "").replace(/\/mean$/, "").replace(/^reward\/(?=.)/, "").replace(/_fraction$/, "");
@@ -81,7 +79,7 @@ function curvesSection() {
   });
   const bar = el("div", { class: "bar" },
     el("label", { class: "field" }, "Smoothing ", smooth, el("output", { id: "smoothing-value", class: "number" }, "off")),
-    el("button", { type: "button", id: "reset-zoom", hidden: true, onclick: () => setZoom(null) }, "Show all steps"),
+    button({ id: "reset-zoom", hidden: true, onclick: () => setZoom(null) }, "Show all steps"),
     el("span", { class: "aside" }, "Drag over a curve to zoom in; click it to read the completions of that step."));
   return [bar, grid, () => fillCurves(grid)];
 }
@@ -107,6 +105,4 @@ function fillCurves(grid) {
   if (!made.length) grid.append(el("p", { class: "empty" }, "No metrics have been written yet."));
 }
 
-function minmax(values) {
-  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-}
+const minmax = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);

@@ -7,9 +7,7 @@ const state = { data: null, runs: [] };
 const kept = new Map();
 let tag = null;
 
-function $(id) {
-  return document.getElementById(id);
-}
+const $ = (id) => document.getElementById(id);
 
 // el("p", { class: "note", onclick: f }, "text", child): strings become text nodes, never HTML.
 function el(name, attributes = {}, ...children) {
@@ -24,13 +22,16 @@ function el(name, attributes = {}, ...children) {
   return node;
 }
 
-function bytesOf(base64) {
-  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  return bytes;
-}
+// Button, labelled select (`options`: [value, text]) and search field.
+const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
+const choice = (label, id, options, onchange, attributes = {}) => el("label", { class: "field", ...attributes }, label,
+  el("select", { id, onchange: (event) => onchange(event.target.value) }, options.map(([value, text]) => el("option", { value }, text))));
+const searchField = (label, id, placeholder, oninput) => el("label", { class: "field grow" }, el("span", { class: "sr" }, label),
+  el("input", { type: "search", id, placeholder, autocomplete: "off", spellcheck: "false", oninput: (event) => oninput(event.target.value) }));
+// What `render` makes of each run, under its name if there are several.
+const perRun = (render) => state.runs.flatMap((run, i) => [state.runs.length > 1 ? el("h3", {}, run.name) : null, render(run, i)]);
+
+const bytesOf = (base64) => Uint8Array.fromBase64?.(base64) ?? Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 
 async function unpacked(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -40,11 +41,8 @@ async function unpacked(bytes) {
 // The groups of one file of samples; `kind` is "step" or "eval". null if the page does not hold them.
 async function groupsOf(run, kind, step) {
   const name = `${run}-${kind}-${step}`;
-  let groups = kept.get(name);
-  if (groups === undefined) {
-    groups = await fetchGroups(name);
-    if (groups === null) return null;
-  }
+  const groups = kept.get(name) ?? await fetchGroups(name);
+  if (groups === null) return null;
   kept.delete(name);
   kept.set(name, groups);
   if (kept.size > KEPT_CHUNKS) kept.delete(kept.keys().next().value);
@@ -71,11 +69,10 @@ async function readData() {
 // Forgets the groups of files that have changed, and makes `data` what the page shows.
 function adopt(data) {
   for (const [i, run] of data.runs.entries()) {
-    const before = state.runs[i];
     for (const kind of ["step", "eval"]) {
-      const known = new Map((before ? before.samples[kind].steps : []).map((s) => [s.step, JSON.stringify(s)]));
+      const known = new Set(state.runs[i]?.samples[kind].steps.map((summary) => JSON.stringify(summary)));
       for (const summary of run.samples[kind].steps) {
-        if (known.get(summary.step) !== JSON.stringify(summary)) kept.delete(`${i}-${kind}-${summary.step}`);
+        if (!known.has(JSON.stringify(summary))) kept.delete(`${i}-${kind}-${summary.step}`);
       }
     }
   }
@@ -83,9 +80,7 @@ function adopt(data) {
   state.runs = data.runs;
 }
 
-function count(n, one, many = `${one}s`) {
-  return `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
-}
+const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
 
 // A number in at most `digits` significant digits, without an exponent where it is readable.
 function short(value, digits = 4) {
@@ -96,14 +91,9 @@ function short(value, digits = 4) {
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits }).replace("-", "−");
 }
 
-function signed(value) {
-  return value > 0 ? `+${short(value, 3)}` : short(value, 3);
-}
+const signed = (value) => value > 0 ? `+${short(value, 3)}` : short(value, 3);
 
-function asText(value) {
-  if (typeof value === "string") return value;
-  return value === null || value === undefined ? "null" : JSON.stringify(value);
-}
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 
 function store(key, value) {
   try {

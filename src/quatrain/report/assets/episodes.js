@@ -16,14 +16,10 @@ function ending(reason) {
   return badge(...known);
 }
 
-function isOwn(turn) {
-  return turn.role === "assistant";
-}
+const isOwn = (turn) => turn.role === "assistant";
 
 // What a sample says: its completion, or every turn of its episode.
-function textsOf(sample) {
-  return sample.turns ? [sample.completion, ...sample.turns.map((turn) => turn.text)] : [sample.completion];
-}
+const textsOf = (sample) => sample.turns ? [sample.completion, ...sample.turns.map((turn) => turn.text)] : [sample.completion];
 
 // Where a text is cut; its length if little would be hidden.
 function foldPlace(text, { characters, lines }) {
@@ -44,15 +40,15 @@ function foldable(text, query, whole) {
   const at = sought ? text.toLowerCase().indexOf(sought) : -1;
   let open = at + sought.length > place;
   const body = el("div", { class: "text" });
-  const button = el("button", { type: "button", class: "small fold", onclick: () => { open = !open; show(); } });
+  const more = button({ class: "small fold", onclick: () => { open = !open; show(); } });
   const show = () => {
     // Half of a surrogate pair at the cut would be shown as a broken character.
     body.replaceChildren(...marked(open ? text : `${text.slice(0, place).replace(/[\ud800-\udbff]$/, "")} …`, query));
-    button.textContent = open ? "show less" : `show all ${count(text.length, "character")}`;
-    button.setAttribute("aria-expanded", String(open));
+    more.textContent = open ? "show less" : `show all ${count(text.length, "character")}`;
+    more.setAttribute("aria-expanded", String(open));
   };
   show();
-  return [body, button];
+  return [body, more];
 }
 
 function rewardBadge(reward) {
@@ -60,9 +56,7 @@ function rewardBadge(reward) {
   return el("span", { class: `badge number ${kind}`, title: "reward of this turn" }, el("span", { class: "sr" }, "reward "), signed(reward));
 }
 
-function turnHead(words, reward) {
-  return el("div", { class: "turn-head" }, words, reward === null ? null : rewardBadge(reward));
-}
+const turnHead = (words, reward) => el("div", { class: "turn-head" }, words, reward === null ? null : rewardBadge(reward));
 
 // The turns in a list; the rewards are shown unless all of them are 0.
 function episode(turns, query, whole) {

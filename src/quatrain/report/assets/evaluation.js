@@ -11,26 +11,17 @@ const OUTCOMES = {
 const PAIRS_AT_ONCE = 20;
 const evaluation = { run: 0, before: null, after: null, pairs: [], outcome: "all", query: "", shown: PAIRS_AT_ONCE, loaded: "" };
 
-function evalSteps() {
-  return state.runs[evaluation.run].samples.eval.steps;
-}
+const evalSteps = () => state.runs[evaluation.run].samples.eval.steps;
 
 function evaluationSection() {
-  const choose = (key, text) => el("label", { class: "field" }, text, el("select", {
-    id: `eval-${key}`, onchange: (event) => { evaluation[key] = Number(event.target.value); loadPairs(); },
-  }));
-  const runs = state.runs.length < 2 ? null : el("label", { class: "field" }, "Run ", el("select", {
-    id: "eval-run",
-    onchange: (event) => { Object.assign(evaluation, { run: Number(event.target.value), before: null, after: null }); refreshEvaluation(); },
-  }, state.runs.map((run, i) => el("option", { value: i }, run.name))));
-  const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search the evaluation completions"), el("input", {
-    type: "search", id: "eval-search", placeholder: "Search", autocomplete: "off", spellcheck: "false",
-    oninput: (event) => { Object.assign(evaluation, { query: event.target.value, shown: PAIRS_AT_ONCE }); showPairs(); },
-  }));
+  const choose = (key, text) => choice(text, `eval-${key}`, [], (value) => { evaluation[key] = Number(value); loadPairs(); });
+  const runs = state.runs.length < 2 ? null : choice("Run ", "eval-run", state.runs.map((run, i) => [i, run.name]),
+    (value) => { Object.assign(evaluation, { run: Number(value), before: null, after: null }); refreshEvaluation(); });
+  const search = searchField("Search the evaluation completions", "eval-search", "Search", (value) => { Object.assign(evaluation, { query: value, shown: PAIRS_AT_ONCE }); showPairs(); });
   const content = el("div", { id: "eval-content" },
     el("div", { class: "bar" }, runs, choose("before", "Before: step "), choose("after", "After: step "), search),
     el("div", { class: "chips", id: "outcomes", role: "group", "aria-label": "Filter" }),
-    el("div", { id: "pairs" }), el("button", { type: "button", id: "more-pairs", onclick: () => { evaluation.shown += PAIRS_AT_ONCE; showPairs(); } }, "Show more"));
+    el("div", { id: "pairs" }), button({ id: "more-pairs", onclick: () => { evaluation.shown += PAIRS_AT_ONCE; showPairs(); } }, "Show more"));
   return [el("p", { id: "eval-note", class: "aside" }), content, () => refreshEvaluation()];
 }
 
@@ -40,9 +31,8 @@ async function refreshEvaluation() {
   $("eval-note").textContent = steps.length ? "" : "This run has no evaluation completions: it was not evaluated, or comes from a version that did not write them.";
   if (!steps.length) return;
   const latest = steps.at(-1).step;
-  const follows = evaluation.after === null || evaluation.after === evaluation.latest;
+  if (evaluation.after === null || evaluation.after === evaluation.latest) evaluation.after = latest;
   evaluation.before ??= steps[0].step;
-  if (follows) evaluation.after = latest;
   evaluation.latest = latest;
   for (const key of ["before", "after"]) {
     $(`eval-${key}`).replaceChildren(...steps.map((s) => el("option", { value: s.step, selected: s.step === evaluation[key] }, optionText(s))));
@@ -50,20 +40,11 @@ async function refreshEvaluation() {
   await loadPairs();
 }
 
-function optionText(summary) {
-  const right = summary.judged ? `, ${summary.correct} of ${summary.judged} right` : "";
-  return `${summary.step}${right}`;
-}
+const optionText = (summary) => `${summary.step}${summary.judged ? `, ${summary.correct} of ${summary.judged} right` : ""}`;
 
-function flatEval(groups) {
-  const found = new Map();
-  for (const group of groups ?? []) {
-    for (const sample of group.samples) {
-      found.set(JSON.stringify([sample.set ?? "", group.id, sample.sample ?? 0, sample.greedy ?? true]), { group, sample });
-    }
-  }
-  return found;
-}
+// The samples of an evaluation by set, prompt and number.
+const flatEval = (groups) => new Map((groups ?? []).flatMap((group) => group.samples.map((sample) =>
+  [JSON.stringify([sample.set ?? "", group.id, sample.sample ?? 0, sample.greedy ?? true]), { group, sample }])));
 
 async function loadPairs() {
   const { run, before, after } = evaluation;
@@ -77,23 +58,20 @@ async function loadPairs() {
   showPairs();
 }
 
-function outcome({ before, after }) {
-  if (!before || !after || before.sample.correct === null || after.sample.correct === null) return null;
-  if (before.sample.correct === after.sample.correct) return after.sample.correct ? "right" : "wrong";
-  return after.sample.correct ? "fixed" : "broken";
-}
-
-function inOutcome(pair, name) {
+function inOutcome({ before, after }, name) {
   if (name === "all") return true;
-  return name === "truncated" ? Boolean(pair.after && pair.after.sample.finish_reason === "length") : outcome(pair) === name;
+  if (name === "truncated") return after?.sample.finish_reason === "length";
+  const [was, is] = [before?.sample.correct ?? null, after?.sample.correct ?? null];
+  if (was === null || is === null) return false;
+  return name === (was === is ? (is ? "right" : "wrong") : (is ? "fixed" : "broken"));
 }
 
 function showPairs() {
   const { pairs } = evaluation;
-  const chip = ([name, text]) => el("button", {
-    type: "button", "data-outcome": name, "aria-pressed": String(evaluation.outcome === name),
+  const chip = ([name, text]) => button({
+    "data-outcome": name, "aria-pressed": String(evaluation.outcome === name),
     onclick: () => { Object.assign(evaluation, { outcome: name, shown: PAIRS_AT_ONCE }); showPairs(); },
-  }, text, el("span", { class: "number tally" }, ` ${pairs.filter((pair) => inOutcome(pair, name)).length.toLocaleString("en")}`));
+  }, text, tally(pairs.filter((pair) => inOutcome(pair, name)).length));
   $("outcomes").replaceChildren(...Object.entries(OUTCOMES).map(chip));
   const sought = needle(evaluation.query);
   const found = pairs.filter((pair) => inOutcome(pair, evaluation.outcome)
@@ -107,12 +85,11 @@ function showPairs() {
 function pairArticle(pair) {
   const { group, sample } = pair.after ?? pair.before;
   const side = (name, step, one) => el("div", { class: "card" }, el("h4", {}, `${name}, step ${step}`),
-    one ? [facts(one.sample), el("div", { class: "body", tabindex: 0, role: "group", "aria-label": `${one.sample.turns ? "Episode" : "Completion"} ${name}` }, completionBody(one.sample, "none", evaluation.query))]
+    one ? [facts(one.sample), completionBox(one.sample, ` ${name}`, completionBody(one.sample, "none", evaluation.query))]
       : el("p", { class: "empty" }, "not among the prompts of this evaluation"));
   return el("article", { class: "pair", tabindex: -1 },
     el("h3", {}, sample.set ? `${sample.set}, prompt ${group.id}` : `Prompt ${group.id}`),
-    el("div", { class: "prompt" }, conversation(group.prompt ?? sample.prompt, evaluation.query)),
-    columnList(group.columns ?? sample.columns ?? {}, evaluation.query),
+    promptAndColumns({ prompt: group.prompt ?? sample.prompt, columns: group.columns ?? sample.columns }, evaluation.query),
     el("div", { class: "cards two" }, side("before", evaluation.before, pair.before), side("after", evaluation.after, pair.after)));
 }
 

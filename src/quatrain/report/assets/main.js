@@ -69,9 +69,7 @@ function inEvaluation() {
   return Boolean(current && current.id === "evaluation");
 }
 
-function nextOf(names, current) {
-  return names[(names.indexOf(current) + 1) % names.length];
-}
+const nextOf = (names, current) => names[(names.indexOf(current) + 1) % names.length];
 
 const KEYS = {
   ArrowLeft: () => moveStep(-1),

@@ -13,20 +13,10 @@ function renew(host, value, render) {
   host.replaceChildren(...render().filter(Boolean));
 }
 
-function latest(run, name) {
-  const values = run.metrics[name];
-  return values ? values.findLast((v) => v !== null) ?? null : null;
-}
-
-function firstOf(run, name) {
-  const values = run.metrics[name];
-  return values ? values.find((v) => v !== null) ?? null : null;
-}
-
-function setting(run, key) {
-  const row = run.config.find((each) => each.key === key);
-  return row ? row.value : null;
-}
+const latest = (run, name) => run.metrics[name]?.findLast((v) => v !== null) ?? null;
+const firstOf = (run, name) => run.metrics[name]?.find((v) => v !== null) ?? null;
+const setting = (run, key) => run.config.find((row) => row.key === key)?.value ?? null;
+const change = (run, name) => `${short(firstOf(run, name), 3)} → ${short(latest(run, name), 3)}`;
 
 function tile(name, value, note) {
   return el("div", { class: "tile" }, el("dt", {}, name), el("dd", { class: "number" }, value), note ? el("span", { class: "aside" }, note) : null);
@@ -38,7 +28,7 @@ function evaluated(run) {
     const name = Object.keys(run.metrics).find((each) => pattern.test(each));
     if (!name) continue;
     const prompts = latest(run, name.replace(/[^/]+$/, "num_prompts"));
-    return tile(text, `${short(firstOf(run, name), 3)} → ${short(latest(run, name), 3)}`, prompts === null ? name : `${name}, ${count(prompts, "prompt")}`);
+    return tile(text, change(run, name), prompts === null ? name : `${name}, ${count(prompts, "prompt")}`);
   }
   return null;
 }
@@ -57,7 +47,7 @@ function tiles(run) {
     tile("State", run.state, run.updated ? `last metric ${run.updated.replace("T", " ").replace("Z", " UTC")}` : "no metrics yet"),
     tile("Step", total ? `${step.toLocaleString("en")} of ${total.toLocaleString("en")}` : step.toLocaleString("en")),
     evaluated(run),
-    latest(run, "reward/mean") === null ? null : tile("Reward", `${short(firstOf(run, "reward/mean"), 3)} → ${short(latest(run, "reward/mean"), 3)}`, "first step → last step"),
+    latest(run, "reward/mean") === null ? null : tile("Reward", change(run, "reward/mean"), "first step → last step"),
     latest(run, "throughput/tokens_per_s") === null ? null : tile("Throughput", `${short(latest(run, "throughput/tokens_per_s"), 3)} tokens/s`, "last step"),
     sum("time/step_s") ? tile("Time in steps", duration(sum("time/step_s")), compile >= 1 ? `${duration(compile)} of it compiling` : null) : null);
 }
@@ -67,14 +57,15 @@ function what(run) {
   return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, asText(value))]));
 }
 
+const noteList = (notes) => (notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))) : null);
+
 function overviewSection() {
   const places = state.runs.map(() => ({ numbers: el("div", {}), hints: el("div", {}) }));
   const host = el("div", { id: "overview-content" }, places.map(({ numbers, hints }) => el("div", { class: "run" }, numbers, hints)));
   const numbers = (run) => [state.runs.length > 1 ? el("h3", {}, run.name) : null, what(run), tiles(run)];
-  const notes = (run) => (run.notes.length ? el("ul", { class: "notes" }, run.notes.map((note) => el("li", {}, note))) : null);
   const fill = () => state.runs.forEach((run, i) => {
     places[i].numbers.replaceChildren(...numbers(run).filter(Boolean));
-    renew(places[i].hints, [run.hints, run.notes], () => [hintList(i), notes(run)]);
+    renew(places[i].hints, [run.hints, run.notes], () => [hintList(i), noteList(run.notes)]);
   });
   return [host, fill];
 }
@@ -83,28 +74,25 @@ function hintList(i) {
   const { hints } = state.runs[i];
   if (!hints.length) return null;
   return el("ul", { class: "hints" }, hints.map((hint) => el("li", {},
-    hint.step === null ? null : el("button", { type: "button", class: "link number", title: "Read the completions of this step", onclick: () => { openRun(i); openStep(hint.step); } }, `step ${hint.step}`),
+    hint.step === null ? null : button({ class: "link number", title: "Read the completions of this step", onclick: () => { openRun(i); openStep(hint.step); } }, `step ${hint.step}`),
     el("span", { class: "badge" }, hint.hint), el("span", {}, hint.text))));
 }
 
 function openRun(i) {
   if (i === view.run) return;
-  view.run = i;
+  Object.assign(view, { run: i, step: null });
   $("run").value = i;
-  view.step = null;
   refreshCompletions();
 }
 
 function planSection() {
   const host = el("div", {});
   const value = (v) => (v === null ? "–" : typeof v === "object" ? `${short(v.min)} to ${short(v.max)}` : short(v));
-  const fill = () => renew(host, state.runs.map((run) => run.plan), () => state.runs.flatMap((run) => [
-    state.runs.length > 1 ? el("h3", {}, run.name) : null,
-    run.plan === null ? el("p", { class: "empty" }, "This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration.")
-      : el("div", {}, run.plan.warnings.length ? el("ul", { class: "notes" }, run.plan.warnings.map((w) => el("li", {}, w))) : null,
-        table(["Size", "Value", "Unit", "Why"], run.plan.rows.map((row) => el("tr", {}, el("td", {}, el("code", {}, row.key)), el("td", { class: "number" }, value(row.value)), el("td", {}, asText(row.unit)), el("td", { class: "wide" }, asText(row.why)))), { "aria-label": "Plan" })),
-  ]));
-  return [host, fill];
+  const row = ({ key, value: v, unit, why }) => el("tr", {}, el("td", {}, el("code", {}, key)), el("td", { class: "number" }, value(v)), el("td", {}, asText(unit)), el("td", { class: "wide" }, asText(why)));
+  const render = ({ plan }) => (plan === null
+    ? el("p", { class: "empty" }, "This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration.")
+    : el("div", {}, noteList(plan.warnings), table(["Size", "Value", "Unit", "Why"], plan.rows.map(row), { "aria-label": "Plan" })));
+  return [host, () => renew(host, state.runs.map((run) => run.plan), () => perRun(render))];
 }
 
 function configSection() {
@@ -114,15 +102,14 @@ function configSection() {
   const wanted = (row) => (shown === "every" || row.changed || (shown === "derived" && row.derived)) && `${row.key} ${asText(row.value)}`.toLowerCase().includes(needle(query));
   const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, el("code", {}, each.key)), el("td", { class: "wide value" }, asText(each.value)), el("td", { class: "wide value muted" }, asText(each.default)), el("td", { class: "muted" }, each.layer));
   const fill = () => {
-    chips.replaceChildren(...Object.entries(kinds).map(([name, text]) => el("button", { type: "button", "aria-pressed": String(shown === name), onclick: () => { shown = name; fill(); } }, text)));
-    renew(host, [shown, query, state.runs.map((run) => run.config)], () => state.runs.flatMap((run) => {
-      const rows = run.config.filter(wanted);
-      return [state.runs.length > 1 ? el("h3", {}, run.name) : null,
-        rows.length ? table(["Key", "Value", "Default", "From"], rows.map(row), { "aria-label": "Configuration" }) : el("p", { class: "empty" }, run.config.length ? "No key matches." : "The configuration could not be read.")];
+    chips.replaceChildren(...Object.entries(kinds).map(([name, text]) => button({ "aria-pressed": String(shown === name), onclick: () => { shown = name; fill(); } }, text)));
+    renew(host, [shown, query, state.runs.map((run) => run.config)], () => perRun(({ config }) => {
+      const rows = config.filter(wanted);
+      return rows.length ? table(["Key", "Value", "Default", "From"], rows.map(row), { "aria-label": "Configuration" }) : el("p", { class: "empty" }, config.length ? "No key matches." : "The configuration could not be read.");
     }));
   };
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Keys" });
-  const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Search keys"), el("input", { type: "search", id: "config-search", placeholder: "Search keys and values", oninput: (event) => { query = event.target.value; fill(); } }));
+  const search = searchField("Search keys", "config-search", "Search keys and values", (value) => { query = value; fill(); });
   return [el("div", { class: "bar" }, chips, search), host, fill];
 }
 
@@ -152,7 +139,7 @@ function metricsSection() {
   };
   const ends = (name) => [firstOf, latest].map((end) => state.runs.map((run) => short(end(run, name))).join(" | "));
   const line = (name) => {
-    const row = el("tr", { "data-metric": name }, el("td", {}, el("button", { type: "button", class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, el("code", {}, name))),
+    const row = el("tr", { "data-metric": name }, el("td", {}, button({ class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, el("code", {}, name))),
       ends(name).map((value) => el("td", { class: "number" }, value)), el("td", {}, named(name)[0]), el("td", { class: "wide muted" }, named(name)[1]));
     return row;
   };
@@ -167,6 +154,6 @@ function metricsSection() {
     for (const row of host.querySelectorAll("[data-metric]")) ends(row.dataset.metric).forEach((value, i) => { row.cells[i + 1].textContent = value; });
     for (const { chart } of open.values()) chart.draw();
   };
-  const search = el("label", { class: "field grow" }, el("span", { class: "sr" }, "Filter metrics by name"), el("input", { type: "search", id: "metric-filter", placeholder: "Filter by name", oninput: (event) => { query = event.target.value; fill(); } }));
+  const search = searchField("Filter metrics by name", "metric-filter", "Filter by name", (value) => { query = value; fill(); });
   return [el("div", { class: "bar" }, search, el("span", { class: "aside" }, "A click on a name shows its curve.")), host, fill];
 }

@@ -7,9 +7,7 @@ const COLOURS = {
   advantage: "advantage",
 };
 
-function needle(query) {
-  return query.trim().toLowerCase();
-}
+const needle = (query) => query.trim().toLowerCase();
 
 // Text nodes of `text`, with each place of `query` in a <mark>.
 function marked(text, query) {
@@ -36,10 +34,10 @@ function conversation(value, query) {
 }
 
 function tokenValue(tokens, i, by) {
-  if (by === "logprob") return tokens.sampler_logprobs ? tokens.sampler_logprobs[i] : null;
-  if (by === "advantage") return tokens.advantages ? tokens.advantages[i] : null;
-  const [sampler, trainer] = [tokens.sampler_logprobs, tokens.trainer_logprobs];
-  return sampler && trainer && sampler[i] !== null && trainer[i] !== null ? trainer[i] - sampler[i] : null;
+  const [sampler, trainer, advantage] = [tokens.sampler_logprobs, tokens.trainer_logprobs, tokens.advantages].map((list) => list?.[i] ?? null);
+  if (by === "logprob") return sampler;
+  if (by === "advantage") return advantage;
+  return sampler === null || trainer === null ? null : trainer - sampler;
 }
 
 // Strength from -1 to 1 of each token's colour: by the largest size in the completion; of log-probabilities 1 - p.
@@ -71,25 +69,23 @@ function completionBody(sample, by, query, whole = false) {
   return el("div", { class: "text" }, sample.completion === "" ? el("em", {}, "empty") : marked(sample.completion, query));
 }
 
-function fixed(value) {
-  return value.toFixed(3).replace("-", "−");
-}
+const fixed = (value) => value.toFixed(3).replace("-", "−");
 
 function tokenTip(span) {
   const { tokens } = span.sample;
   const i = Number(span.dataset.token);
-  const row = (name, value) => (value === null || value === undefined ? null : el("div", {}, el("span", {}, name), el("b", { class: "number" }, value)));
-  const at = (list) => (list && list[i] !== null ? list[i] : null);
-  const sampler = at(tokens.sampler_logprobs), trainer = at(tokens.trainer_logprobs), advantage = at(tokens.advantages);
-  return [
-    el("code", {}, JSON.stringify(tokens.texts[i])),
-    row("token", tokens.ids ? `${i}, id ${tokens.ids[i]}` : String(i)),
-    row("log-probability, sampler", sampler === null ? null : fixed(sampler)),
-    row("probability, sampler", sampler === null ? null : short(Math.exp(sampler), 3)),
-    row("log-probability, trainer", trainer === null ? null : fixed(trainer)),
-    row("gap, trainer − sampler", sampler === null || trainer === null ? null : signed(trainer - sampler)),
-    row("advantage", advantage === null ? null : signed(advantage)),
-  ];
+  const value = (by) => tokenValue(tokens, i, by);
+  const sampler = value("logprob"), gap = value("gap"), advantage = value("advantage"), trainer = tokens.trainer_logprobs?.[i] ?? null;
+  const rows = {
+    token: tokens.ids ? `${i}, id ${tokens.ids[i]}` : String(i),
+    "log-probability, sampler": sampler === null ? null : fixed(sampler),
+    "probability, sampler": sampler === null ? null : short(Math.exp(sampler), 3),
+    "log-probability, trainer": trainer === null ? null : fixed(trainer),
+    "gap, trainer − sampler": gap === null ? null : signed(gap),
+    advantage: advantage === null ? null : signed(advantage),
+  };
+  const known = Object.entries(rows).filter(([, text]) => text !== null);
+  return [el("code", {}, JSON.stringify(tokens.texts[i])), ...known.map(([name, text]) => el("div", {}, el("span", {}, name), el("b", { class: "number" }, text)))];
 }
 
 function watchTokens(root) {
@@ -98,7 +94,7 @@ function watchTokens(root) {
     const span = event.target.closest("[data-token]");
     tip.hidden = !span;
     if (!span) return;
-    tip.replaceChildren(...tokenTip(span).filter(Boolean));
+    tip.replaceChildren(...tokenTip(span));
     const box = span.getBoundingClientRect();
     const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));
     const below = box.bottom + 6 + tip.offsetHeight < innerHeight;
@@ -130,9 +126,8 @@ function matches(sample, group, sought) {
     || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought);
 }
 
-function badge(text, kind, title = null) {
-  return el("span", { class: `badge ${kind}`, title }, text);
-}
+const tally = (number, unit = "") => el("span", { class: "number tally" }, ` ${number.toLocaleString("en")}${unit}`);
+const badge = (text, kind, title = null) => el("span", { class: `badge ${kind}`, title }, text);
 
 // Reward, rewards of the functions, advantage and how it ended.
 function facts(sample) {

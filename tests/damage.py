@@ -1,4 +1,4 @@
-"""Damage as disks and interrupted copies do it, to one file of a folder; used by tests and `chaos.py`."""
+"""Damage as disks and interrupted copies do it, to one file of a folder."""
 
 from __future__ import annotations
 
