@@ -17,8 +17,8 @@ import transformers
 
 from quatrain.data import tokenizer as module
 from quatrain.data.gguf_tokenizer import gguf_tokenizer
+from quatrain.data.messages import checked_messages
 from quatrain.data.tokenizer import (
-    checked_messages,
     load_tokenizer,
     render,
     render_completed,
@@ -473,7 +473,7 @@ def test_code_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
     monkeypatch.setattr(module, "_hub_file", lambda model_id, name: None)
-    monkeypatch.setattr(module, "_loader", lambda has_json: Loader)
+    monkeypatch.setattr("transformers.AutoTokenizer", Loader)
     with pytest.raises(ValueError, match=r"is never run; the tokenizer of org/name needs"):
         load_tokenizer("org/name")
     assert asked == [("org/name", {"trust_remote_code": False})]

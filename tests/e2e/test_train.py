@@ -351,7 +351,7 @@ def _reward_workers():
     """The worker processes that this process has started and that have not ended."""
     children = Path("/proc/self/task").glob("*/children")
     processes = [Path("/proc", child) for path in children for child in path.read_text().split()]
-    return [process for process in processes if b"workers/worker.py" in (process / "cmdline").read_bytes()]
+    return [process for process in processes if b"reward function" in (process / "cmdline").read_bytes()]
 
 
 def test_a_run_in_flight_is_stale_by_no_more_than_its_lag(tmp_path):

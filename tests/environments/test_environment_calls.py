@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.environments.environment import EnvironmentFault, Turn
-from quatrain.environments.environment_calls import Ended, in_threads, in_workers
-from quatrain.environments.environment_threads import MOST_AT_ONCE
+from quatrain.environments.environment import Ended, EnvironmentFault, Turn
+from quatrain.environments.environment_threads import MOST_AT_ONCE, InThreads
+from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.load_environment import load_environment, load_tools
 from quatrain.workers.process import LONGEST_OUTPUT
 
@@ -106,8 +106,8 @@ def spec(tmp_path_factory):
 
 def calls_of(mode, spec, timeout_s):
     if mode == "threads":
-        return in_threads(load_environment(spec), timeout_s)
-    return in_workers(spec, 1, timeout_s)
+        return InThreads(load_environment(spec), timeout_s)
+    return InWorkers(spec, 1, timeout_s)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -144,7 +144,7 @@ def workers(spec):
     made = []
 
     def make(num_workers=1, timeout_s=WAIT_S, memory_mb=None):
-        made.append(in_workers(spec, num_workers, timeout_s, memory_mb))
+        made.append(InWorkers(spec, num_workers, timeout_s, memory_mb))
         return made[-1]
 
     yield make
@@ -202,7 +202,7 @@ def test_an_episode(calls):
 @pytest.mark.parametrize("kind", MODES)
 def test_tools(kind, spec):
     tools = [spec.replace(":Game", ":double")]
-    made = in_threads(load_tools(tools), WAIT_S) if kind == "threads" else in_workers(tools, 1, WAIT_S)
+    made = InThreads(load_tools(tools), WAIT_S) if kind == "threads" else InWorkers(tools, 1, WAIT_S)
     with closing(made) as calls:
         assert got(calls.begin(0, {})) is None
         assert text(calls.step(0, CALL)) == "8"
@@ -360,7 +360,7 @@ def test_a_call_begins_from_a_callback_and_an_error_of_a_callback_harms_nothing(
 
 def test_calls_that_hang_leave_their_places_to_others_whose_time_begins_then(spec, tmp_path):
     release = tmp_path / "release"
-    with closing(in_threads(load_environment(spec), LIMIT_S)) as calls:
+    with closing(InThreads(load_environment(spec), LIMIT_S)) as calls:
         begun(calls, *range(MOST_AT_ONCE + 1))
         started = time.monotonic()
         hanging = [calls.step(episode, f"wait {release}") for episode in range(MOST_AT_ONCE)]
@@ -372,7 +372,7 @@ def test_calls_that_hang_leave_their_places_to_others_whose_time_begins_then(spe
 
 
 def test_many_threads_that_hang_are_a_warning(spec, tmp_path, caplog):
-    with closing(in_threads(load_environment(spec), LIMIT_S)) as calls:
+    with closing(InThreads(load_environment(spec), LIMIT_S)) as calls:
         begun(calls, *range(MOST_AT_ONCE))
         hanging = [calls.step(e, f"wait {tmp_path / 'release'}") for e in range(MOST_AT_ONCE)]
         assert {fault(future).kind for future in hanging} == {"timeout"}
@@ -382,7 +382,7 @@ def test_many_threads_that_hang_are_a_warning(spec, tmp_path, caplog):
 
 def test_a_call_that_waits_is_dropped_with_its_episode(spec, tmp_path):
     release = tmp_path / "release"
-    with closing(in_threads(load_environment(spec), WAIT_S)) as calls:
+    with closing(InThreads(load_environment(spec), WAIT_S)) as calls:
         begun(calls, *range(MOST_AT_ONCE + 1), close=f"write {tmp_path / 'closed'}")
         running = [calls.step(episode, f"wait {release}") for episode in range(MOST_AT_ONCE)]
         dropped = calls.step(MOST_AT_ONCE, "count ")
@@ -394,7 +394,7 @@ def test_a_call_that_waits_is_dropped_with_its_episode(spec, tmp_path):
 
 
 def test_quick_calls_start_no_threads(spec):
-    with closing(in_threads(load_environment(spec), WAIT_S)) as calls:
+    with closing(InThreads(load_environment(spec), WAIT_S)) as calls:
         begun(calls, 0)
         before = set(threading.enumerate())
         for turn in range(1, 200):
@@ -414,7 +414,7 @@ class Kept:
 
 
 def test_environments_are_forgotten_when_their_episodes_end():
-    with closing(in_threads(load_environment(Kept), WAIT_S)) as calls:
+    with closing(InThreads(load_environment(Kept), WAIT_S)) as calls:
         begun(calls, 0, 1)
         raised = fault(calls.step(0, "x"))
         got(calls.end(1))
@@ -448,7 +448,7 @@ class Closing:
 
 
 def test_episodes_abandoned_at_any_moment_are_closed_once():
-    with closing(in_threads(load_environment(Closing), WAIT_S)) as calls:
+    with closing(InThreads(load_environment(Closing), WAIT_S)) as calls:
         begun(calls, *range(500))
         assert not CLOSED
         for episode in range(500):
@@ -598,7 +598,7 @@ def test_columns_that_the_worker_cannot_read_are_a_fault(workers, monkeypatch):
 
 
 def test_an_environment_that_cannot_be_loaded(spec):
-    with closing(in_workers(spec.replace(":Game", ":Gamble"), 1, WAIT_S)) as calls:
+    with closing(InWorkers(spec.replace(":Game", ":Gamble"), 1, WAIT_S)) as calls:
         for episode in range(2):
             raised = fault(calls.begin(episode, {}))
             assert raised.kind == "error"
@@ -608,14 +608,14 @@ def test_an_environment_that_cannot_be_loaded(spec):
 
 def test_an_environment_of_the_running_program_is_refused():
     with pytest.raises(ValueError, match=r"must be named as .* got '__main__:Game', of the running program"):
-        in_workers("__main__:Game", 1, WAIT_S)
+        InWorkers("__main__:Game", 1, WAIT_S)
 
 
 PROGRAM = """
 import sys, time
-from quatrain.environments.environment_calls import in_workers
+from quatrain.environments.environment_workers import InWorkers
 
-calls = in_workers(sys.argv[1], 1, 30.0)
+calls = InWorkers(sys.argv[1], 1, 30.0)
 calls.begin(0, {}).result()
 print(calls.step(0, "pid").result().messages[0]["content"], flush=True)
 time.sleep(1000)

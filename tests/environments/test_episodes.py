@@ -16,7 +16,7 @@ from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
 from quatrain.environments import episodes as module
-from quatrain.environments.environment_calls import in_threads
+from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import load_environment
 from quatrain.types.batches import Prompt
@@ -92,7 +92,7 @@ def make_engine(small_arch, small_params, tokenizer):
         rules = EpisodeRules(
             tokenizer,
             TurnTemplate(tokenizer, stop_ids, environments.schemas),
-            in_threads(environments, timeout_s),
+            InThreads(environments, timeout_s),
             max_turns=max_turns,
             max_environment_tokens=added,
             max_tokens=longest,

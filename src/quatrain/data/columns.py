@@ -11,8 +11,8 @@ from typing import Any
 
 from quatrain.config.errors import listed, shown
 from quatrain.config.schema import DataConfig
+from quatrain.data.messages import joined_text
 from quatrain.data.rows import Row
-from quatrain.data.tokenizer import joined_text
 
 MESSAGES = "messages"
 

@@ -27,9 +27,10 @@ from quatrain.config.schema import DataConfig
 from quatrain.config.secrets import redact
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
 from quatrain.data.columns import MESSAGES, check_answer_column, prepared
+from quatrain.data.messages import checked_messages, unfit_text
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
-from quatrain.data.tokenizer import checked_messages, render, unfit_text
+from quatrain.data.tokenizer import render
 from quatrain.types.batches import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +20,24 @@ from quatrain.config.files import MAX_DEPTH, Description, checked, read_json, to
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import CHAT_TEMPLATE, builtin_tokenizer
 from quatrain.data.gguf_tokenizer import CHATML, gguf_tokenizer
+from quatrain.data.messages import argument_forms, call_of, checked_messages, unfit_text
 from quatrain.models.hf_config import MAX_LAYERS
 from quatrain.weights.gguf_header import read_header
-from quatrain.workers.child import Child, ChildError
+from quatrain.workers.pool import Failure, Pool
+from quatrain.workers.process import log_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from quatrain.types.batches import PromptText
 
-MAX_TEXT_CHARS = 4_000_000
-"""Length of the longest text that is tokenised: about a million tokens."""
+logger = logging.getLogger(__name__)
+
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 MAX_REASON_CHARS = 500
+TEMPLATE_CPU_S, TEMPLATE_WALL_S, TEMPLATE_MEMORY_MB = 2.0, 60.0, 1024
+"""Limits of rendering with a template; a process may wait for a core."""
 MOST_GROWTH = 100
 _CONFIG, _JSON, _MODEL = "tokenizer_config.json", "tokenizer.json", "config.json"
 
@@ -49,25 +53,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
             return builtin_tokenizer()
         if path.endswith(".gguf"):
             return gguf_tokenizer(read_header(path).metadata, path)
-        if local_path(path).is_dir():
-            return _from_folder(str(local_path(path)))
-        return _from_hub(path)
+        is_folder = local_path(path).is_dir()
+        return _from_folder(str(local_path(path))) if is_folder else _from_hub(path)
 
 
 def _from_folder(path: str) -> PreTrainedTokenizerFast:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    names = (_JSON, "tokenizer.model", "vocab.json", _CONFIG)
     if not any((Path(path) / name).is_file() for name in names):
         raise ValueError(
-            f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; "
-            "save the tokenizer there with save_pretrained, or, for the policy, set model.tokenizer to a "
-            "folder or hub id that has one"
+            f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; save the "
+            "tokenizer there with save_pretrained, or set model.tokenizer to a folder or hub id that has one"
         )
     _check_files(Path(path))
-    loader = _loader(has_json=(Path(path) / _JSON).is_file())
     try:
-        with _panic_is_an_error():
-            tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            _try(tokenizer)
+        tokenizer = _loaded(path, (Path(path) / _JSON).is_file(), local_files_only=True)
     except Exception as error:  # for a broken folder, transformers raises exceptions of any class
         _refuse_code(path, error)
         raise ValueError(
@@ -84,13 +83,10 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
         )
     try:
         file = _hub_file(model_id, _JSON)
-        loader = _loader(has_json=file is not None)
         described = file or _hub_file(model_id, _MODEL)
         if described is not None:
             _check_files(described.parent)
-        with _panic_is_an_error():
-            tokenizer = loader.from_pretrained(model_id, trust_remote_code=False)
-            _try(tokenizer)
+        tokenizer = _loaded(model_id, file is not None)
     except Exception as error:  # no network, an unknown name or a broken repository
         _refuse_code(model_id, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON_CHARS]
@@ -101,13 +97,34 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
     return _fast(tokenizer, model_id)
 
 
+def _loaded(source: str, has_json: bool, **options: bool) -> Any:
+    """The tokenizer as transformers loads it, with its own rules; raises any exception if it fails."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer replaces the splitting rule in tokenizer.json by the one of the model type (qwen2, ...).
+    # It is therefore used only if that file is missing and the tokenizer is converted from other files.
+    loader = PreTrainedTokenizerFast if has_json else AutoTokenizer
+    with _panic_is_an_error():
+        tokenizer = loader.from_pretrained(source, trust_remote_code=False, **options)
+        tokenizer.decode(tokenizer.encode("a b"))
+        int(tokenizer.eos_token_id or 0)
+    template = tokenizer.chat_template or ""
+    if not all(isinstance(text, str) for text in _templates_of(template)):
+        raise ValueError(f"a chat template must be text, not {shown(template)}")
+    return tokenizer
+
+
+def _templates_of(template: Any) -> list[Any]:
+    """The texts of a tokenizer's templates: one, or several by their names."""
+    return list(template.values()) if isinstance(template, dict) else [template]
+
+
 def _refuse_code(path: str, error: Exception) -> None:
     """Raises ValueError if transformers raised `error` because the tokenizer needs custom code."""
     if "trust_remote_code" in str(error):
         raise ValueError(
             f"code in a model's folder or repository is never run; the tokenizer of {path} needs custom code "
-            "(auto_map in its configuration); convert it to a tokenizer.json, or set "
-            "model.tokenizer to a folder or hub id that has one"
+            "(auto_map in its configuration); convert it to a tokenizer.json, or set another model.tokenizer"
         ) from error
 
 
@@ -141,8 +158,8 @@ def _check_files(folder: Path) -> None:
     if (folder / _JSON).is_file():
         content = read_json(folder / _JSON)
         for part in ("normalizer", "decoder"):
-            growth = 1.0 if too_deep(content.get(part)) else math.prod(_growths(content.get(part)))
-            if growth > MOST_GROWTH or too_deep(content.get(part)):
+            node = content.get(part)
+            if too_deep(node) or math.prod(_growths(node)) > MOST_GROWTH:
                 raise ValueError(
                     f"{folder / _JSON}: a {part} must not make a text {MOST_GROWTH} times as long, nor be "
                     f"nested deeper than {MAX_DEPTH} levels; correct the file, or fetch it again"
@@ -158,14 +175,9 @@ def _check_files(folder: Path) -> None:
 
 def _growths(node: Any) -> Iterator[float]:
     """How many times longer each replacement of a normalizer or decoder can make a text."""
-    if isinstance(node, list):
-        for each in node:
-            yield from _growths(each)
-    if not isinstance(node, dict):
-        return
-    for each in node.values():
-        yield from _growths(each)
-    if node.get("type") == "Replace" and isinstance(node.get("content"), str):
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _growths(part)
+    if isinstance(node, dict) and node.get("type") == "Replace" and isinstance(node.get("content"), str):
         pattern, size = node.get("pattern"), len(node["content"])
         replaced = pattern.get("String") if isinstance(pattern, dict) else None
         # A regular expression and an empty text may match where there is nothing.
@@ -174,20 +186,10 @@ def _growths(node: Any) -> Iterator[float]:
 
 def _numbers(node: Any, name: str) -> Iterator[int]:
     """The whole numbers in JSON under keys that contain `name`."""
-    if isinstance(node, dict):
-        yield from (value for key, value in node.items() if name in key and isinstance(value, int))
-        for each in node.values():
-            yield from _numbers(each, name)
-
-
-def _try(tokenizer: Any) -> None:
-    """Raises some exception if the tokenizer has been loaded but does not work."""
-    tokenizer.decode(tokenizer.encode("a b"))
-    int(tokenizer.eos_token_id or 0)
-    template = tokenizer.chat_template or ""
-    texts = template.values() if isinstance(template, dict) else [template]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a chat template must be text, not {shown(template)}")
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if name in key and isinstance(value, int):
+            yield value
+        yield from _numbers(value, name)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
@@ -243,15 +245,6 @@ def _hub_file(model_id: str, name: str) -> Path | None:
         return None
 
 
-def _loader(has_json: bool) -> Any:
-    """The transformers class that loads a tokenizer without changing its rules."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # AutoTokenizer replaces the splitting rule in tokenizer.json by the one of the model type (qwen2, ...).
-    # It is therefore used only if that file is missing and the tokenizer is converted from other files.
-    return PreTrainedTokenizerFast if has_json else AutoTokenizer
-
-
 def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
@@ -270,12 +263,12 @@ def _without_torch_advice() -> Iterator[None]:
     def other_than_advice(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("PyTorch was not found")
 
-    logger = logging.getLogger("transformers")
-    logger.addFilter(other_than_advice)
+    theirs = logging.getLogger("transformers")
+    theirs.addFilter(other_than_advice)
     try:
         yield
     finally:
-        logger.removeFilter(other_than_advice)
+        theirs.removeFilter(other_than_advice)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -285,8 +278,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[i
     (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`) that are both in the vocabulary and in the chat template:
     chat models end a turn with these even if their configuration names another token.
     """
-    template = tokenizer.chat_template or ""
-    text = template if isinstance(template, str) else "".join(template.values())
+    text = "".join(_templates_of(tokenizer.chat_template or ""))
     vocabulary = tokenizer.get_vocab()
     ids = {int(index) for index in eos_token_ids}
     ids |= {vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text}
@@ -357,8 +349,8 @@ def fill_template(
             "(model.tokenizer), or give prompts as plain strings"
         )
     problem = ""
-    called = [_call_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()]
-    for form in _forms(messages) if called else [messages]:
+    called = [call_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()]
+    for form in argument_forms(messages) if called else [messages]:
         rendered, text = _filled(tokenizer, form, add_generation_prompt, tools)
         left_out = [name for name in called if name not in text]
         if rendered and not left_out:
@@ -383,36 +375,19 @@ def _filled(
     variables = dict(tokenizer.special_tokens_map) | getattr(tokenizer, "template_variables", {})
     if tools:
         variables["tools"] = list(tools)
-    try:
-        rendered, text = _templates.ask([template, variables, messages, add_generation_prompt])
-    except ChildError as error:
-        return False, "it takes more than 2 s of the processor" if error.late else str(error)
-    return rendered, text
+    request = json.dumps([template, variables, messages, add_generation_prompt])
+    limits = {"timeout_s": TEMPLATE_WALL_S, "cpu_s": TEMPLATE_CPU_S}
+    outcome = _TEMPLATES.submit(_RENDER, {"request": request}, **limits).result()
+    return (False, outcome.detail) if isinstance(outcome, Failure) else (outcome[0], outcome[1])
 
 
-def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with the arguments of past calls as objects, then as their JSON text."""
-    yield messages
-    yield [
-        {**message, "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def _call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The name and arguments of a past tool call, in OpenAI's form or without its `function`."""
-    return call.get("function", call)
-
-
-def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    inner = _call_of(call)
-    changed = {**inner, "arguments": change(inner.get("arguments"))}
-    return {**call, "function": changed} if "function" in call else changed
-
-
-_templates = Child(Path(__file__).with_name("template_worker.py"))
+_RENDER = "quatrain.data.template_worker:render"
+_TEMPLATES = Pool(
+    "chat template",
+    1,
+    memory_mb=TEMPLATE_MEMORY_MB,
+    on_output=lambda _, text: log_output(logger, "the chat template", text),
+)
 
 
 def encode(
@@ -439,97 +414,3 @@ def encode(
     if inner[: len(front)] == front:
         front = []
     return [*front, *inner, *(behind if closed else ())]
-
-
-def checked_messages(prompt: Any) -> list[dict[str, Any]]:
-    """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
-
-    Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
-    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text.
-    """
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
-    return [_checked_message(message) for message in prompt]
-
-
-def _checked_message(message: Any) -> dict[str, Any]:
-    fields = dict(message) if isinstance(message, Mapping) else {}
-    content = joined_text(fields.get("content"))
-    if content is None and fields.get("tool_calls"):
-        content = ""
-    if not isinstance(fields.get("role"), str) or content is None:
-        raise ValueError(
-            f"a message must have a `role` and a `content`, both strings; got {shown(message)}; the content "
-            'may also be a list of parts that are texts, {"type": "text", "text": …}'
-        )
-    fields["content"] = content
-    if fields.get("tool_calls"):
-        fields["tool_calls"] = _checked_calls(fields["tool_calls"])
-    reason = _unfit(fields, MAX_DEPTH)
-    if reason:
-        raise ValueError(f"a message {reason}; correct the message {shown(message)}")
-    return fields
-
-
-def joined_text(content: Any) -> str | None:
-    """The text of a message's content, a string or a list of parts that are texts; None for other content."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
-    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return "".join(texts) if len(texts) == len(content) else None
-
-
-def _checked_calls(calls: Any) -> list[dict[str, Any]]:
-    """Past tool calls with their arguments as objects."""
-    known = isinstance(calls, list | tuple) and all(
-        isinstance(call, Mapping)
-        and isinstance(_call_of(call), Mapping)
-        and isinstance(_call_of(call).get("name"), str)
-        for call in calls
-    )
-    if not known:
-        raise ValueError(
-            "past tool calls must be a list of objects with the `name` and the `arguments` of a `function`; "
-            f"got {shown(calls)}"
-        )
-    return [_with_arguments(call, _arguments) for call in calls]
-
-
-def _arguments(given: Any) -> dict[str, Any]:
-    try:
-        arguments = json.loads(given or "{}") if isinstance(given, str | None) else given
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, Mapping):
-        raise ValueError(
-            f"the arguments of a past tool call must be an object, or its JSON text; got {shown(given)}"
-        )
-    return dict(arguments)
-
-
-def _unfit(value: Any, depth: int) -> str | None:
-    """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
-    if isinstance(value, str):
-        return unfit_text(value)
-    if value is None or isinstance(value, bool | int):
-        return None
-    if isinstance(value, float):
-        return None if math.isfinite(value) else f"must have finite numbers; it has {value}"
-    if not isinstance(value, Mapping | list | tuple):
-        return f"must consist of text, numbers, lists and objects; it has a {type(value).__name__}"
-    if depth == 0:
-        return f"must not be nested deeper than {MAX_DEPTH} levels"
-    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
-
-
-def unfit_text(text: str) -> str | None:
-    """Why `text` cannot be tokenised, as the end of a sentence; None if it can."""
-    if len(text) > MAX_TEXT_CHARS:
-        return f"must have at most {MAX_TEXT_CHARS} characters; it has {len(text)}"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"must be valid Unicode; the character at position {error.start} is half a surrogate pair"
-    return None

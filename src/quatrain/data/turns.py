@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import shown
-from quatrain.data.tokenizer import checked_messages, encode, fill_template, render
+from quatrain.data.messages import checked_messages
+from quatrain.data.tokenizer import encode, fill_template, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

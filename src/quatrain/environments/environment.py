@@ -1,8 +1,8 @@
 """Environments: what answers the model in an episode of several turns, and the checks of what they return.
 
-Data flow: `load_environment.py` makes an environment for each sample -> `CheckedEnvironment`, which
-an episode calls; users write the class inside it. Whatever an environment does wrong is an
-`EnvironmentFault`, which costs that episode and never the run.
+Data flow: an episode -> `EnvironmentCalls` -> `CheckedEnvironment`, which `load_environment.py` makes for
+each sample; users write the class inside it. Whatever an environment does wrong is an `EnvironmentFault`,
+which costs that episode and never the run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from quatrain.config.errors import shown
 from quatrain.config.secrets import redact
-from quatrain.data.tokenizer import checked_messages
+from quatrain.data.messages import checked_messages
 from quatrain.data.turns import conversation
 
 if TYPE_CHECKING:
@@ -90,6 +91,47 @@ class Environment(Protocol):
         ...
 
 
+class EnvironmentCalls(Protocol):
+    """Runs the environments of episodes, in threads of this process or in worker processes.
+
+    Any thread may call it. An environment that is slow holds up no other episode.
+
+    An episode is a number that its caller chooses, and has at most one call at a time. Each future has the
+    result or an `EnvironmentFault`, nothing else, and cannot be cancelled; it is set by a background thread,
+    in which its callbacks run, and must not take long. After a fault the episode is abandoned.
+    The time limit of a call begins when the environment is called, not while the call waits for a thread.
+    """
+
+    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
+        """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
+        ...
+
+    def step(self, episode: int, completion: str) -> Future[Turn | None]:
+        """Answers a completion."""
+        ...
+
+    def end(self, episode: int) -> Future[Ended]:
+        """Ends the episode: its reward and counts; then the environment is closed.
+
+        A `close` that raises or takes too long is a warning.
+        """
+        ...
+
+    def abandon(self, episode: int) -> None:
+        """Forgets an episode that is not ended: it is closed in the background, if it can be.
+
+        A call of it that has not begun is an "error" fault. May be called for episodes that are gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends everything: processes are killed, threads that hang are left behind as daemons.
+
+        Calls that have not ended, and later ones, are "crash" faults. May be called again.
+        """
+        ...
+
+
 class EnvironmentFault(Exception):
     """What an environment did wrong; it ends the episode, which gets the reward of an error, never the run.
 
@@ -126,19 +168,15 @@ class CheckedEnvironment:
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
-        get_reward = getattr(self._environment, "get_reward", None)
-        if get_reward is None:
-            return 0.0
+        get_reward = getattr(self._environment, "get_reward", lambda: 0.0)
         return faultless(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
 
     def close(self) -> None:
         """Closes the environment; an error is a warning, because the episode has ended."""
-        close = getattr(self._environment, "close", None)
-        if close is not None:
-            try:
-                faultless(f"{self._name}: close", close)
-            except EnvironmentFault as fault:
-                logger.warning("%s", fault)
+        try:
+            faultless(f"{self._name}: close", getattr(self._environment, "close", lambda: None))
+        except EnvironmentFault as fault:
+            logger.warning("%s", fault)
 
     @property
     def counts(self) -> Counter[str]:
@@ -146,12 +184,10 @@ class CheckedEnvironment:
         counts = getattr(self._environment, "counts", None)
         if not isinstance(counts, Counter) or set(counts) != set(COUNTS):
             return Counter()
-        return Counter(counts)
+        return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
 
     def _reset(self, columns: Mapping[str, Any]) -> Opening:
-        reset = getattr(self._environment, "reset", None)
-        if reset is None:
-            return None
+        reset = getattr(self._environment, "reset", lambda **columns: None)
         taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
         opening = reset(**copy.deepcopy(taken))
         if opening is None or opening == "":
@@ -179,27 +215,18 @@ class CheckedEnvironment:
             self._refuse("messages must be a list of dictionaries with `role` and `content`", messages)
         if not messages:
             return ()
-        self._check_length(method, messages)
+        if _is_longer(messages, MAX_TURN_CHARS):
+            rule = f"the messages of a turn must have at most {MAX_TURN_CHARS} characters"
+            text = f"{self._name}: {rule}; {method} returned more; cut the text in the environment"
+            raise EnvironmentFault(text, "too_long")
         try:
             checked = checked_messages(messages)
-        except ValueError as error:
+            plain = json.loads(json.dumps(checked, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
             raise EnvironmentFault(f"{self._name}: {method}: {error}", "invalid") from error
         if checked[-1]["role"] == "assistant":
             self._refuse("the last message must not be the assistant's, which the model writes", checked[-1])
-        try:
-            plain = json.loads(json.dumps(checked, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            rule = f"{self._name}: {method}: messages must hold values that JSON has: {error}"
-            raise EnvironmentFault(rule, "invalid") from error
         return tuple(plain)
-
-    def _check_length(self, method: str, value: Any) -> None:
-        if _is_longer(value, MAX_TURN_CHARS):
-            raise EnvironmentFault(
-                f"{self._name}: the messages of a turn must have at most {MAX_TURN_CHARS} characters; "
-                f"{method} returned more; cut the text in the environment",
-                "too_long",
-            )
 
     def _number(self, what: str, value: Any) -> float:
         try:

@@ -1,13 +1,13 @@
 """Environments in threads, with a time limit for each call.
 
-Data flow: `environment_calls.in_threads`, or a worker process (`environment_worker.py`) -> `InThreads` ->
-`CheckedEnvironment`. Python cannot end a thread: one whose call takes too long is left behind, and another
-thread takes its place.
+Data flow: an episode, or a worker process (`environment_worker.py`) -> `InThreads` -> `CheckedEnvironment`.
+Python cannot end a thread: one whose call takes too long is left behind, and another takes its place.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,9 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextvars import copy_context
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from quatrain.environments.environment import (
@@ -25,11 +23,14 @@ from quatrain.environments.environment import (
     CheckedEnvironment,
     Ended,
     EnvironmentFault,
+    FaultKind,
     Opening,
     Turn,
     faultless,
 )
 from quatrain.environments.load_environment import Environments
+from quatrain.workers.process import running_future
+from quatrain.workers.threads import Threads, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,7 @@ MOST_AT_ONCE = 32
 Enough for calls that wait for a program or a server to overlap. Those that compute share the interpreter's
 lock with the thread that samples: it can wait 5 ms for each of them.
 """
-ONE_CALL = "an episode has one call at a time"
-_DRAIN_PAUSE_S = 0.01
+_CLOSED = ": the run has ended its environments"
 _MANY_LEFT = (
     "calls hang in threads, which Python cannot end; with rollout.environment_workers they would run in "
     "processes, which are ended"
@@ -48,8 +48,9 @@ _MANY_LEFT = (
 
 
 class InThreads:
-    """`EnvironmentCalls` in daemon threads of this process.
+    """`EnvironmentCalls` in daemon threads of this process; each call may take `timeout_s` seconds.
 
+    A call that takes longer goes on in its thread, which Python cannot end, and its result is ignored;
     `on_left` is called for each thread that is left behind, before the future of its call is set.
     """
 
@@ -57,7 +58,7 @@ class InThreads:
         self, environments: Environments, timeout_s: float, on_left: Callable[[], None] = lambda: None
     ):
         self._environments, self._timeout_s, self._on_left = environments, timeout_s, on_left
-        self._threads = _Threads()
+        self._threads = Threads("quatrain-environment")
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[_Call] = deque()
         self._running: dict[_Call, float] = {}  # until when; the first is the first to be late
@@ -65,21 +66,33 @@ class InThreads:
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
         self._asleep = False  # whether the watching thread waits for the first call
-        threading.Thread(
-            target=copy_context().run, args=(self._watch,), name="quatrain-environment-limits", daemon=True
-        ).start()
+        start_thread(self._watch, name="quatrain-environment-limits")
 
     def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
         new = self._episodes[episode] = _Episode()
-        return self._submit(new, "reset", lambda call: new.begin(self._environments, columns))
+
+        def work(call: _Call) -> Opening:
+            new.environment = self._environments()
+            return new.environment.reset(columns)
+
+        return self._submit(new, "reset", work)
 
     def step(self, episode: int, completion: str) -> Future[Turn | None]:
         known = self._episodes[episode]
-        return self._submit(known, "step", lambda call: known.step(completion))
+        return self._submit(known, "step", lambda call: known.begun().step(completion))
 
     def end(self, episode: int) -> Future[Ended]:
         known = self._episodes.pop(episode)
-        return self._submit(known, "end", known.end)
+
+        def work(call: _Call) -> Ended:
+            environment = known.begun()
+            try:
+                call.so_far = Ended(environment.final_reward(), environment.counts)
+            finally:
+                known.close()
+            return call.so_far
+
+        return self._submit(known, "end", work)
 
     def abandon(self, episode: int) -> None:
         known = self._episodes.pop(episode, None)
@@ -87,21 +100,20 @@ class InThreads:
             return
         with self._changed:
             known.abandoned = True
-            dropped = known.call if known.call in self._waiting else None
-            if dropped is not None:
-                self._waiting.remove(dropped)
+            call = known.call
+            is_dropped = call in self._waiting
+            if call is not None and is_dropped:
+                self._waiting.remove(call)
                 known.call = None
-            in_use = known.call is not None  # then it is closed when the call returns
-        if dropped is not None:
-            text = f"{self._environments.name}: {dropped.method}: the run has discarded the episode"
-            dropped.settle(EnvironmentFault(text, "error"))
-        if not in_use:
+        if call is not None and is_dropped:
+            call.settle(self._fault(call, ": the run has discarded the episode"))
+        if call is None or is_dropped:  # else it is closed when the call returns
             self._close(known)
 
     def drain(self) -> None:
         """Returns when no call is waiting or in time."""
         while self._waiting or self._running:
-            time.sleep(_DRAIN_PAUSE_S)
+            time.sleep(0.01)
 
     def close(self) -> None:
         with self._changed:
@@ -111,58 +123,56 @@ class InThreads:
             self._waiting.clear()
             self._changed.notify()
         for call in unfinished:
-            call.settle(self._closed_fault(call))
+            call.settle(self._fault(call, _CLOSED, "crash"))
         self._threads.close()
 
     def _close(self, episode: _Episode) -> None:
         """Closes an abandoned environment in the background."""
-        if not episode.is_closed():
+        if episode.environment is not None:
             self._submit(episode, "close", lambda call: episode.close())
+
+    def _fault(self, call: _Call, how: str, kind: FaultKind = "error", detail: str = "") -> EnvironmentFault:
+        return EnvironmentFault(f"{self._environments.name}: {call.method}{how}", kind, detail)
 
     def _submit(self, episode: _Episode, method: str, work: Callable[[_Call], Any]) -> Future[Any]:
         call = _Call(episode, method, work)
         with self._changed:
-            assert episode.call is None, ONE_CALL
+            assert episode.call is None, "an episode has one call at a time"
             closed = self._closed
             if not closed:
                 episode.call = call
                 self._waiting.append(call)
         if closed:
-            call.settle(self._closed_fault(call))
+            call.settle(self._fault(call, _CLOSED, "crash"))
         self._begin_next()
         return call.future
 
     def _begin_next(self) -> None:
-        """Begins the call that has waited longest, if there is one and a place for it."""
-        while (call := self._next()) is not None:
+        """Begins the call that has waited longest, if there is one and room for it: its time begins."""
+        while True:
+            with self._changed:
+                if not self._waiting or len(self._running) >= MOST_AT_ONCE:
+                    return
+                call = self._waiting.popleft()
+                self._running[call] = time.monotonic() + self._timeout_s
+                if self._asleep:
+                    self._asleep = False
+                    self._changed.notify()
             try:
                 return self._threads.submit(partial(self._run, call))
             except RuntimeError as error:  # the system has no more threads
                 with self._changed:
                     self._running.pop(call, None)
                     call.episode.call = None
-                text = f"{self._environments.name}: {call.method} could not be called: {error}"
-                call.settle(EnvironmentFault(text, "error"))
-
-    def _next(self) -> _Call | None:
-        """The next call, whose time begins."""
-        with self._changed:
-            if not self._waiting or len(self._running) >= MOST_AT_ONCE:
-                return None
-            call = self._waiting.popleft()
-            self._running[call] = time.monotonic() + self._timeout_s
-            if self._asleep:
-                self._asleep = False
-                self._changed.notify()
-            return call
+                call.settle(self._fault(call, f" could not be called: {error}"))
 
     def _run(self, call: _Call) -> None:
+        """Makes a call; its outcome is ignored if it took too long."""
         call.thread = threading.get_ident()
-        what = f"{self._environments.name}: {call.method}"
-        self._finish(call, _outcome(what, partial(call.work, call)))
-
-    def _finish(self, call: _Call, outcome: Any) -> None:
-        """Ends a call; its outcome is ignored if it took too long."""
+        try:
+            outcome = faultless(f"{self._environments.name}: {call.method}", partial(call.work, call))
+        except EnvironmentFault as fault:
+            outcome = fault.with_traceback(None)  # whose frames would keep the environment
         with self._changed:
             in_time = self._running.pop(call, None) is not None
             self._num_left -= call.is_late
@@ -175,6 +185,7 @@ class InThreads:
             call.settle(outcome)
 
     def _watch(self) -> None:
+        """Ends calls that take too long."""
         while (call := self._next_late()) is not None:
             self._leave(call)
 
@@ -182,67 +193,47 @@ class InThreads:
         """Waits for the next call that takes too long; None: the environments are closed."""
         with self._changed:
             while not self._closed:
-                call, until = next(iter(self._running.items()), (None, None))
-                left_s = None if until is None else until - time.monotonic()
-                if call is not None and left_s is not None and left_s <= 0:
+                call, until = next(iter(self._running.items()), (None, math.inf))
+                left_s = until - time.monotonic()
+                if call is not None and left_s <= 0:
                     del self._running[call]
                     call.is_late = True
                     self._num_left += 1
                     return call
                 # Calls that begin meanwhile are late after this one would be, and need not wake this thread.
-                self._asleep = left_s is None
-                self._changed.wait(left_s)
+                self._asleep = call is None
+                self._changed.wait(None if call is None else left_s)
         return None
 
     def _leave(self, call: _Call) -> None:
         """Ends a call that takes too long; its thread is left behind."""
         self._on_left()
-        name, ended = self._environments.name, call.so_far
         limit = f"longer than {self._timeout_s:g} s; rollout.environment_timeout_s sets the limit"
-        if call.method == "close" or ended is not None:
-            logger.warning("%s: close took %s", name, limit)
+        if call.method == "close" or call.so_far is not None:
+            logger.warning("%s: close took %s", self._environments.name, limit)
         if self._num_left == MOST_AT_ONCE:
-            logger.warning("%s: %d %s", name, self._num_left, _MANY_LEFT)
+            logger.warning("%s: %d %s", self._environments.name, self._num_left, _MANY_LEFT)
         self._begin_next()
-        fault = EnvironmentFault(f"{name}: {call.method} took {limit}", "timeout", _where(call.thread))
-        call.settle(fault if ended is None else ended)
-
-    def _closed_fault(self, call: _Call) -> EnvironmentFault:
-        text = f"{self._environments.name}: {call.method}: the run has ended its environments"
-        return EnvironmentFault(text, "crash")
+        call.settle(call.so_far or self._fault(call, f" took {limit}", "timeout", _where(call.thread)))
 
 
 class _Episode:
     """The environment of an episode; one call at a time uses it, and lets it go when it is closed."""
 
     def __init__(self) -> None:
-        self._environment: CheckedEnvironment | None = None
+        self.environment: CheckedEnvironment | None = None
         self.call: _Call | None = None
         """The call that waits or runs, also if it takes too long."""
         self.abandoned = False
 
-    def begin(self, environments: Environments, columns: Mapping[str, Any]) -> Opening:
-        self._environment = environments()
-        return self._environment.reset(columns)
-
-    def step(self, completion: str) -> Turn | None:
-        assert self._environment is not None, "an episode begins before its first step"
-        return self._environment.step(completion)
-
-    def end(self, call: _Call) -> Ended:
-        assert self._environment is not None, "an episode begins before it ends"
-        try:
-            reward = self._environment.final_reward()
-            call.so_far = Ended(reward, _counts(self._environment))
-        finally:
-            self.close()
-        return call.so_far
-
-    def is_closed(self) -> bool:
-        return self._environment is None
+    def begun(self) -> CheckedEnvironment:
+        """The environment."""
+        assert self.environment is not None, "an episode begins before its other calls"
+        return self.environment
 
     def close(self) -> None:
-        environment, self._environment = self._environment, None
+        """Closes the environment, once."""
+        environment, self.environment = self.environment, None
         if environment is not None:
             environment.close()
 
@@ -252,8 +243,7 @@ class _Call:
 
     def __init__(self, episode: _Episode, method: str, work: Callable[[_Call], Any]):
         self.episode, self.method, self.work = episode, method, work
-        self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()
+        self.future: Future[Any] = running_future()
         self.so_far: Ended | None = None
         """The result of a call that has only to close the environment."""
         self.thread: int | None = None
@@ -265,61 +255,6 @@ class _Call:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
-
-
-class _Threads:
-    """Daemon threads, as many as there is work at a time; they are kept for more work."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_idle = 0
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Has a thread do the work at once; raises RuntimeError if the system has no more threads."""
-        with self._lock:
-            idle = self._num_idle > 0
-            self._num_idle -= idle
-        if idle:
-            self._work.put(work)
-        else:
-            arguments = (self._run, work)
-            threading.Thread(
-                target=copy_context().run, args=arguments, name="quatrain-environment", daemon=True
-            ).start()
-
-    def close(self) -> None:
-        """Ends the threads, each when it has no work."""
-        with self._lock:
-            self._closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._work.put(None)
-
-    def _run(self, work: Callable[[], None] | None) -> None:
-        while work is not None:
-            work()
-            work = None  # keeps nothing of it while it waits
-            with self._lock:
-                if self._closed:
-                    return
-                self._num_idle += 1
-            work = self._work.get()
-
-
-def _outcome(what: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the fault that it raises."""
-    try:
-        return faultless(what, work)
-    except EnvironmentFault as fault:
-        return fault.with_traceback(None)  # whose frames would keep the environment
-
-
-def _counts(environment: CheckedEnvironment) -> dict[str, int]:
-    """The environment's counts, without those of a counter that is the user's and counts something else."""
-    counts = environment.counts.items()
-    return {name: count for name, count in counts if isinstance(name, str) and isinstance(count, int)}
 
 
 def _where(thread: int | None) -> str:

@@ -1,6 +1,6 @@
 """Episodes of several turns: the policy and an environment answer each other, token in and token out.
 
-Data flow: prompts -> `EpisodeSession.submit` -> environments (`environment_calls.py`) and turns of the policy
+Data flow: prompts -> `EpisodeSession.submit` -> environments (`EnvironmentCalls`) and turns of the policy
 (`session.py`), in turn -> `EpisodeSession.take` -> the engine's `RolloutBatch`. While an environment works,
 turns of other episodes decode.
 
@@ -28,8 +28,14 @@ from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.groups import Group
 from quatrain.engine.session import Session, Tally, TurnEnd
-from quatrain.environments.environment import EnvironmentFault, Opening, Turn, with_opening
-from quatrain.environments.environment_calls import EnvironmentCalls
+from quatrain.environments.environment import (
+    Ended,
+    EnvironmentCalls,
+    EnvironmentFault,
+    Opening,
+    Turn,
+    with_opening,
+)
 from quatrain.types.batches import Message, Prompt, PromptText
 from quatrain.types.metrics import Metric, Metrics, describe
 from quatrain.types.rollouts import Completion, Sampling
@@ -125,6 +131,16 @@ class Episode:
         """Turns of the policy; none if `reset` failed."""
         return len(self.completion.turns) if self.completion.tokens else 0
 
+    @property
+    def num_written(self) -> int:
+        """Tokens of the environment and of the chat template between turns."""
+        return len(self.input_ids) - len(self.prompt.input_ids) + self.completion.num_given
+
+    @property
+    def reward(self) -> float:
+        """The environment's rewards for the turns, and at the end."""
+        return sum(self.rewards) + self.final_reward
+
     def result(self) -> tuple[Prompt, Completion]:
         """The sample; its columns have the dialogue and the environment's rewards."""
         assert self.reason is not None
@@ -134,7 +150,7 @@ class Episode:
             **self.prompt.columns,
             "messages": [*_listed(self.text), *self.messages],
             "turn_rewards": [*self.rewards, *[0.0] * unanswered],
-            "environment_reward": sum(self.rewards) + self.final_reward,
+            "environment_reward": self.reward,
         }
         return replace(self.prompt, input_ids=self.input_ids, columns=columns), self.completion
 
@@ -228,15 +244,14 @@ class EpisodeSession:
         episode = Episode(number, prompt, sample, step, prompt.text, prompt.input_ids)
         self._episodes[number] = episode
         columns = {**prompt.columns, "prompt": _listed(prompt.text)}
-        self._ask(episode, "begin", lambda calls: calls.begin(number, columns))
+        self._ask(episode, "begin", columns)
         return episode
 
-    def _ask(
-        self, episode: Episode, question: Question, call: Callable[[EnvironmentCalls], Future[Any]]
-    ) -> None:
+    def _ask(self, episode: Episode, question: Question, *arguments: Any) -> None:
         """Calls the environment, in the main process."""
         calls = self._rules.calls
-        self._asked[episode.number] = question, None if calls is None else call(calls)
+        future = None if calls is None else getattr(calls, question)(episode.number, *arguments)
+        self._asked[episode.number] = question, future
 
     def _answers(self) -> list[_Answer]:
         """The answers that have come, in the order of the episodes."""
@@ -264,18 +279,20 @@ class EpisodeSession:
 
     def _answer(self, episode: Episode, question: Question, future: Future[Any]) -> _Answer:
         """What an environment has answered, and the tokens that follow from it, for all processes alike."""
-        number = episode.number
+        value: Any = None
+        ids = fault = None
         try:
-            value = future.result()
-            if question == "begin":
-                return _Answer(number, question, value, self._opening_ids(episode, value), None)
-            if question == "end":
-                return _Answer(number, question, (value.reward, dict(value.counts)), None, None)
-            ids = None if value is None else self._suffix_ids(episode, value)
-            turn = None if value is None else (list(value.messages), value.reward, value.done)
-            return _Answer(number, question, turn, ids, None)
-        except EnvironmentFault as fault:
-            return _Answer(number, question, None, None, (str(fault), fault.kind, fault.detail))
+            match future.result():
+                case Turn() as turn:
+                    value = list(turn.messages), turn.reward, turn.done
+                    ids = self._suffix_ids(episode, turn)
+                case Ended() as ended:
+                    value = ended.reward, dict(ended.counts)
+                case opening:
+                    value, ids = opening, self._opening_ids(episode, opening)
+        except EnvironmentFault as error:
+            value, ids, fault = None, None, error.args
+        return _Answer(episode.number, question, value, ids, fault)
 
     def _opening_ids(self, episode: Episode, opening: Opening) -> list[int] | None:
         """The tokens of the prompt with what `reset` returned; None without that, or if it is too long."""
@@ -360,7 +377,7 @@ class EpisodeSession:
         if end.completion.finish_reason == "length":
             self._end(episode, "length")
         else:
-            self._ask(episode, "step", lambda calls: calls.step(episode.number, text))
+            self._ask(episode, "step", text)
 
     def _answered(self, episode: Episode, turn: Turn | None, suffix: Sequence[int] | None) -> None:
         """The environment has answered a turn: the next begins after `suffix`, or the episode ends."""
@@ -375,9 +392,8 @@ class EpisodeSession:
         if episode.held is None or suffix is None:
             return self._end(episode, "length")
         completion, rules = episode.completion, self._rules
-        given = len(episode.input_ids) - len(episode.prompt.input_ids) + completion.num_given + len(suffix)
         room = rules.max_tokens - len(episode.input_ids) - len(completion.tokens) - len(suffix)
-        if given > rules.max_environment_tokens or room < 1:
+        if episode.num_written + len(suffix) > rules.max_environment_tokens or room < 1:
             return self._end(episode, "length")
         limit = min(self.sampling.max_new_tokens, completion.num_sampled + room)
         self._session.resume(episode.held, suffix, limit)
@@ -388,7 +404,7 @@ class EpisodeSession:
         """The episode ends; its environment gives its last reward."""
         self._drop(episode)
         episode.reason = reason
-        self._ask(episode, "end", lambda calls: calls.end(episode.number))
+        self._ask(episode, "end")
 
     def _fail(self, episode: Episode, fault: EnvironmentFault) -> None:
         """The episode ends by a fault of its environment."""
@@ -425,31 +441,22 @@ def _checked(work: Callable[[], Any]) -> Any:
 def _warn_of_faults(episodes: Sequence[Episode]) -> None:
     faults = [episode.fault for episode in episodes if episode.fault is not None]
     if faults and is_main_process():
-        logger.warning(
-            "%d of %d episodes ended by a fault of their environment, and get the reward of an error; the "
-            "first: %s%s",
-            len(faults),
-            len(episodes),
-            faults[0],
-            f"\n{faults[0].detail}" if faults[0].detail else "",
-        )
+        rule = "ended by a fault of their environment, and get the reward of an error"
+        first = f"{faults[0]}\n{faults[0].detail}".rstrip()
+        logger.warning("%d of %d episodes %s; the first: %s", len(faults), len(episodes), rule, first)
 
 
 def _metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
     """Numbers of turns, tokens of environments, rewards, and what went wrong."""
-    given = [
-        len(episode.input_ids) - len(episode.prompt.input_ids) + episode.completion.num_given
-        for episode in episodes
-    ]
     counts: Counter[str] = Counter()
     for episode in episodes:
         counts.update(episode.counts)
     counts["errors"] = sum(episode.reason == FAULT for episode in episodes)
     counts["timeouts"] = sum(episode.reason == TIMEOUT for episode in episodes)
-    rewards = [sum(episode.rewards) + episode.final_reward for episode in episodes]
+    turns, rewards = [e.num_turns for e in episodes], [e.reward for e in episodes]
     return {
-        **describe("episode/turns", np.array([episode.num_turns for episode in episodes]), ("mean", "max")),
+        **describe("episode/turns", np.array(turns), ("mean", "max")),
         **describe("episode/reward", np.array(rewards), ("mean",)),
-        **describe("length/environment", np.array(given), ("mean", "max")),
+        **describe("length/environment", np.array([e.num_written for e in episodes]), ("mean", "max")),
         **{f"episode/{name}": Metric(count, reduction="sum") for name, count in counts.items()},
     }

@@ -100,9 +100,8 @@ class ToolMethods:
 
     def reset(self, **columns: Any) -> Opening:
         """Begins the episode; the object returns text for the end of the prompt, or None."""
-        reset = getattr(self._made, "reset", None)
-        opening: Opening = None if reset is None else reset(**columns)
-        return opening
+        reset: Callable[..., Opening] = getattr(self._made, "reset", lambda **columns: None)
+        return reset(**columns)
 
     def step(self, completion: str) -> Turn | None:
         """The results of the calls in a completion; None if there is no call."""
@@ -117,9 +116,7 @@ class ToolMethods:
 
     def close(self) -> None:
         """Frees what the object holds."""
-        close = getattr(self._made, "close", None)
-        if close is not None:
-            close()
+        getattr(self._made, "close", lambda: None)()
 
 
 def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:

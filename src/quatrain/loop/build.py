@@ -26,7 +26,9 @@ from quatrain.data.chat_template import begun_answer, with_chat_template
 from quatrain.data.tokenizer import load_tokenizer, stop_token_ids
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.engine import RolloutEngine
-from quatrain.environments.environment_calls import in_threads, in_workers
+from quatrain.environments.environment import EnvironmentCalls
+from quatrain.environments.environment_threads import InThreads
+from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import Environments, load_environment, load_tools
 from quatrain.models.attention.probe import trusted_attention
@@ -172,11 +174,11 @@ def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
     if loaded.environments is None or loaded.turns is None:
         return None
     timeout_s, workers = rollout.environment_timeout_s, rollout.environment_workers
-    calls = None
+    calls: EnvironmentCalls | None = None
     if is_main_process() and workers:
-        calls = in_workers(rollout.environment or rollout.tools, workers, timeout_s)
+        calls = InWorkers(rollout.environment or rollout.tools, workers, timeout_s)
     elif is_main_process():
-        calls = in_threads(loaded.environments, timeout_s)
+        calls = InThreads(loaded.environments, timeout_s)
     return EpisodeRules(
         loaded.tokenizer,
         loaded.turns,

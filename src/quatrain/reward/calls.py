@@ -68,26 +68,22 @@ class Samples:
 
     def take(self, rows: Rows, function: Function) -> Arguments:
         """The arguments that `function` accepts of the samples `rows`."""
-        accepts, bound = function.accepts, function.bound
-        return {
-            name: [values[row] for row in rows]
-            for name, values in self.arguments.items()
-            if name not in bound and (accepts is None or name in accepts)
-        }
+        accepts = self.arguments if function.accepts is None else function.accepts
+        names = [name for name in self.arguments if name in accepts and name not in function.bound]
+        return {name: [self.arguments[name][row] for row in rows] for name in names}
 
     def of_sources(self, sources: Collection[str] | None) -> list[int]:
         """The rows whose `data_source` is one of `sources`; None: all rows."""
-        every = range(len(self))
         if sources is None:
-            return list(every)
-        values = self.arguments[DATA_SOURCE]
-        return [row for row in every if isinstance(values[row], str) and values[row] in sources]
+            return list(range(len(self)))
+        values = enumerate(self.arguments[DATA_SOURCE])
+        return [row for row, value in values if isinstance(value, str) and value in sources]
 
     @property
     def faults(self) -> frozenset[int]:
         """The rows of episodes that a fault of their environment ended."""
-        reasons = self.arguments["finish_reasons"]
-        return frozenset(row for row in range(len(self)) if reasons[row] in FAULTS)
+        reasons = enumerate(self.arguments["finish_reasons"])
+        return frozenset(row for row, reason in reasons if reason in FAULTS)
 
     def part(self, rows: Rows) -> Samples:
         """The samples `rows`."""
@@ -157,21 +153,17 @@ class InProcess:
     most_timeouts: int = 1  # which a call in this process cannot have
 
     def submit(self, arguments: Arguments, *, search: bool) -> Future[Any | Failure]:
-        future: Future[Any | Failure] = Future()
-        future.set_result(self._outcome(arguments))
-        return future
-
-    def _outcome(self, arguments: Arguments) -> Any | Failure:
         if self.copies:
             arguments = pickle.loads(pickled(arguments, READER))
+        future: Future[Any | Failure] = Future()
         try:
             returned = call_reward(self.function, arguments)
-            return plain_rewards(returned) if self.copies else returned
+            future.set_result(plain_rewards(returned) if self.copies else returned)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # includes SystemExit, which would end the run with exit status 0
-            kind, detail = failure(error)
-            return Failure(kind, detail)
+            future.set_result(Failure(*failure(error)))
+        return future
 
 
 @dataclass(frozen=True)
@@ -199,18 +191,15 @@ def score_function(
     Samples of other sources than the function's are abstentions. The first calls get the samples that
     `per_call` says. An episode that a fault of its environment ended is no sample of any call and has NaN.
     The samples of a failing call are called again, the groups of a batch one by one, then the samples of a
-    failing group. After a call that took too long, these further calls have little time, so
-    that a function that hangs does not hold the step. Raises ValueError if the function returns the wrong
-    number of values or values that are no numbers.
+    failing group. After a call that took too long, these further calls have little time, so that a function
+    that hangs does not hold the step. Raises ValueError for a wrong number of values, or no numbers.
     """
-    rows = samples.of_sources(function.sources)
-    values = np.full(len(samples), np.nan, np.float32)
-    faults = samples.faults
-    rows = [row for row in rows if row not in faults]
-    own = samples.part(rows) if len(rows) < len(samples) else samples
-    scoring = _Scoring(function, own)
+    values, faults = np.full(len(samples), np.nan, np.float32), samples.faults
+    rows = [row for row in samples.of_sources(function.sources) if row not in faults]
+    scored = samples.part(rows) if len(rows) < len(samples) else samples
+    scoring = _Scoring(function, scored)
     try:
-        values[rows], errors = scoring.run(own.pieces(per_call))
+        values[rows], errors = scoring.run(scored.pieces(per_call))
     finally:  # also if the run is interrupted
         scoring.cancel()
     return values, errors
@@ -318,16 +307,13 @@ def _outcome(future: Future[Any | Failure]) -> Any | Failure:
 def _report(function: Function, failures: list[Failure], errors: Counter[Kind], num_samples: int) -> None:
     if not failures:
         return
-    first = failures[0]
-    kinds = ", ".join(f"{kind}: {count}" for kind, count in errors.items())
-    on = f"{errors.total()} of {num_samples} samples ({kinds}), which get {ERROR_REWARD:g}"
-    logger.warning(
-        "reward function `%s` failed on %s%s; its first failure: %s",
-        function.name,
-        on if errors else "several samples at once, and on none of them alone",
-        f"; {_KEYS[first.kind]} sets the limit" if first.kind in _KEYS else "",
-        first.detail,
-    )
+    first, on = failures[0], "several samples at once, and on none of them alone"
+    if errors:
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in errors.items())
+        on = f"{errors.total()} of {num_samples} samples ({kinds}), which get {ERROR_REWARD:g}"
+    limit = f"; {_KEYS[first.kind]} sets the limit" if first.kind in _KEYS else ""
+    text = "reward function `%s` failed on %s%s; its first failure: %s"
+    logger.warning(text, function.name, on, limit, first.detail)
 
 
 def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.ndarray, dict[int, Kind]]:
@@ -338,11 +324,10 @@ def _checked(function: Function, returned: Any, num_samples: int) -> tuple[np.nd
     if problem is not None:
         raise ValueError(f"reward function `{function.spec}` must return {problem}")
     kinds: dict[int, Kind] = {i: value.kind for i, value in enumerate(returned) if isinstance(value, Failure)}
-    numbers = [None if isinstance(value, Failure) else value for value in returned]
+    abstains = [value is None or isinstance(value, Failure) for value in returned]
     with np.errstate(over="ignore"):
-        values = np.array([np.nan if number is None else number for number in numbers], np.float32)
-    given = np.array([number is not None for number in numbers], np.bool_)
-    bad: list[int] = np.flatnonzero(given & ~np.isfinite(values)).tolist()
+        values = np.array(np.where(abstains, np.nan, np.array(returned, object)), np.float32)
+    bad: list[int] = np.flatnonzero(~np.array(abstains, np.bool_) & ~np.isfinite(values)).tolist()
     if bad:
         logger.warning("reward function `%s` returned %d values that are not finite", function.name, len(bad))
     kinds |= dict.fromkeys(bad, "error")

@@ -1,7 +1,6 @@
-"""What the script of a worker process does first: it ends with its run, and limits its memory.
+"""What a worker process (`worker.py`) does first: it ends with its run, and limits its memory.
 
-`process.py` starts the processes of these scripts. This module imports little, because workers must
-start quickly.
+This module imports little, because workers must start quickly.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from typing import Any
 
 from quatrain.cluster.launcher import end_with_parent
 
+LOAD_TIMEOUT_S = 120.0
+"""Time limit of importing the module of a user's function or class."""
 
-def enter(opening: Mapping[str, Any]) -> None:
-    """Makes this process a worker of its parent; `opening` is what the script has read first.
 
-    `memory_bytes` is the limit of its private memory, or None."""
-    end_with_parent(opening["parent"])
+def enter(settings: Mapping[str, Any]) -> None:
+    """Makes this process a worker of its `parent`; `memory_mb` limits its memory, or is None."""
+    end_with_parent(settings["parent"])
     _outlive_stops()
-    _limit_memory(opening["memory_bytes"])
+    _limit_memory(settings["memory_mb"])
 
 
 def _outlive_stops() -> None:
@@ -41,14 +41,14 @@ def _outlive_stops() -> None:
     os.register_at_fork(after_in_child=restore)
 
 
-def _limit_memory(num_bytes: int | None) -> None:
-    """Limits this process's own memory, and lets the kernel end it first if the machine has none left.
+def _limit_memory(memory_mb: int | None) -> None:
+    """Limits this process's private memory, and lets the kernel end it first if the machine has none left.
 
     RLIMIT_DATA counts private writable memory; RLIMIT_AS would also count what libraries only reserve.
     """
     with contextlib.suppress(OSError):  # only Linux has this file
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if num_bytes is not None:
+    if memory_mb is not None:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+        limit = memory_mb << 20 if hard == resource.RLIM_INFINITY else min(memory_mb << 20, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,51 +1,132 @@
-"""Worker processes that call users' functions, with limits on time and memory.
+"""Worker processes, the thread that attends to them, and calls of functions in them.
 
-`reward/calls.py` calls users' reward functions through it. Each worker is a process of `worker.py`. It
-shares a socket and a pipe with this process, and nothing with other workers, so that it can be killed at any
-moment. Libraries for process pools are not used, because their workers share a queue and its locks, which a
-worker that is killed may hold.
+Data flow: users' reward functions (`reward/calls.py`), comparisons of expressions (`reward/math/grader.py`)
+and chat templates (`data/tokenizer.py`) -> `Pool.submit` -> a `WorkerProcess` -> the result, or a `Failure`.
+Environments use `Processes` without a `Pool`, because each stays in its process.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
+import math
 import os
 import pickle
+import selectors
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from quatrain.workers.process import LOAD_TIMEOUT_S, WorkerProcess
+from quatrain.workers.entry import LOAD_TIMEOUT_S
+from quatrain.workers.process import Failure as Failure
+from quatrain.workers.process import Kind as Kind
+from quatrain.workers.process import WorkerProcess, not_started
+from quatrain.workers.threads import start_thread
 
-Kind = Literal["timeout", "crash", "memory", "exit", "error"]
-KINDS: tuple[Kind, ...] = ("timeout", "crash", "memory", "exit", "error")
 MOST_WORKERS = 8
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a call has no result.
-
-    `timeout`: it took too long. `crash`: a signal ended its process. `exit`: it left with `sys.exit` or
-    `os._exit`. `memory`: it exceeded the memory limit. `error`: it raised another exception.
-    """
-
-    kind: Kind
-    detail: str
 
 
 def default_workers() -> int:
     """The number of cores that this process may use, at most MOST_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)
+
+
+class Processes:
+    """Worker processes, and the thread that attends to them, because a process ends with what started it."""
+
+    def __init__(self, closed: str = "its process was ended") -> None:
+        self.lock = threading.RLock()
+        self._is_asleep = False  # whether the thread waits until something comes
+        self.is_closed = False
+        self._closed = Failure("crash", closed)
+        self._processes: list[WorkerProcess] = []
+        self._new: set[WorkerProcess] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self, *args: Any, **options: Any) -> WorkerProcess:
+        """A new process, with the arguments of `WorkerProcess`; it starts in the background."""
+        process = WorkerProcess(*args, **options, lock=self.lock, wake=self._attend_soon)
+        with self.lock:
+            if self.is_closed:
+                process.failure = self._closed
+            else:
+                self._processes.append(process)
+        return process
+
+    def _attend_soon(self, process: WorkerProcess, has_work: bool) -> None:
+        """Has the thread attend to a process, at once if it has work."""
+        if not (has_work or self._is_asleep):
+            return None
+        with self.lock:
+            self._new.add(process)
+            if self._thread is None:
+                self._waked, self._wakes = socket.socketpair()
+                try:
+                    self._thread = start_thread(self._attend, name="quatrain-workers")
+                except RuntimeError as error:  # the system has no more threads
+                    self._waked.close()
+                    self._wakes.close()
+                    process.failure, process.is_over = not_started(error), True
+                    return process.settle_all()
+            return self._wake()
+
+    def close(self) -> None:
+        """Ends the processes and the thread; calls that have not ended are failures. May be called again."""
+        with self.lock:
+            self.is_closed, thread = True, self._thread
+            if thread is not None:
+                self._wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # the thread has ended, or was waked often enough
+            self._wakes.send(b"x", socket.MSG_DONTWAIT)
+
+    def _attend(self) -> None:
+        with selectors.DefaultSelector() as selector, self._waked, self._wakes:
+            selector.register(self._waked, selectors.EVENT_READ)
+            try:
+                while not self.is_closed:
+                    self._attend_once(selector)
+            finally:
+                with self.lock:
+                    self.is_closed = True
+                    processes, self._processes = self._processes, []
+                for process in processes:
+                    process.kill(self._closed)
+                for process in processes:
+                    process.attend(selector)
+
+    def _attend_once(self, selector: selectors.BaseSelector) -> None:
+        with self.lock:
+            due = 0.0 if self._new else min((each.due() for each in self._processes), default=math.inf)
+            self._is_asleep = due == math.inf
+        wait_s = None if due == math.inf else max(due - time.monotonic(), 0.0)
+        ready = {key.data for key, _ in selector.select(wait_s)}
+        now = time.monotonic()
+        with self.lock:
+            self._is_asleep = False
+            if None in ready:
+                self._waked.recv(4096)
+            new, self._new = self._new, set()
+            processes = [p for p in self._processes if p in ready or p in new or p.due() <= now]
+        for process in processes:
+            process.attend(selector)
+        with self.lock:
+            self._processes = [process for process in self._processes if not process.is_over]
+
+
+class _Job(NamedTuple):
+    future: Future[Any]
+    request: tuple[Any, ...]
+    limits: Mapping[str, Any]
 
 
 class Pool:
@@ -60,10 +141,11 @@ class Pool:
         convert: spec of a function that turns a returned value into values that JSON has; it is called in
             the worker.
         prepare: spec of a function `(function, spec, args) -> function` that is called in the worker with
-        each
-            function that was imported; it raises ValueError for one that cannot be used.
+            each function that was imported; it raises ValueError for one that cannot be used.
         args: the arguments that `prepare` gets for a spec, by spec.
         memory_mb: MiB of private memory of one process; None: not limited.
+        fork: spec of the one function that is called, by a process that was forked after the import: another
+            is there at once when a signal ends it.
         on_output: called with the spec and what the function printed.
     """
 
@@ -76,144 +158,86 @@ class Pool:
         prepare: str | None = None,
         args: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         memory_mb: int | None = None,
+        fork: str | None = None,
         on_output: Callable[[str, str], None] = lambda spec, text: None,
     ):
-        settings = {
+        self._settings = {
             "what": what,
             "convert": convert,
             "prepare": prepare,
-            "args": {spec: dict(given) for spec, given in args.items()},
-            "memory_bytes": memory_mb and memory_mb << 20,
+            "args": {spec: dict(arguments) for spec, arguments in args.items()},
+            "memory_mb": memory_mb,
+            "fork": fork,
         }
         self.num_workers = num_workers
-        self._workers = [_Worker(settings, on_output) for _ in range(num_workers)]
-        self._idle = list(range(num_workers))
-        self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="quatrain-pool")
-        self._finalizer = weakref.finalize(self, _end, self._threads, self._workers)
+        self._on_output = on_output
+        self._processes = Processes()
+        self._workers: list[WorkerProcess] = []
+        self._waiting: deque[_Job] = deque()
+        self._finalizer = weakref.finalize(self, _close, self._processes, self._waiting)
 
     def load(self, spec: str) -> Any | Failure:
         """Imports the function `spec` in a worker: {"parameters": …} (`user_code.parameters_of`).
 
         {"refused": message} if there is no such function.
         """
-        return self._submit(lambda worker: worker.load(spec)).result()
+        return self._submit(spec, ("load", spec), limit_s=LOAD_TIMEOUT_S).result()
 
-    def submit(self, spec: str, arguments: bytes, timeout_s: float) -> Future[Any | Failure]:
+    def submit(
+        self, spec: str, arguments: bytes | Mapping[str, Any], timeout_s: float, cpu_s: float = 0.0
+    ) -> Future[Any | Failure]:
         """Calls the function `spec`, which a worker imports first if it has not yet.
 
-        `arguments` is the pickle of its keyword arguments. `timeout_s` is the time limit of the call, without
-        the import.
+        `arguments` are its keyword arguments, or their pickle. The call may take `timeout_s` seconds, and
+        `cpu_s` seconds of the processor (0: not limited), without the import.
         """
-        return self._submit(lambda worker: worker.call(spec, arguments, timeout_s))
-
-    def _submit(self, job: Callable[[_Worker], Any | Failure]) -> Future[Any | Failure]:
-        return self._threads.submit(copy_context().run, self._on_worker, job)  # the context has the run's log
+        arguments = arguments if isinstance(arguments, bytes) else pickle.dumps(arguments)
+        request = ("call", timeout_s, cpu_s, spec, arguments)
+        return self._submit(spec, request, limit_s=timeout_s, cpu_s=cpu_s, loads=True)
 
     def close(self) -> None:
         """Ends the processes; calls that have not ended are `crash` failures. May be called again."""
         self._finalizer()
 
-    def _on_worker(self, job: Callable[[_Worker], Any | Failure]) -> Any | Failure:
-        with self._lock:
-            first = heapq.heappop(self._idle)  # there are as many threads as workers
-        try:
-            return job(self._workers[first])
-        finally:
-            with self._lock:
-                heapq.heappush(self._idle, first)
+    def _submit(self, spec: str, request: tuple[Any, ...], **limits: Any) -> Future[Any | Failure]:
+        job = _Job(Future(), request, {"what": spec, **limits})
+        with self._processes.lock:
+            if self._processes.is_closed:
+                raise RuntimeError("the pool is closed; make another")
+            self._waiting.append(job)
+        job.future.add_done_callback(lambda _: self._begin_waiting())
+        self._begin_waiting()
+        return job.future
+
+    def _begin_waiting(self) -> None:
+        """Begins the calls that wait, in their order, as long as a worker is idle."""
+        with self._processes.lock:
+            while self._waiting and not self._processes.is_closed and (worker := self._idle_worker()):
+                job = self._waiting.popleft()
+                if job.future.set_running_or_notify_cancel():
+                    worker.call(*job.request, future=job.future, **job.limits)
+
+    def _idle_worker(self) -> WorkerProcess | None:
+        """The first worker without a call; it is replaced if it has ended, and added if it may be."""
+        for index, worker in enumerate(self._workers):
+            if worker.is_idle and worker.failure is None and worker.has_ended(or_stopped=True):
+                worker.kill(Failure("crash", "its process ended by itself"))
+            if worker.failure is not None:
+                worker = self._workers[index] = self._new_worker()
+            if worker.is_idle:
+                return worker
+        if len(self._workers) == self.num_workers:
+            return None
+        self._workers.append(self._new_worker())
+        return self._workers[-1]
+
+    def _new_worker(self) -> WorkerProcess:
+        return self._processes.start(self._settings["what"], self._settings, self._on_output)
 
 
-def _end(threads: ThreadPoolExecutor, workers: Sequence[_Worker]) -> None:
-    threads.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
-        worker.close()
-    threads.shutdown()
-    for worker in workers:
-        worker.stop()
-
-
-class _Worker:
-    """One process, started when it is needed. Used by one thread at a time; any thread may close it."""
-
-    def __init__(self, settings: Mapping[str, Any], on_output: Callable[[str, str], None]):
-        self._settings, self._on_output = settings, on_output
-        self._process: _Process | None = None
-        self._loaded: set[str] = set()
-        self._closed = False
-
-    def load(self, spec: str) -> Any | Failure:
-        request = pickle.dumps(("load", LOAD_TIMEOUT_S, spec))
-        reply = self._exchange(spec, request, LOAD_TIMEOUT_S)
-        if isinstance(reply, dict) and "parameters" in reply:
-            self._loaded.add(spec)
-        return reply
-
-    def call(self, spec: str, arguments: bytes, timeout_s: float) -> Any | Failure:
-        process = self._process
-        if process is not None and process.ended(or_stopped=True):
-            self.stop()
-        if spec not in self._loaded:
-            reply = self.load(spec)
-            if isinstance(reply, Failure):
-                return reply
-            if "refused" in reply:  # it was there when it was loaded first
-                return Failure("error", reply["refused"])
-        request = pickle.dumps(("call", timeout_s, spec, arguments))
-        return self._exchange(spec, request, timeout_s)
-
-    def _exchange(self, spec: str, request: bytes, timeout_s: float) -> Any | Failure:
-        """The reply to a request, or the failure; after most failures the process has been ended."""
-        if self._closed:
-            raise RuntimeError("the pool is closed; make another")
-        if self._process is None:
-            self._process = _Process(self._settings)
-        process = self._process
-        reply = process.exchange(request, timeout_s)
-        if isinstance(reply, Failure) and reply.kind != "error":
-            self.stop()
-        output = process.taken_output()
-        if output:
-            self._on_output(spec, output)
-        return reply
-
-    def stop(self) -> None:
-        """Ends the process, if there is one."""
-        process, self._process = self._process, None
-        self._loaded = set()
-        if process is not None:
-            process.end()
-
-    def close(self) -> None:
-        """Kills the process, so that a thread that waits for it goes on."""
-        self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
-
-
-class _Process(WorkerProcess):
-    """A process of `worker.py`, which answers one request after the other."""
-
-    def __init__(self, settings: Mapping[str, Any]):
-        super().__init__(Path(__file__).with_name("worker.py"), settings)
-
-    def exchange(self, request: bytes, timeout_s: float) -> Any | Failure:
-        """The reply to a request; a `Failure` other than an exception leaves the process unusable."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self.send(request, timeout_s)
-            line = self.line(deadline)
-        except TimeoutError:
-            return Failure("timeout", f"it took longer than {timeout_s:g} s")
-        except OSError:  # the process has ended or closed its socket
-            line = b""
-        finally:
-            self.read_output()
-        if not line:
-            return Failure(*self.death())
-        try:
-            reply = json.loads(line + self.received)  # nothing may follow a reply
-            return Failure(reply["kind"], reply["detail"]) if "kind" in reply else reply["value"]
-        except (ValueError, LookupError, TypeError):  # a function wrote into the socket
-            return Failure("crash", "its process sent a reply that is none")
+def _close(processes: Processes, waiting: deque[_Job]) -> None:
+    with processes.lock:
+        processes.is_closed = True
+    while waiting:
+        waiting.popleft().future.cancel()
+    processes.close()

@@ -33,7 +33,7 @@ def find_function(spec: str, builtin: Mapping[str, Callable[..., Any]], what: st
             return builtin[spec]
         raise ValueError(
             f"{what} {spec!r} is unknown; built in are {', '.join(builtin)}; give a function of your own as "
-            f"`package.module:function` or `path/file.py:function`"
+            "`package.module:function` or `path/file.py:function`"
         )
     name = f"{what} {spec!r}"
     module = _import_file(name, Path(where).expanduser()) if where.endswith(".py") else _import(name, where)
@@ -193,21 +193,16 @@ def check_arguments(
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
         return
-    own = {
-        argument: p
-        for argument, p in parameters.items()
-        if argument not in inputs and p.kind not in (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
-    }
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = sorted(set(given) - set(own))
-    if unknown and not takes_any:
+    unnamed = (*VARIADIC, inspect.Parameter.POSITIONAL_ONLY)
+    settable = {a: p for a, p in parameters.items() if a not in inputs and p.kind not in unnamed}
+    unknown = sorted(given.keys() - settable)
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ValueError(
-            f"{key} must be parameters of the function: {name} has {_listed(own)}; got {', '.join(unknown)}; "
-            "correct the name, or leave it out"
+            f"{key} must be parameters of the function: {name} has {_listed(settable)}; got "
+            f"{', '.join(unknown)}; correct the name, or leave it out"
         )
-    for argument in given:
-        if argument in own:
-            _typed(function, name, key, argument, given[argument])
+    for argument in given.keys() & settable:
+        _typed(function, name, key, argument, given[argument])
 
 
 def own_arguments(
@@ -221,40 +216,30 @@ def own_arguments(
 ) -> dict[str, Any]:
     """The keyword arguments of `function` other than `inputs`, validated against its signature.
 
-    They come from `given`, the value of the configuration's `key` (such as `update.loss_args`). A parameter
-    without default whose name is in `shared` comes from the key of that name in the same section.
+    They come from `given`, the user's value of the configuration's `key` (such as `update.loss_args`). A
+    parameter without default that is in `shared`, the keys of the same section, has the value there.
+    `inputs` are parameters that the stage passes for every batch; `name` is the function's in messages.
 
-    Args:
-        name: name of the function in error messages.
-        inputs: parameters that the stage passes for every batch.
-        shared: keys of the section, with their values, that are passed to a function with such a parameter.
-        given: the arguments set by the user.
-
-    Raises:
-        ValueError: for an unknown argument, a missing required one, one that must be set by a key of the
-            section instead, and a value whose type does not match the annotation.
+    Raises ValueError for an unknown argument, a missing required one, one that must be set by a key of the
+    section instead, and a value whose type does not match the annotation.
     """
     parameters = {
-        parameter.name: parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.name not in inputs and parameter.kind not in VARIADIC
+        argument: p
+        for argument, p in inspect.signature(function).parameters.items()
+        if argument not in inputs and p.kind not in VARIADIC
     }
-    section = key.rpartition(".")[0]
-    arguments: dict[str, Any] = {}
-    for argument, parameter in parameters.items():
-        if parameter.default is parameter.empty and argument in shared:
-            if argument in given:
-                raise ValueError(
-                    f"{key} has {argument}, but {name} takes it from {section}.{argument}; set that instead"
-                )
-            arguments[argument] = shared[argument]
-    own = {argument: p for argument, p in parameters.items() if argument not in arguments}
-    unknown = sorted(set(given) - set(own))
-    missing = [argument for argument, p in own.items() if p.default is p.empty and argument not in given]
+    required = [argument for argument, p in parameters.items() if p.default is p.empty]
+    of_section = {argument: shared[argument] for argument in required if argument in shared}
+    for argument in of_section.keys() & given.keys():
+        there = f"{key.rpartition('.')[0]}.{argument}"
+        raise ValueError(f"{key} has {argument}, but {name} takes it from {there}; set that instead")
+    settable = {argument: p for argument, p in parameters.items() if argument not in of_section}
+    unknown = sorted(given.keys() - settable)
+    missing = [argument for argument in required if argument in settable and argument not in given]
     if unknown or missing:
         wrong = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
-        raise ValueError(f"{name} takes from {key} {_listed(own)}; {wrong}")
-    return arguments | {
+        raise ValueError(f"{name} takes from {key} {_listed(settable)}; {wrong}")
+    return of_section | {
         argument: _typed(function, name, key, argument, given[argument]) for argument in given
     }
 
@@ -264,9 +249,9 @@ def tokens_parameter(function: Callable[..., Any], name: str) -> tuple[str]:
     parameters = list(inspect.signature(function).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
+        takes = inspect.signature(function)
         raise ValueError(
-            f"{name} must take the tokens as its first argument: (tokens, *, ...); it takes "
-            f"{inspect.signature(function)}"
+            f"{name} must take the tokens as its first argument: (tokens, *, ...); it takes {takes}"
         )
     return (parameters[0].name,)
 

@@ -1,8 +1,9 @@
-"""A child process that calls users' functions by their specs; what a function does ends this process at most.
+"""A process that runs users' code; what the code does ends this process at most.
 
-`pool.py` runs it as a script. It reads pickled requests from a socket and writes one line of JSON for
-each. What functions print goes to its standard output and error, which the pool reads. It imports neither JAX
-nor numpy.
+`process.py` runs this file as a script. It reads pickles from a socket, each after its length: the settings,
+then requests (number, operation, arguments). It writes lines of JSON, which name the request that they
+answer. What the code prints goes to its standard output and error, which `process.py` reads. It imports
+neither JAX nor numpy.
 """
 
 from __future__ import annotations
@@ -15,14 +16,54 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 LONGEST_DETAIL = 4000
+SIZE_BYTES = 8
+"""Bytes in which a request says how long it is."""
 TRACE_BEFORE_S = 0.05
 """Seconds before the time limit at which the process prints where it is."""
+
+
+class Connection:
+    """The requests that come, and the replies to them; any thread may reply."""
+
+    def __init__(self, number: int):
+        self._socket = socket.socket(fileno=number)
+        self._lock = threading.Lock()
+        self.process = os.getpid()
+
+    def request(self) -> tuple[Any, ...]:
+        """The next request; raises EOFError if no more will come."""
+        request: tuple[Any, ...] = pickle.loads(self._read(int.from_bytes(self._read(SIZE_BYTES))))
+        return request
+
+    def _read(self, num_bytes: int) -> bytes:
+        """So many bytes, and none beyond them, which a fork of this process would read again."""
+        parts = []
+        while num_bytes:
+            part = self._socket.recv(num_bytes, socket.MSG_WAITALL)  # a signal may end it early
+            if not part:
+                raise EOFError
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+    def reply(self, number: int | None, **reply: Any) -> None:
+        """Answers the request `number`; raises TypeError or ValueError for what JSON does not have."""
+        line = json.dumps({"call": number, **reply}).encode() + b"\n"
+        self.end_if_forked()
+        with self._lock:
+            self._socket.sendall(line)
+
+    def end_if_forked(self) -> None:
+        """Ends a process that a user's code forked, and that has come back."""
+        if os.getpid() != self.process:
+            os._exit(0)
 
 
 def failure(error: BaseException) -> tuple[Literal["memory", "exit", "error"], str]:
@@ -42,68 +83,112 @@ def _last_lines(text: str) -> str:
     return text[-LONGEST_DETAIL:].partition("\n")[2] or f"an error message of {len(text)} characters"
 
 
+def main() -> None:
+    """Answers requests until no more can come."""
+    connection = Connection(int(sys.argv[1]))
+    settings: Mapping[str, Any] = connection.request()  # type: ignore[assignment]
+    sys.argv, sys.path = [""], settings["path"]
+    from quatrain.workers.entry import enter
+    from quatrain.workers.user_code import find_function
+
+    enter(settings)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    serve = find_function(settings["serve"], {}, "service") if "serve" in settings else _serve_functions
+    serve(connection, settings)
+    os._exit(0)  # whatever hangs in a thread
+
+
 class _Functions:
     """The functions that were loaded, by their specs."""
 
-    def __init__(self, what: str, convert: str | None, prepare: str | None, args: Mapping[str, Any]):
+    def __init__(self, connection: Connection, settings: Mapping[str, Any]):
         from quatrain.workers.user_code import find_function
 
-        self._find, self._args = (lambda spec: find_function(spec, {}, what)), args
+        self._connection, self._args = connection, settings["args"]
+        self._find = lambda spec: find_function(spec, {}, settings["what"])
+        convert, prepare = settings["convert"], settings["prepare"]
         self._convert: Callable[[Any], Any] = self._find(convert) if convert else lambda value: value
         self._prepare: Callable[..., Any] = self._find(prepare) if prepare else lambda f, spec, args: f
         self._loaded: dict[str, Callable[..., Any]] = {}
+        self._told: set[str] = set()
 
-    def load(self, spec: str) -> Any:
+    def load(self, number: int, spec: str) -> None:
         """Imports the function `spec`: {"parameters": …}, or {"refused": …} if there is no such function."""
         from quatrain.workers.user_code import parameters_of
 
         try:
-            self._loaded[spec] = self._prepare(self._find(spec), spec, self._args.get(spec, {}))
+            self.find(spec)
         except ValueError as error:
-            return {"refused": str(error)}
-        return {"parameters": parameters_of(self._loaded[spec])}
+            return self._connection.reply(number, value={"refused": str(error)})
+        return self._connection.reply(number, value={"parameters": parameters_of(self._loaded[spec])})
 
-    def call(self, spec: str, pickled: bytes) -> Any:
-        """What the function `spec` returns for these arguments, converted to values that JSON has."""
-        return self._convert(self._loaded[spec](**pickle.loads(pickled)))
+    def find(self, spec: str) -> None:
+        """Imports the function `spec`, unless it was; raises ValueError if there is no such function."""
+        from quatrain.workers.entry import LOAD_TIMEOUT_S
+
+        if spec not in self._loaded:
+            faulthandler.dump_traceback_later(LOAD_TIMEOUT_S - TRACE_BEFORE_S, file=STANDARD_ERROR)
+            self._loaded[spec] = self._prepare(self._find(spec), spec, self._args.get(spec, {}))
+            faulthandler.cancel_dump_traceback_later()  # a fork would wait for its thread
+
+    def call(self, number: int, timeout_s: float, cpu_s: float, spec: str, pickled: bytes) -> None:
+        """Replies what the function `spec` returns for these arguments, converted to values that JSON has.
+
+        After `cpu_s` seconds of the processor a signal ends this process, even in C code; 0: it does not.
+        """
+        if spec not in self._told:
+            try:
+                self.find(spec)
+            except ValueError as error:  # it was there when it was loaded first
+                return self._connection.reply(number, kind="error", detail=str(error))
+            self._connection.reply(number, loaded=True)  # its time begins
+            self._told.add(spec)
+        if cpu_s:  # the library's functions
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        else:
+            trace_s = max(timeout_s - TRACE_BEFORE_S, timeout_s / 2)
+            faulthandler.dump_traceback_later(trace_s, file=STANDARD_ERROR)
+        value = self._convert(self._loaded[spec](**pickle.loads(pickled)))
+        return self._connection.reply(number, value=value)
 
 
-def main() -> None:
-    """Answers requests until the socket is closed."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    requests = connection.makefile("rb")
-    settings = pickle.load(requests)
-    sys.argv, sys.path = [""], settings["path"]
-    from quatrain.workers.entry import enter
-
-    enter(settings)
-    functions = _Functions(*(settings[name] for name in ("what", "convert", "prepare", "args")))
+def _serve_functions(connection: Connection, settings: Mapping[str, Any]) -> None:
+    """Calls functions, one after the other."""
+    functions = _Functions(connection, settings)
+    if settings["fork"] is not None:
+        functions.find(settings["fork"])
+        _fork_while_killed(connection, settings)
     home, output = os.open(".", os.O_RDONLY), os.dup(STANDARD_OUTPUT)
     while True:
         _tidy(home, output)
         try:
-            request = pickle.load(requests)
+            number, operation, *arguments = connection.request()
         except EOFError:
             return
-        connection.sendall(_answer(functions, request).encode() + b"\n")
-        del request
+        try:
+            (functions.load if operation == "load" else functions.call)(number, *arguments)
+        except BaseException as error:
+            kind, detail = failure(error)
+            connection.reply(number, kind=kind, detail=detail)
+        connection.end_if_forked()
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        del arguments
 
 
-def _answer(functions: _Functions, request: tuple[Any, ...]) -> str:
-    """The reply to a request: JSON of {"value": …} or {"kind": …, "detail": …}."""
-    process = os.getpid()
-    operation, timeout_s, *arguments = request
-    faulthandler.dump_traceback_later(max(timeout_s - TRACE_BEFORE_S, timeout_s / 2), file=STANDARD_ERROR)
-    try:
-        value = functions.load(*arguments) if operation == "load" else functions.call(*arguments)
-        line = json.dumps({"value": value})
-    except BaseException as error:
-        kind, detail = failure(error)
-        line = json.dumps({"kind": kind, "detail": detail})
-    if os.getpid() != process:  # a function forked, and its child came back
-        os._exit(0)
-    faulthandler.cancel_dump_traceback_later()
-    return line
+def _fork_while_killed(connection: Connection, settings: Mapping[str, Any]) -> None:
+    """Returns in a process that was forked from this one; if a signal ends that, in another."""
+    from quatrain.workers.entry import enter
+
+    server = os.getpid()
+    while process := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if status >= 0:
+            os._exit(status)
+        connection.reply(None, died=status)
+    connection.process = os.getpid()
+    enter({**settings, "parent": server})
 
 
 def _tidy(home: int, output: int) -> None:

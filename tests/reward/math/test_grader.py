@@ -1,6 +1,5 @@
 """math-verify in its processes: what it takes too long over, and what happens when a process fails."""
 
-import json
 import math
 import time
 from collections import Counter
@@ -15,8 +14,8 @@ from quatrain.reward.functions import correct, graded
 from quatrain.reward.math import answers, grader
 from quatrain.reward.math.expressions import same_expression
 from quatrain.reward.scorer import RewardScorer
-from quatrain.workers import child
-from quatrain.workers.pool import Failure
+from quatrain.workers import process
+from quatrain.workers.pool import Failure, Pool
 
 SLOW = r"\sqrt[9]{\sqrt[9]{9}}-9-\pi"
 
@@ -30,10 +29,8 @@ def nothing_remembered():
 @pytest.fixture
 def broken_processes():
     """Ends the running processes, so that the next question starts one."""
-    children = [grader._CHILDREN.get() for _ in range(grader.NUM_PROCESSES)]
-    for each in children:
-        each.close()
-        grader._CHILDREN.put(each)
+    for worker in grader._POOL._workers:
+        worker.kill(Failure("crash", "ended by the test"))
 
 
 def test_a_comparison_without_end_is_cut_off_and_the_next_one_works():
@@ -45,7 +42,7 @@ def test_a_comparison_without_end_is_cut_off_and_the_next_one_works():
 
 def test_a_process_that_cannot_start_is_a_failure_and_started_again(broken_processes, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(child.sys, "executable", "/nowhere/python")
+        patch.setattr(process.sys, "executable", "/nowhere/python")
         values = graded(["1+x", "7", "x+1"], ["x+1", "7", "x+1"], timeout_s=5.0)
         assert [getattr(value, "kind", value) for value in values] == ["crash", 1.0, "crash"]
         assert "failed" in values[0].detail
@@ -58,10 +55,10 @@ def test_a_gold_answer_whose_process_fails_is_asked_again(broken_processes, monk
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     with monkeypatch.context() as patch:
-        patch.setattr(child.sys, "executable", str(python))
+        patch.setattr(process.sys, "executable", str(python))
         (failure,) = graded(["5"], ["x+1"], timeout_s=5.0)
         assert isinstance(failure, Failure)
-        assert "exit status 3" in failure.detail
+        assert "exited with status 3" in failure.detail
     assert graded(["5", "1+x"], ["x+1"] * 2, timeout_s=5.0) == [0.0, 1.0]
 
 
@@ -90,13 +87,13 @@ def test_what_took_too_long_is_not_remembered():
 
 def test_each_question_is_asked_once(monkeypatch):
     asked = Counter()
-    real = child.Child.ask
+    real = Pool.submit
 
-    def ask(self, request):
-        asked[json.dumps(request[1:])] += 1
-        return real(self, request)
+    def submit(self, spec, arguments, *limits, **more):
+        asked[arguments["question"]] += 1
+        return real(self, spec, arguments, *limits, **more)
 
-    monkeypatch.setattr(child.Child, "ask", ask)
+    monkeypatch.setattr(Pool, "submit", submit)
     for _ in range(2):
         assert graded(["x+1", "1+x", "x+2", "x+2", "no"], ["x+1"] * 5, 5.0) == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert sum(asked.values()) == 3
@@ -104,7 +101,7 @@ def test_each_question_is_asked_once(monkeypatch):
 
 
 def test_numbers_need_no_process(monkeypatch):
-    monkeypatch.setattr(child.Child, "ask", lambda self, request: pytest.fail(f"asked {request}"))
+    monkeypatch.setattr(Pool, "submit", lambda self, *request: pytest.fail(f"asked {request}"))
     said = [
         "12",
         "13",
@@ -127,10 +124,10 @@ def test_a_column_named_like_the_limit_does_not_replace_it():
     assert RewardScorer(RewardConfig(functions={"correct": 1.0})).score(rollouts).rewards.tolist() == [1.0]
 
 
-def test_the_processes_end_with_their_pipes():
+def test_a_comparison_that_is_cut_off_ends_no_process_but_its_fork():
     assert same_expression("1+x", "x+1") is True
-    each = grader._CHILDREN.get()
-    process = each._process
-    grader._CHILDREN.put(each)
-    assert process.poll() is None
-    assert each.close() == 0
+    before = [worker._popen.pid for worker in grader._POOL._workers]
+    with pytest.raises(grader.Unjudged):
+        same_expression(SLOW, "(2,x)")
+    assert same_expression("2+x", "x+2") is True
+    assert [worker._popen.pid for worker in grader._POOL._workers] == before

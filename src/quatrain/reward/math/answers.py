@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from quatrain.reward.math.words import (
     without_units,
 )
 from quatrain.workers.pool import Failure
+from quatrain.workers.threads import map_in_threads
 
 # Of a long text only the last characters are read, because the answer is expected at the end.
 _TAIL_CHARS = 4000
@@ -127,11 +127,8 @@ def judge(completions: Sequence[str], answers: Sequence[Any], timeout_s: float) 
     slow = [pair for pair, verdict in found.items() if isinstance(verdict, Failure)]
     if slow:
         budget = Budget(timeout_s)
-        threads = ThreadPoolExecutor(NUM_PROCESSES)
-        try:
-            found |= zip(slow, threads.map(lambda pair: _judged(pair, budget), slow), strict=True)
-        finally:  # also if the run is interrupted
-            threads.shutdown(cancel_futures=True)
+        verdicts = map_in_threads(lambda pair: _judged(pair, budget), slow, NUM_PROCESSES)
+        found |= zip(slow, verdicts, strict=True)
     return [found[pair] for pair in pairs]
 
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
-from queue import LifoQueue
 
-from quatrain.workers.child import Child, ChildError
-from quatrain.workers.pool import Failure, default_workers
+from quatrain.workers.pool import Failure, Pool, default_workers
+from quatrain.workers.process import log_output
+
+logger = logging.getLogger(__name__)
 
 CPU_LIMIT_S = 2.0
 """CPU seconds of one comparison."""
 SHORT_LIMIT_S = 0.3
 """The same after slow comparisons of the same call have taken a quarter of its time; quick ones take less."""
 NUM_PROCESSES = default_workers()
-_ENDED_BY_TIMER = (signal.SIGPROF, signal.SIGALRM)
+MEMORY_LIMIT_MB = 2048
+WALL_TO_CPU = 5
+"""A comparison may wait for a core this many times longer than it may compute."""
+_COMPARE = "quatrain.reward.math.math_worker:compare"
 
 
 class Unjudged(Exception):
@@ -74,9 +77,13 @@ class Budget:
 
 # Not an argument of what compares answers, so that verdicts can be remembered by their texts alone.
 _BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
-_CHILDREN: LifoQueue[Child] = LifoQueue()
-for _ in range(NUM_PROCESSES):
-    _CHILDREN.put(Child(Path(__file__).with_name("math_worker.py")))
+_POOL = Pool(
+    "math-verify",
+    NUM_PROCESSES,
+    memory_mb=MEMORY_LIMIT_MB,
+    fork=_COMPARE,
+    on_output=lambda _, text: log_output(logger, "math-verify", text),
+)
 _LOCKS = [threading.Lock() for _ in range(64)]
 
 
@@ -103,25 +110,14 @@ def ask(*question: str) -> bool:
 def _answer(*question: str) -> bool:
     budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
     limit_s = budget.reserve(question)
-    failure: Failure | None = None
-    child, began = _CHILDREN.get(), time.monotonic()
-    try:
-        verdict, number = child.ask([limit_s, *question])
-    except ChildError as error:
-        failure = Failure("crash", f"the process of math-verify failed: {error}")
-    else:
-        if verdict is None:
-            failure = _failure(number, limit_s, question[-1])
-    finally:
-        _CHILDREN.put(child)
-    if failure:
+    began, wall_s = time.monotonic(), limit_s * WALL_TO_CPU
+    outcome = _POOL.submit(_COMPARE, {"question": question}, wall_s, cpu_s=limit_s).result()
+    if isinstance(outcome, Failure):
+        failure = Failure("crash", f"math-verify failed over {question[-1]!r}: {outcome.detail}")
+        if outcome.kind == "timeout":
+            failure = Failure("timeout", f"math-verify took longer than {limit_s:g} s over {question[-1]!r}")
         budget.settle(question, limit_s, max(limit_s, time.monotonic() - began), failure)
         raise Unjudged(failure)
-    budget.settle(question, limit_s, number)
+    verdict, spent_s = outcome
+    budget.settle(question, limit_s, spent_s)
     return bool(verdict)
-
-
-def _failure(number: int, limit_s: float, text: str) -> Failure:
-    if number in _ENDED_BY_TIMER:
-        return Failure("timeout", f"math-verify took longer than {limit_s:g} s over {text!r}")
-    return Failure("crash", f"{signal.Signals(number).name} ended math-verify over {text!r}")

@@ -1,32 +1,22 @@
-"""A child process that compares expressions with math-verify; a timer signal ends a slow comparison.
+"""Compares expressions with math-verify, in a worker process alone (`grader.py`).
 
-`grader.py` runs it as a script. It reads lines with a JSON list from standard input, the time limit in
-seconds and one or two expressions, and writes a line for each: [verdict, CPU seconds]. The verdict is whether
-the two expressions of [limit, gold, said] are equal, or whether the expression of [limit, gold] is parsed. A
-process forked from this one answers, so that the next is there at once if a signal ends it: then the line is
-[null, number of the signal]. It imports nothing from quatrain, and no other module imports math-verify.
+Importing this module changes math-verify and the logging of the whole process. It imports nothing from
+quatrain, and no other module imports math-verify.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
 import re
-import resource
-import signal
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, verify
 
-MEMORY_LIMIT_BYTES = 2 << 30
-# A comparison may wait for a core this many times longer than it may compute.
-WALL_TO_CPU = 5
 DIGITS, MAX_DIGITS = 60, 200
 """Significant digits to which values that are no fractions are compared, and most digits of a computation."""
 # Only LaTeX extraction is used, because math-verify's extraction of plain expressions passes text to Python's
@@ -105,40 +95,16 @@ def _is_finite_decimal(value: Any) -> bool:
     return value.is_Rational is True and pow(10, int(value.q).bit_length(), int(value.q)) == 0
 
 
-def _serve() -> None:
-    """Answers requests until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    for line in sys.stdin:
-        limit_s, gold, *said = json.loads(line)
-        began = time.process_time()
-        # The default action of these signals ends the process, even in the middle of C code.
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        signal.setitimer(signal.ITIMER_REAL, limit_s * WALL_TO_CPU)
-        verdict = same(gold, *said) if said else is_parsed(gold)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps([verdict, time.process_time() - began]), flush=True)
+def compare(question: Sequence[str]) -> tuple[bool, float]:
+    """The verdict on `gold, said` (are they equal), or on `gold` (is it parsed), and its CPU seconds."""
+    began = time.process_time()
+    gold, *said = question
+    verdict = same(gold, *said) if said else is_parsed(gold)
+    return verdict, time.process_time() - began
 
 
-def main() -> None:
-    """Keeps one process that serves, until one ends without a signal."""
-    assert hasattr(grader, "sympy_numeric_eq"), "math-verify compares numbers in another function"
-    grader.sympy_numeric_eq = _same_numbers
-    # Suppresses math-verify's warning that its own time limit is off; it cannot stop a loop in C code.
-    logging.disable(logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent process handles them
-        signal.signal(number, signal.SIG_IGN)
-    same("(x, 1)", r"\sqrt{2}+0.5")  # fills the caches of the parser, which each fork then has
-    while True:
-        process = os.fork()
-        if not process:
-            _serve()
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if status >= 0:
-            sys.exit(status)
-        print(json.dumps([None, -status]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+assert hasattr(grader, "sympy_numeric_eq"), "math-verify compares numbers in another function"
+grader.sympy_numeric_eq = _same_numbers
+# Suppresses math-verify's warning that its own time limit is off; it cannot stop a loop in C code.
+logging.disable(logging.WARNING)
+same("(x, 1)", r"\sqrt{2}+0.5")  # fills the caches of the parser, which each fork then has

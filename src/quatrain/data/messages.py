@@ -1,0 +1,127 @@
+"""The messages of prompts: checked, and brought into one form.
+
+Data flow: a row's prompt, and what environments return -> `checked_messages` -> `tokenizer.render`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from quatrain.config.errors import shown
+from quatrain.config.files import MAX_DEPTH
+
+MAX_TEXT_CHARS = 4_000_000
+"""Length of the longest text that is tokenised: about a million tokens."""
+
+
+def checked_messages(prompt: Any) -> list[dict[str, Any]]:
+    """The messages as dictionaries in one form; raises ValueError for what no chat template can take.
+
+    Content that is a list of parts, `{"type": "text", "text": …}`, becomes one text, and null beside tool
+    calls an empty one. The arguments of past tool calls become objects; they may come as JSON text.
+    """
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise ValueError(f"a prompt must be a string or a non-empty list of messages; got {shown(prompt)}")
+    return [_checked_message(message) for message in prompt]
+
+
+def _checked_message(message: Any) -> dict[str, Any]:
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    content, calls = joined_text(fields.get("content")), fields.get("tool_calls")
+    fields["content"] = "" if content is None and calls else content
+    if not isinstance(fields.get("role"), str) or fields["content"] is None:
+        raise ValueError(
+            f"a message must have a `role` and a `content`, both strings; got {shown(message)}; the content "
+            'may also be a list of parts that are texts, {"type": "text", "text": …}'
+        )
+    if calls:
+        fields["tool_calls"] = _checked_calls(calls)
+    reason = _unfit(fields, MAX_DEPTH)
+    if reason:
+        raise ValueError(f"a message {reason}; correct the message {shown(message)}")
+    return fields
+
+
+def joined_text(content: Any) -> str | None:
+    """The text of a message's content, a string or a list of parts that are texts; None for other content."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else None
+
+
+def _checked_calls(calls: Any) -> list[dict[str, Any]]:
+    """Past tool calls with their arguments as objects."""
+    listed = calls if isinstance(calls, list | tuple) else [None]
+    inner = [call_of(call) if isinstance(call, Mapping) else None for call in listed]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in inner):
+        raise ValueError(
+            "past tool calls must be a list of objects with the `name` and the `arguments` of a `function`; "
+            f"got {shown(calls)}"
+        )
+    return [_with_arguments(call, _arguments) for call in calls]
+
+
+def _arguments(came: Any) -> dict[str, Any]:
+    try:
+        arguments = json.loads(came or "{}") if isinstance(came, str | None) else came
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"the arguments of a past tool call must be an object, or its JSON text; got {shown(came)}"
+        )
+    return dict(arguments)
+
+
+def _unfit(value: Any, depth: int) -> str | None:
+    """Why `value` cannot be part of a message, which is written as JSON into `samples/`; None if it can."""
+    if isinstance(value, str):
+        return unfit_text(value)
+    if value is None or isinstance(value, bool | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"must have finite numbers; it has {value}"
+    if not isinstance(value, Mapping | list | tuple):
+        return f"must consist of text, numbers, lists and objects; it has a {type(value).__name__}"
+    if depth == 0:
+        return f"must not be nested deeper than {MAX_DEPTH} levels"
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return next(filter(None, (_unfit(each, depth - 1) for each in inner)), None)
+
+
+def unfit_text(text: str) -> str | None:
+    """Why `text` cannot be tokenised, as the end of a sentence; None if it can."""
+    if len(text) > MAX_TEXT_CHARS:
+        return f"must have at most {MAX_TEXT_CHARS} characters; it has {len(text)}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"must be valid Unicode; the character at position {error.start} is half a surrogate pair"
+    return None
+
+
+def argument_forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages with the arguments of past calls as objects, then as their JSON text."""
+    yield messages
+    yield [
+        {**message, "tool_calls": [_with_arguments(call, json.dumps) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The name and arguments of a past tool call, in OpenAI's form or without its `function`."""
+    return call.get("function", call)
+
+
+def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    inner = call_of(call)
+    changed = {**inner, "arguments": change(inner.get("arguments"))}
+    return {**call, "function": changed} if "function" in call else changed
