@@ -22,12 +22,12 @@ from quatrain.reward.math.extract import answer_of, unboxed, without_markdown
 from quatrain.reward.math.grader import NUM_PROCESSES, Budget, Unjudged, spending
 from quatrain.reward.math.notation import uniform
 from quatrain.reward.math.words import (
+    ATTACHED_UNIT,
+    LETTER_UNIT,
+    NO_WORDS,
     SCALES,
     between_words,
-    is_attached_unit,
     is_changed,
-    is_function,
-    is_letter_unit,
     is_word,
     may_follow_a_number,
     without_letter_unit,
@@ -190,7 +190,7 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
     if words := texts.words_of(gold):
-        return texts.same_words(line, words) if texts.is_short(words) else None
+        return texts.same_words(line, words) if len(words) <= texts.MAX_WORDS else None
     if _DECIMAL_COMMA.fullmatch(gold) and whole_number(said) == whole_number(gold.replace(",", ".")):
         return True
     if not is_judgeable(gold):
@@ -208,14 +208,17 @@ def _computed_number(gold: str) -> Number | None:
 def _same_number(said: str, gold: Number) -> bool:
     r"""Whether the answer `said` is the number `gold`; of 1/3 \approx 0.33, either side may be."""
     label, rest = texts.split_label(said)
-    said = _one_notation(rest if label else said, gold)
+    said = rest if label else said
+    if _THOUSANDS_SPACE.fullmatch(said):
+        said = said.replace(" ", "")
+    elif gold.value.denominator > 1:
+        said = _DECIMAL_COMMA.sub(r"\1.\2", said)
     exact, approx, rest = said.partition("\\approx")
     if _ends_with(said, gold) or bool(approx and "\n" not in rest and _ends_with(exact, gold)):
         return True
     line = _last_line(said)
-    return bool(_SENTENCE.search(line) and _EXCLAMATION.search(line)) and _ends_with(
-        _EXCLAMATION.sub(".", line), gold
-    )
+    exclaimed = _SENTENCE.search(line) and _EXCLAMATION.search(line)
+    return bool(exclaimed) and _ends_with(_EXCLAMATION.sub(".", line), gold)
 
 
 def _ends_with(said: str, gold: Number) -> bool:
@@ -227,9 +230,12 @@ def _ends_with(said: str, gold: Number) -> bool:
     before = said[max(0, match.start() - 80) : match.start()]
     if _LIST_BEFORE.search(before) or _LIST_AFTER.match(said, match.end()):
         return False
-    if is_attached_unit(said[match.end() :]):
+    if ATTACHED_UNIT.match(said, match.end()):
         said = said[: match.end()]
-    piece = without_letter_unit(_piece(said, match))
+    # The expression around the number: without the words, the lines and the sides of = next to it.
+    start, end = _last(_BREAK, said, match.start()), _BREAK.search(said, match.end())
+    limits = start.end() if start else 0, end.start() if end else len(said)
+    piece = without_letter_unit(between_words(said, limits, match.span()))
     if _is_plain(piece, match[0]) and may_follow_a_number(match["letters"]):
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
@@ -241,23 +247,17 @@ def _ends_with(said: str, gold: Number) -> bool:
     return same_expression(piece, _decimal(gold.value))
 
 
-def _one_notation(said: str, gold: Number) -> str:
-    """`said` with the thousands spaces of 1 000 removed, and the decimal comma of 2,74 as a point."""
-    if _THOUSANDS_SPACE.fullmatch(said):
-        return said.replace(" ", "")
-    return _DECIMAL_COMMA.sub(r"\1.\2", said) if gold.value.denominator > 1 else said
-
-
 def whole_number(text: str) -> Number | None:
     """The number in `text`, which may also contain a currency sign, units and words; None for other text."""
     tidy = without_units(_tidy(uniform(text)))
     match = _last(_NUMBER, tidy)
-    if match is None or _MORE_THAN_A_NUMBER.search(tidy) or match["letters"]:
+    if match is None or match["letters"] or _MORE_THAN_A_NUMBER.search(tidy):
         return None
     if is_changed(tidy, *match.span()):
         return None
     after = tidy[match.end() :]
-    rest = tidy[: match.start()] + " " + ("" if is_letter_unit(after) and "\\" not in tidy else after)
+    after = "" if LETTER_UNIT.fullmatch(after) and "\\" not in tidy else after
+    rest = f"{tidy[: match.start()]} {after}"
     rest = re.sub(r"\\(?:boxed|text|mathrm|mathbf|textbf|circ)\b|\\[()\[\]]|[{}$£€]", " ", rest)
     if not re.fullmatch(r"(?:[^\W\d_]{2,}+|a\b|[\s.,:;'\"°+-])*", rest):
         return None
@@ -316,20 +316,14 @@ def _decimal(x: Fraction) -> str:
     return f"{'-' if x < 0 else ''}{scaled[:-digits]}.{scaled[-digits:].rstrip('0')}"
 
 
-def _piece(text: str, match: re.Match[str]) -> str:
-    """The expression around a number: without the words, the lines and the sides of = next to it."""
-    before, after = _last(_BREAK, text, match.start()), _BREAK.search(text, match.end())
-    limits = before.end() if before else 0, after.start() if after else len(text)
-    start, end = between_words(text, limits, match.span())
-    return text[start:end]
-
-
 def _is_plain(piece: str, number: str) -> bool:
     """Whether `piece` is only a number with its sign, currency, unit and brackets."""
     before, _, after = piece.rpartition(number)
     if _MORE_THAN_A_NUMBER.search(piece) or not _PLAIN_BEFORE.fullmatch(before):
         return False
-    if not _PLAIN_AFTER.fullmatch(after) or any(map(is_function, re.findall("[A-Za-z]+", before))):
+    if not _PLAIN_AFTER.fullmatch(after):
+        return False
+    if any(NO_WORDS.fullmatch(name.casefold()) for name in re.findall("[A-Za-z]+", before)):
         return False
     names = re.findall("[A-Za-z]+", after)
     return all(may_follow_a_number(name) or name == "a" or _ACRONYM.fullmatch(name) for name in names)
