@@ -69,10 +69,10 @@ class _Metadata(SpecialIds):
         values = getattr(self, name)
         if values is None:
             raise ValueError(f"the GGUF file has no tokenizer.ggml.{name}, which its tokenizer needs")
-        num_tokens = len(self.array("tokens")) if name in ("scores", "token_type") else len(values)
-        if len(values) != num_tokens:
+        count = len(self.array("tokens")) if name in ("scores", "token_type") else len(values)
+        if len(values) != count:
             raise ValueError(
-                f"tokenizer.ggml.{name} must have one entry per token ({num_tokens}); it has {len(values)}"
+                f"tokenizer.ggml.{name} must have one entry per token ({count}); the file has {len(values)}"
             )
         return values
 

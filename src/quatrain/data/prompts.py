@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
@@ -189,11 +189,8 @@ def load_demonstrations(
     return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
-class _TokenRows(NamedTuple):
-    rows: list[TokenRow]
-    skipped: int = 0
-    truncated: int = 0
-    filtered: int = 0
+_TokenRows = tuple[list[TokenRow], int, int, int]
+"""Rows, and the numbers of those skipped, truncated and filtered."""
 
 
 @dataclass(frozen=True)
@@ -227,12 +224,11 @@ class _Reader:
                 f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
                 "needed; unset data.question_column or rename a column"
             )
-        for name in REWARD_ARGUMENTS:
-            if name in columns:
-                raise ValueError(
-                    f"{spec}: a column is called `{name}`, which is the name of another argument of reward "
-                    "functions; rename the column"
-                )
+        if reserved := [name for name in REWARD_ARGUMENTS if name in columns]:
+            raise ValueError(
+                f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
+                "functions; rename the column"
+            )
         answer = None if self.demonstrations else data.answer_column
         if answer is not None and answer not in columns:
             raise ValueError(
@@ -276,7 +272,7 @@ class _Reader:
                     self.check_prompt(token_row.text)
             except ValueError as error:
                 raise ValueError(f"{spec}, row {token_row.number}: {error}") from error
-        return _TokenRows(tokenised, skipped, truncated, len(rows) - len(kept))
+        return tokenised, skipped, truncated, len(rows) - len(kept)
 
     def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
         deep = [name for name, value in row.items() if too_deep(value)]
@@ -316,14 +312,14 @@ def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
         reader.check_columns(each, dict.fromkeys(of_set))
     empty: Row = dict.fromkeys(column for i in range(len(parts)) for column in columns[i])
     tokenised = {file: reader.tokenised(file, [empty | row for row in rows]) for file, rows in read.items()}
-    for file in tokenised if spread else ():
-        _check_serialisable(file, tokenised[file].rows)
+    for file, part in tokenised.items() if spread else ():
+        _check_serialisable(file, part[0])
     found = {i: tokenised[parts[i][1]] for i in here}
     counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
     size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     _check_not_empty(name, size, skipped, filtered, reader.data)
     starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
-    rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part.rows)}
+    rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
     table = Table(rows_here, size, skipped, truncated, filtered, spread)
     if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
@@ -343,8 +339,8 @@ def _check_not_empty(spec: str, size: int, skipped: int, filtered: int, data: Da
         raise ValueError(
             f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
             f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}, and {skipped} are "
-            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range"
-            + (", or raise data.max_prompt_length" if skipped else "")
+            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range, or raise "
+            "data.max_prompt_length"
         )
     if size == 0:
         raise ValueError(
@@ -434,7 +430,21 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
     else:
         wanted = "a string" if data.question_column else "a string or a list of messages"
         raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
-    return _with_system(checked_messages(messages), data.system_prompt)
+    messages = checked_messages(messages)
+    roles = [message["role"] for message in messages]
+    if roles[-1] == "assistant":
+        raise ValueError(
+            "the last message of a prompt must not be the assistant's, because the model writes the "
+            "assistant's next turn; end the prompt with another message"
+        )
+    if data.system_prompt is None:
+        return tuple(messages)
+    if "system" in roles:
+        raise ValueError(
+            "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
+            "or remove the message"
+        )
+    return ({"role": "system", "content": data.system_prompt}, *messages)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -445,23 +455,6 @@ def _without_nulls(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-
-
-def _with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> PromptText:
-    roles = [message["role"] for message in messages]
-    if roles[-1] == "assistant":
-        raise ValueError(
-            "the last message of a prompt must not be the assistant's, because the model writes the "
-            "assistant's next turn; end the prompt with another message"
-        )
-    if system_prompt is None:
-        return tuple(messages)
-    if "system" in roles:
-        raise ValueError(
-            "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
-            "or remove the message"
-        )
-    return ({"role": "system", "content": system_prompt}, *messages)
 
 
 def _shown(value: object) -> str:

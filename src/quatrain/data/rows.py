@@ -30,7 +30,6 @@ MANY_BYTES = 2**28
 """Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
 MOST_TIMES = 100
 BATCH_ROWS = 64
-_SHORT_FLOATS = (("is_float32", np.float32, 2**24), ("is_float16", np.float16, 2**11))
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -185,17 +184,20 @@ def _shortest(value: Any, kind: Any) -> Any:
         return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
     if isinstance(value, list) and not types.is_map(kind):
         return [_shortest(each, kind.value_type) for each in value]
-    for is_kind, number, exact in _SHORT_FLOATS:
+    for is_kind, number, exact in (
+        (types.is_float32, np.float32, 2**24),
+        (types.is_float16, np.float16, 2**11),
+    ):
         # Whole numbers beyond `exact` have more digits than the shortest decimal.
-        if isinstance(value, float) and getattr(types, is_kind)(kind) and abs(value) < exact:
+        if isinstance(value, float) and is_kind(kind) and abs(value) < exact:
             return float(str(number(value)))
     return value
 
 
-def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
-    if found > limit:
+def _check_unpacked(path: Path, what: str, number: int, limit: int) -> None:
+    if number > limit:
         raise ValueError(
-            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {found} or "
+            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {number} or "
             "more, most of them repeated; use another file"
         )
 
@@ -240,21 +242,18 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _numbers_or_texts(texts: list[str | None]) -> list[Any]:
-    numbers = [None if text is None else _number(text) for text in texts]
-    all_numbers = all(text is None or number is not None for text, number in zip(texts, numbers, strict=True))
-    return numbers if all_numbers else texts
+    try:
+        return [None if text is None else _number(text) for text in texts]
+    except ValueError:
+        return list(texts)
 
 
-def _number(text: str) -> int | float | None:
-    """The number that Python writes as `text`; None if there is none."""
-    for kind in (int, float):
-        try:
-            number: int | float = kind(text)
-        except ValueError:
-            continue
-        if str(number) == text and math.isfinite(number):
-            return number
-    return None
+def _number(text: str) -> int | float:
+    """The number that Python writes as `text`; raises ValueError if there is none."""
+    number = int(text) if re.fullmatch("-?[0-9]+", text) else float(text)
+    if str(number) != text or not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -272,20 +271,20 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"data set {spec!r} is on the hub, which needs the `datasets` library: "
-            f"pip install 'quatrain[hub]', or give a .jsonl, .json, .parquet or .csv file"
+            f"data set {spec!r} is on the Hub, which needs `datasets`: pip install 'quatrain[hub]', or give "
+            "a local file"
         ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ValueError(
-            f"data sets on the Hub are read with `datasets` 4.0 or later, which runs no code from a data "
-            f"set's repository; {datasets.__version__} is installed; pip install 'quatrain[hub]'"
+            f"data sets on the Hub need `datasets` 4.0 or later, which runs no code from a repository; "
+            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
         )
     try:
         found = datasets.load_dataset(path, config, split=split)
         rows = list(found)
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
-            f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
+            f"data set {spec!r} cannot be loaded from the Hub (config {config!r}, split {split!r}): "
             f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
     return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows

@@ -259,13 +259,10 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[i
     (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`) that are both in the vocabulary and in the chat template:
     chat models end a turn with these even if their configuration names another token.
     """
-    text = "".join(_templates_of(tokenizer.chat_template or ""))
-    vocabulary = tokenizer.get_vocab()
-    ids = {int(index) for index in eos_token_ids}
-    ids |= {vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text}
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))
-    return tuple(sorted(ids))
+    text, vocabulary = "".join(_templates_of(tokenizer.chat_template or "")), tokenizer.get_vocab()
+    turns = [vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text]
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(sorted({int(index) for index in (*eos_token_ids, *turns, *eos)}))
 
 
 def render(
@@ -389,9 +386,7 @@ def encode(
             return plain
         found = tokenizer(text or "a", return_special_tokens_mask=True)
     ids: list[int] = found["input_ids"]
-    own = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
-    front, inner, behind = ids[: own[0]], ids[own[0] : own[-1] + 1], ids[own[-1] + 1 :]
+    of_text = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
+    front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
-    if inner[: len(front)] == front:
-        front = []
-    return [*front, *inner, *(behind if closed else ())]
+    return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]
