@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,10 +68,15 @@ def builtin_rows(name: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _arithmetic() -> dict[str, list[dict[str, Any]]]:
+    # The first operand is at least 2, because the sentences use the plural.
+    pairs = [(a, b) for a in range(2, MAX_OPERAND + 1) for b in range(1, MAX_OPERAND + 1)]
+    facts = [(a, "+", b) for a, b in pairs] + [(a, "-", b) for a, b in pairs if b <= a]
     train: list[tuple[int, dict[str, Any]]] = []
     heldout: list[tuple[int, dict[str, Any]]] = []
-    for a, op, b in _facts():
-        hashed = sorted((_hash(text), text) for text in _texts(a, op, b))
+    for a, op, b in facts:
+        every = itertools.product(TEMPLATES[op], NAMES, OBJECTS)
+        texts = (text.format(name=name, objects=objects, a=a, b=b) for text, name, objects in every)
+        hashed = sorted((_hash(text), text) for text in texts)
         keep = [(h, t) for h, t in hashed if h % HELDOUT_SHARE]
         heldout += [(h, _row(t, a, op, b)) for h, t in hashed if h % HELDOUT_SHARE == 0]
         train += [(h, _row(t, a, op, b)) for h, t in keep[:TRAIN_ROWS_PER_FACT]]
@@ -78,34 +84,13 @@ def _arithmetic() -> dict[str, list[dict[str, Any]]]:
     return {SPLITS[0]: in_order[0], SPLITS[1]: in_order[1][:HELDOUT_ROWS]}
 
 
-def _facts() -> list[tuple[int, str, int]]:
-    # The first operand is at least 2, because the sentences use the plural.
-    pairs = [(a, b) for a in range(2, MAX_OPERAND + 1) for b in range(1, MAX_OPERAND + 1)]
-    return [(a, "+", b) for a, b in pairs] + [(a, "-", b) for a, b in pairs if b <= a]
-
-
-def _texts(a: int, op: str, b: int) -> list[str]:
-    return [
-        template.format(name=name, objects=objects, a=a, b=b)
-        for template in TEMPLATES[op]
-        for name in NAMES
-        for objects in OBJECTS
-    ]
-
-
 def _row(text: str, a: int, op: str, b: int) -> dict[str, Any]:
     answer = a + b if op == "+" else a - b
-    shown = _careless(answer, _hash(f"careless {text}"))
+    draw, shown = _hash(f"careless {text}") / 2**64, answer
+    if draw >= DEMONSTRATED_RIGHT:
+        shown += -1 if answer and draw > (1 + DEMONSTRATED_RIGHT) / 2 else 1
     completion = f"<think>{a}{op}{b}={shown}</think>\n<answer>{shown}</answer>"
     return {"prompt": [{"role": "user", "content": text}], "answer": str(answer), "completion": completion}
-
-
-def _careless(answer: int, draw: int) -> int:
-    """The right answer or one off by 1 (never below 0), selected by `draw`, a uniform 64-bit number."""
-    fraction = draw / 2**64
-    if fraction < DEMONSTRATED_RIGHT:
-        return answer
-    return answer - 1 if answer and fraction > (1 + DEMONSTRATED_RIGHT) / 2 else answer + 1
 
 
 def _hash(text: str) -> int:
@@ -140,7 +125,8 @@ def _byte_level_words() -> Tokenizer:
         ]
     )
     pieces = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    for text in _task_texts():
+    sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
+    for text in (*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS):  # all of the task
         pieces |= dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text))
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     # There are no merges: a piece is one token if it is in the vocabulary, and else one token per byte.
@@ -149,9 +135,3 @@ def _byte_level_words() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, *ROLES)])
     return tokenizer
-
-
-def _task_texts() -> list[str]:
-    """Texts that together contain every word, tag and digit that occurs in the task."""
-    sentences = [text.format(name="", objects="", a=2, b=2) for texts in TEMPLATES.values() for text in texts]
-    return [*NAMES, *(f" {objects}" for objects in OBJECTS), *sentences, *TAGS]

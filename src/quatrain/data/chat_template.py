@@ -6,7 +6,6 @@ Data flow: tokenizer (`tokenizer.py`) -> `with_chat_template` -> prompts, and th
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config.errors import listed, shown
@@ -65,54 +64,42 @@ def _template(value: str) -> str:
         if not path.is_file():
             raise ValueError(
                 f"data.chat_template must be a template, with {{{{ or {{%, or the path of a file; got "
-                f"{shown(value)}, and there is no such file (looked in {path.parent.absolute()}); correct "
-                f"the path"
+                f"{shown(value)}, and there is no such file (looked in {path.parent.absolute()})"
             )
-        text = _read(path)
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                text = file.read(MAX_CHARS + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name} must be a text file in UTF-8: {error}") from error
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"{name} must have at most {MAX_CHARS} characters; shorten it")
     if "{{" not in text and "{%" not in text:
-        raise ValueError(
-            f"{name} must be a chat template in Jinja; it has neither {{{{ nor {{%; give another file"
-        )
+        raise ValueError(f"{name} must be a chat template in Jinja; it has neither {{{{ nor {{%")
     _variables(text, name)
     return text
 
 
-def _read(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data.chat_template {path} must be a text file in UTF-8: {error}") from error
-    if len(text) > MAX_CHARS:
-        raise ValueError(f"data.chat_template {path} must have at most {MAX_CHARS} characters; shorten it")
-    return text
-
-
 def _check_variables(variables: dict[str, Any], template: Any) -> None:
+    key = "data.chat_template_kwargs"
     if not template:
         raise ValueError(
-            f"data.chat_template_kwargs has {listed(variables)}, and the tokenizer has no chat template; set "
-            "data.chat_template, or leave the key out"
+            f"{key} has {listed(variables)}, and the tokenizer has no chat template; set data.chat_template, "
+            "or leave the key out"
         )
-    taken = sorted(RESERVED & variables.keys())
-    if taken:
-        raise ValueError(
-            f"data.chat_template_kwargs must not have {listed(taken)}, which rendering sets itself; leave "
-            f"it out"
-        )
+    if taken := sorted(RESERVED & variables.keys()):
+        raise ValueError(f"{key} must not have {listed(taken)}, which rendering sets itself; leave it out")
     texts = template.values() if isinstance(template, dict) else [template]
     read = set().union(*(_variables(text, "the tokenizer's chat template") for text in texts))
-    unknown = sorted(variables.keys() - read)
-    if unknown:
+    if unknown := sorted(variables.keys() - read):
         raise ValueError(
-            f"data.chat_template_kwargs must name variables that the chat template reads, which are "
+            f"{key} must name variables that the chat template reads, which are "
             f"{listed(sorted(read - RESERVED))}; got {listed(unknown)}; correct the name or leave it out"
         )
 
 
 def _variables(template: str, name: str) -> set[str]:
     """The variables that a template reads; it is parsed and not run. Raises ValueError if it is not valid."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.meta import find_undeclared_variables
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -121,8 +108,7 @@ def _variables(template: str, name: str) -> set[str]:
     try:
         return find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateError as error:
-        number = getattr(error, "lineno", None)
-        line = f", line {number}" if number else ""
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ValueError(f"{name} must be a valid template: {error}{line}; correct it") from error
     except RecursionError as error:
         raise ValueError(f"{name} must be a valid template: it is nested too deep; correct it") from error

@@ -6,7 +6,7 @@ names are those of llama.cpp's `llama-vocab.cpp`, which match the `tokenizer.jso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -53,15 +53,53 @@ class _Metadata(SpecialIds):
     """The `tokenizer.*` keys of a GGUF file; with a key missing, the functions below say what it means."""
 
     model: Annotated[str | None, Field(alias="tokenizer.ggml.model")] = None
-    pre: Annotated[str | None, Field(alias="tokenizer.ggml.pre")] = None
+    # Files written before this key existed use GPT-2's rule.
+    pre: Annotated[str, Field(alias="tokenizer.ggml.pre")] = "gpt-2"
     tokens: Annotated[list[Token] | None, Field(alias="tokenizer.ggml.tokens")] = None
     merges: Annotated[list[str] | None, Field(alias="tokenizer.ggml.merges")] = None
     scores: Annotated[list[float] | None, Field(alias="tokenizer.ggml.scores")] = None
     token_type: Annotated[list[int] | None, Field(alias="tokenizer.ggml.token_type")] = None
     add_bos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_bos_token")] = None
-    add_eos: Annotated[bool | None, Field(alias="tokenizer.ggml.add_eos_token")] = None
-    space_prefix: Annotated[bool | None, Field(alias="tokenizer.ggml.add_space_prefix")] = None
+    add_eos: Annotated[bool, Field(alias="tokenizer.ggml.add_eos_token")] = False
+    space_prefix: Annotated[bool, Field(alias="tokenizer.ggml.add_space_prefix")] = True
     chat_template: Annotated[str | None, Field(alias="tokenizer.chat_template")] = None
+
+    def array(self, name: str) -> Any:
+        """The array `tokenizer.ggml.<name>`; raises ValueError if it is missing or of the wrong length."""
+        values = getattr(self, name)
+        if values is None:
+            raise ValueError(f"the GGUF file has no tokenizer.ggml.{name}, which its tokenizer needs")
+        count = len(self.array("tokens")) if name in ("scores", "token_type") else len(values)
+        if len(values) != count:
+            raise ValueError(
+                f"tokenizer.ggml.{name} must have one entry per token ({count}); the file has {len(values)}"
+            )
+        return values
+
+    def token(self, name: str, index: int) -> str:
+        """The token `index`, which the file names for `tokenizer.ggml.<name>_token_id`."""
+        tokens = self.array("tokens")
+        if not 0 <= index < len(tokens):
+            raise ValueError(
+                f"tokenizer.ggml.{name}_token_id must be an id in the vocabulary of {len(tokens)} tokens; "
+                f"the file has {index}"
+            )
+        return tokens[index]
+
+    def types(self) -> list[int]:
+        if self.token_type is None:
+            return [_NORMAL] * len(self.array("tokens"))
+        return self.array("token_type")
+
+    def vocabulary(self) -> dict[str, int]:
+        tokens = self.array("tokens")
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        if len(vocabulary) != len(tokens):
+            twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+            raise ValueError(
+                f"tokenizer.ggml.tokens must contain each token once; {shown(twice)} occurs twice"
+            )
+        return vocabulary
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str = "the GGUF file") -> PreTrainedTokenizerFast:
@@ -77,47 +115,43 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str = "the GGUF file") -
     """
     from transformers import PreTrainedTokenizerFast
 
-    checked(_Metadata, metadata, source)
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        rule = _rule(metadata)
-        tokenizer, add_bos = _byte_level_bpe(metadata, rule), rule == "llama3"
-    elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece_bpe(metadata), True
+    file = checked(_Metadata, metadata, source)
+    remedy = "set model.tokenizer to the model's Hugging Face folder or hub id"
+    if file.model == "gpt2":
+        if file.pre not in _RULES:
+            raise ValueError(
+                f"the splitting rule (tokenizer.ggml.pre) must be one of {', '.join(_RULES)}; the file has "
+                f"{shown(file.pre)}; {remedy}"
+            )
+        rule = _RULES[file.pre]
+        tokenizer, add_bos = _byte_level_bpe(file, rule), rule == "llama3"
+    elif file.model == "llama":
+        tokenizer, add_bos = _sentencepiece_bpe(file), True
     else:
         raise ValueError(
             f"GGUF tokenizers of the kinds gpt2 and llama are supported; tokenizer.ggml.model is "
-            f"{shown(kind)}; set model.tokenizer to the model's Hugging Face folder or hub id"
+            f"{shown(file.model)}; {remedy}"
         )
-    special = _special_tokens(metadata)
-    _add_tokens(tokenizer, metadata)
-    _add_template(tokenizer, metadata, special, add_bos)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: (key, getattr(file, key)) for name, key in names.items()}
+    special = {name: file.token(key, index) for name, (key, index) in ids.items() if index is not None}
+    _add_tokens(tokenizer, file)
+    _add_template(tokenizer, file, special, add_bos)
+    template = file.chat_template
+    if template is None and {"<|im_start|>", "<|im_end|>"} <= set(file.array("tokens")):
+        template = CHATML
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **special,
-        chat_template=_chat_template(metadata),
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, **special, chat_template=template, clean_up_tokenization_spaces=False
     )
 
 
-def _rule(metadata: Mapping[str, Any]) -> str:
-    # Files written before this key existed use GPT-2's rule.
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if name not in _RULES:
-        raise ValueError(
-            f"the splitting rule (tokenizer.ggml.pre) must be one of {', '.join(_RULES)}; the file has "
-            f"{shown(name)}; set model.tokenizer to the model's Hugging Face folder or hub id"
-        )
-    return _RULES[name]
-
-
-def _byte_level_bpe(metadata: Mapping[str, Any], rule: str) -> Tokenizer:
+def _byte_level_bpe(file: _Metadata, rule: str) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = [tuple(merge.split(" ")) for merge in _array(metadata, "merges")]
+    merges = [tuple(merge.split(" ")) for merge in file.array("merges")]
     try:
         # Llama 3 uses a piece that is in the vocabulary as one token, without applying merges.
-        model = models.BPE(_vocabulary(metadata), merges, ignore_merges=rule == "llama3")
+        model = models.BPE(file.vocabulary(), merges, ignore_merges=rule == "llama3")
     except Exception as error:  # tokenizers raises plain Exception; its text names the invalid merge
         raise ValueError(
             f"tokenizer.ggml.merges must consist of tokens in tokenizer.ggml.tokens: {error!s:.200}"
@@ -143,33 +177,27 @@ def _splitter(rule: str) -> PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), to_bytes])
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece_bpe(file: _Metadata) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocabulary = _vocabulary(metadata)
-    unknown = checked(SpecialIds, metadata, "the GGUF file").unknown or 0
+    vocabulary = file.vocabulary()
+    merges = _merges_from_scores(file, vocabulary)
+    unknown = file.token("unknown", file.unknown or 0)
     tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            _merges_from_scores(metadata, vocabulary),
-            unk_token=_token(metadata, "tokenizer.ggml.unknown_token_id", unknown),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", "▁")
-    prefix = [normalizers.Prepend("▁")] if space_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if space_prefix else []))
+    prefix = [normalizers.Prepend("▁")] if file.space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if file.space_prefix else []
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
-def _merges_from_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges_from_scores(file: _Metadata, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     # SentencePiece joins the two neighbouring pieces whose concatenation has the highest score. This is BPE
     # with merges ordered by the score of their result. Only pieces of the type "normal" are results.
-    scores, types = _array(metadata, "scores"), _types(metadata)
+    scores, types = file.array("scores"), file.types()
     ranked = []
     for token, index in vocabulary.items():
         if types[index] != _NORMAL:
@@ -181,86 +209,25 @@ def _merges_from_scores(metadata: Mapping[str, Any], vocabulary: Mapping[str, in
     return [pair for _, _, pair in sorted(ranked)]
 
 
-def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+def _add_tokens(tokenizer: Tokenizer, file: _Metadata) -> None:
     from tokenizers import AddedToken
 
-    tokens, types = _array(metadata, "tokens"), _types(metadata)
-    typed = list(zip(tokens, types, strict=True))
-    special = [
-        AddedToken(t, special=True, normalized=False) for t, kind in typed if kind in (_CONTROL, _UNKNOWN)
-    ]
-    tokenizer.add_special_tokens(special)
+    typed = list(zip(file.array("tokens"), file.types(), strict=True))
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, kind in typed if kind in (_CONTROL, _UNKNOWN)]
+    )
     # User-defined tokens are always matched whole, but are not special: decoding keeps them.
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
 
 
-def _add_template(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
-) -> None:
+def _add_template(tokenizer: Tokenizer, file: _Metadata, special: Mapping[str, str], add_bos: bool) -> None:
     """Makes the tokenizer add BOS and EOS around a string, if the file's metadata asks for it."""
     from tokenizers import processors
 
-    bos, eos = [], []
-    if metadata.get("tokenizer.ggml.add_bos_token", add_bos) and "bos_token" in special:
-        bos = [special["bos_token"]]
-    if metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in special:
-        eos = [special["eos_token"]]
+    add_bos = add_bos if file.add_bos is None else file.add_bos
+    bos = [special["bos_token"]] if add_bos and "bos_token" in special else []
+    eos = [special["eos_token"]] if file.add_eos and "eos_token" in special else []
     ids = [(token, tokenizer.token_to_id(token)) for token in bos + eos]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*bos, "$A", *eos], pair=[*bos, "$A", *eos, *bos, "$B:1", *eos], special_tokens=ids
     )
-
-
-def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = checked(SpecialIds, metadata, "the GGUF file").model_dump()
-    return {
-        name: _token(metadata, f"tokenizer.ggml.{word}_token_id", ids[word])
-        for name, word in names.items()
-        if ids[word] is not None
-    }
-
-
-def _chat_template(metadata: Mapping[str, Any]) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
-    if template is None and {"<|im_start|>", "<|im_end|>"} <= set(_array(metadata, "tokens")):
-        return CHATML
-    return template
-
-
-def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
-    tokens = _array(metadata, "tokens")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise ValueError(f"tokenizer.ggml.tokens must contain each token once; {shown(twice)} occurs twice")
-    return vocabulary
-
-
-def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
-    if "tokenizer.ggml.token_type" not in metadata:
-        return [_NORMAL] * len(_array(metadata, "tokens"))
-    return _array(metadata, "token_type")
-
-
-def _array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
-    values = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list):
-        raise ValueError(f"the GGUF file has no tokenizer.ggml.{name}, which its tokenizer needs")
-    if name in ("scores", "token_type"):
-        tokens = _array(metadata, "tokens")
-        if len(values) != len(tokens):
-            raise ValueError(
-                f"tokenizer.ggml.{name} must have one entry per token ({len(tokens)}); the file has "
-                f"{len(values)}"
-            )
-    return values
-
-
-def _token(metadata: Mapping[str, Any], key: str, index: int) -> str:
-    tokens = _array(metadata, "tokens")
-    if not 0 <= index < len(tokens):
-        raise ValueError(
-            f"{key} must be an id in the vocabulary of {len(tokens)} tokens; the file has {index}"
-        )
-    return tokens[index]

@@ -7,26 +7,24 @@ the supervised warm start.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
 from quatrain.cluster.processes import assert_same, gather_objects, joined, num_processes, process_index
-from quatrain.config.errors import listed
+from quatrain.config.errors import listed, shown
 from quatrain.config.files import MAX_DEPTH, too_deep
 from quatrain.config.schema import DataConfig
-from quatrain.config.secrets import redact
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
-from quatrain.data.columns import MESSAGES, check_answer_column, prepared
+from quatrain.data.columns import MESSAGES, prepared
 from quatrain.data.messages import checked_messages, unfit_text
 from quatrain.data.rows import Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
@@ -45,44 +43,36 @@ USUAL_BATCHES = 0.95
 _JSON_OF_MESSAGES = re.compile(r"""\s*(?:\[\s*)?\{\s*["'](?:role|content|messages|from|value)["']\s*:""")
 
 
-class _Stream:
-    """Row numbers of an endless stream over `num_rows` rows, reshuffled in each epoch by `seed`.
+class _Source:
+    """A table, and the endless stream of its rows, reshuffled in each epoch by `seed`.
 
-    Without `shuffle` they are in order in every epoch.
-    """
-
-    def __init__(self, num_rows: int, seed: int, shuffle: bool):
-        rows = grain.MapDataset.range(num_rows)
-        # grain accepts 32-bit seeds only.
-        self._indices = (rows.shuffle(seed=seed % 2**32) if shuffle else rows).repeat()
-
-    def draws(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(position in the stream, row number) for `count` positions, starting at `first`."""
-        return [(at, int(self._indices[at])) for at in range(first, first + count)]
-
-
-class PromptSource:
-    """Tokenised prompts: `take` by stream position for training, `head` in file order for evaluation.
-
-    What is taken depends only on the seed and the position, so a checkpoint needs to store one number to
-    resume.
+    Without `shuffle` they are in order in every epoch. What is taken depends only on the seed and the
+    position, so a checkpoint needs to store one number to resume.
     """
 
     def __init__(self, table: Table, *, seed: int, shuffle: bool = True):
         self._table = table
-        self._stream = _Stream(table.size, seed, shuffle)
+        rows = grain.MapDataset.range(table.size)
+        # grain accepts 32-bit seeds only.
+        self._stream = (rows.shuffle(seed=seed % 2**32) if shuffle else rows).repeat()
         self.skipped = table.skipped
         """Number of rows skipped because their prompt is longer than `data.max_prompt_length`."""
         self.truncated = table.truncated
         """Number of rows whose prompt was cut to its last `data.max_prompt_length` tokens."""
         self.filtered = table.filtered
         """Number of rows left out by `data.min_pass_rate` and `data.max_pass_rate`."""
-        self.tally = table.tally
         self.warnings = _about_json(table)
         """What is probably not intended, for the log."""
 
     def __len__(self) -> int:
         return self._table.size
+
+    def _rows(self, first: int, count: int) -> list[TokenRow]:
+        return self._table.take([int(self._stream[at]) for at in range(first, first + count)])
+
+
+class PromptSource(_Source):
+    """Tokenised prompts: `take` by stream position for training, `head` in file order for evaluation."""
 
     def batch(self, index: int, size: int) -> list[Prompt]:
         """Batch number `index`, from 0, of the stream in batches of `size` prompts."""
@@ -90,8 +80,7 @@ class PromptSource:
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """`count` prompts from position `first` on; a prompt's `group_id` is its position in the stream."""
-        positions, numbers = zip(*self._stream.draws(first, count), strict=True)
-        return [row.prompt(at) for at, row in zip(positions, self._table.take(numbers), strict=True)]
+        return [row.prompt(at) for at, row in enumerate(self._rows(first, count), start=first)]
 
     def head(self, count: int | None = None) -> list[Prompt]:
         """The first `count` prompts in file order (None: all); a prompt's `group_id` is its row number."""
@@ -99,27 +88,27 @@ class PromptSource:
         return [row.prompt(number) for number, row in enumerate(self._table.take(numbers))]
 
     def digests(self, first: int | None = None) -> dict[str, str]:
-        """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all)."""
+        """`Table.digests`: of the prompts, of their tokens and of each column, of the `first` rows."""
         return self._table.digests(first)
+
+    def tally(self, kind: Callable[[TokenRow], str | None]) -> dict[str, tuple[int, int]]:
+        """`Table.tally`: by kind of row, the number of rows and of the first."""
+        return self._table.tally(kind)
 
     def first_by(self, column: str) -> dict[Any, Prompt]:
         """The first prompt with each value of a column; where processes share the rows, of this one's rows.
 
         Rows without the column, and values that are neither text nor numbers, count as None.
         """
-        found: dict[Any, Prompt] = {}
-        for number in sorted(self._table.own):
-            value = self._table.own[number].columns.get(column)
-            key = value if isinstance(value, str | int) else None
-            if key not in found:
-                found[key] = self._table.own[number].prompt(number)
-        return found
+        first: dict[Any, Prompt] = {}
+        for number, row in sorted(self._table.own.items()):
+            value = row.columns.get(column)
+            first.setdefault(value if isinstance(value, str | int) else None, row.prompt(number))
+        return first
 
     def values_of(self, column: str) -> list[Any]:
         """The values of a column, each once, of all processes; those that are no text or number are None."""
-        return list(
-            dict.fromkeys(value for part in gather_objects(list(self.first_by(column))) for value in part)
-        )
+        return list(dict.fromkeys(chain(*gather_objects(list(self.first_by(column))))))
 
     def usual_longest(self, batch_size: int) -> int:
         """Tokens that the longest prompt of USUAL_BATCHES of the batches does not exceed; at least 1.
@@ -128,28 +117,20 @@ class PromptSource:
         p^batch_size is USUAL_BATCHES. Where processes share the rows, the largest of their answers.
         """
         lengths = [len(row.input_ids) for row in self._table.own.values()]
-        own = np.quantile(lengths, USUAL_BATCHES ** (1 / batch_size), method="higher") if lengths else 1
-        return max(int(each) for each in gather_objects(int(own)))
+        usual = np.quantile(lengths, USUAL_BATCHES ** (1 / batch_size), method="higher") if lengths else 1
+        return max(gather_objects(int(usual)))
 
 
-class DemonstrationSource:
+class DemonstrationSource(_Source):
     """Tokenised demonstrations, addressed by index as in `PromptSource`."""
 
     def __init__(self, table: Table, tokenizer: PreTrainedTokenizerFast, *, seed: int, shuffle: bool = True):
-        self._table = table
+        super().__init__(table, seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
-        self._stream = _Stream(table.size, seed, shuffle)
-        self.skipped = table.skipped
-        self.truncated = table.truncated
-        self.warnings = _about_json(table)
-
-    def __len__(self) -> int:
-        return self._table.size
 
     def batch(self, index: int, size: int) -> list[Demonstration]:
         """`size` demonstrations from stream position index * size on."""
-        numbers = [number for _, number in self._stream.draws(index * size, size)]
-        return [_demonstration(row, self._tokenizer) for row in self._table.take(numbers)]
+        return [_demonstration(row, self._tokenizer) for row in self._rows(index * size, size)]
 
 
 def load_prompts(
@@ -159,7 +140,7 @@ def load_prompts(
     *,
     seed: int,
     required_columns: Mapping[str, str] | Collection[str] = (),
-    check_prompt: Callable[[PromptText], None] = lambda prompt: None,
+    check_prompt: Callable[[PromptText], None] | None = None,
     by_pass_rate: bool = False,
     turns: TurnTemplate | None = None,
 ) -> PromptSource:
@@ -181,32 +162,14 @@ def load_prompts(
     Raises ValueError for invalid data, naming the data set and the row, and if processes have
     read different data.
     """
-    by_pass_rate = by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None)
-
-    def check_columns(spec: str, row: Row) -> None:
-        _check_columns(spec, row, data)
-        check_answer_column(spec, row, data)
-        _check_required(spec, row, required_columns)
-        if by_pass_rate and data.pass_rate_column not in row:
-            raise ValueError(
-                f"{spec}: data.min_pass_rate and data.max_pass_rate need the column "
-                f"`{data.pass_rate_column}` (data.pass_rate_column); the columns are {listed(row)}; name "
-                "another column, or unset these keys"
-            )
-
-    def keep(spec: str, number: int, row: Row) -> bool:
-        return not by_pass_rate or _pass_rate_within(spec, number, row, data)
-
-    def rows_of(spec: str) -> list[Row]:
-        return prepared(spec, read_rows(spec), data)
-
-    def check_rows(spec: str, rows: Sequence[Row]) -> None:
-        _check_answers(spec, rows)
-        if turns is not None:
-            _check_episode_columns(spec, rows[0])
-
-    encode = turns.prompt if turns is not None else partial(render, tokenizer)
-    reader = _Reader(data, encode, rows_of, check_columns, check_rows, check_prompt, keep)
+    reader = _Reader(
+        data,
+        turns.prompt if turns is not None else partial(render, tokenizer),
+        required_columns,
+        check_prompt=check_prompt,
+        by_pass_rate=by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None),
+        episodes=turns is not None,
+    )
     return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
@@ -219,126 +182,156 @@ def load_demonstrations(
     the completion. Completion ids end with the tokenizer's end token. Raises ValueError in the cases of
     `load_prompts`.
     """
-
-    def check_columns(spec: str, row: Row) -> None:
-        _check_columns(spec, row, data)
-        _check_required(spec, row, {"completion": "the supervised warm start"})
-
-    def rows_of(spec: str) -> list[Row]:
-        return prepared(spec, read_rows(spec), data, demonstrations=True)
-
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
-    encode = partial(render, tokenizer)
-    reader = _Reader(data, encode, rows_of, check_columns, _check_completions)
+    required = {"completion": "the supervised warm start"}
+    reader = _Reader(data, partial(render, tokenizer), required, demonstrations=True)
     return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
-class _TokenRows(NamedTuple):
-    rows: list[TokenRow]
-    skipped: int = 0
-    truncated: int = 0
-    filtered: int = 0
-
-
-_Encode = Callable[[PromptText], list[int]]
-_Keep = Callable[[str, int, Row], bool]
-"""Whether a row is used, from the source, the row's number from 1, and the row."""
-
-
-def _keep_all(spec: str, number: int, row: Row) -> bool:
-    return True
-
-
-def _accept_all(prompt: PromptText) -> None:
-    pass
+_TokenRows = tuple[list[TokenRow], int, int, int]
+"""Rows, and the numbers of those skipped, truncated and filtered."""
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """How rows are read, checked and tokenised; `spec` is a file or data set everywhere.
-
-    `check_columns` is called with a row that has every column, `check_rows` with the source and its rows.
-    Rows for which `keep` is false are left out and counted.
-    """
+    """How prompts or demonstrations are read, checked and tokenised; `spec` is a file or data set."""
 
     data: DataConfig
-    encode: _Encode
-    rows: Callable[[str], list[Row]]
-    check_columns: Callable[[str, Row], None]
-    check_rows: Callable[[str, Sequence[Row]], None]
-    check_prompt: Callable[[PromptText], None] = _accept_all
-    keep: _Keep = _keep_all
+    encode: Callable[[PromptText], list[int]]
+    required: Mapping[str, str] | Collection[str]
+    demonstrations: bool = False
+    check_prompt: Callable[[PromptText], None] | None = None
+    by_pass_rate: bool = False
+    episodes: bool = False
+
+    def rows(self, spec: str) -> list[Row]:
+        return prepared(spec, read_rows(spec), self.data, demonstrations=self.demonstrations)
+
+    def check_columns(self, spec: str, columns: Collection[str]) -> None:
+        """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
+        data, has = self.data, f"the columns are {listed(columns)}"
+        question = data.question_column
+        if question is None and "prompt" not in columns:
+            raise ValueError(
+                f"{spec}: no column `prompt`; {has}. Name the one with the question in data.question_column, "
+                "or give messages in the column `messages`"
+            )
+        if question is not None and question not in columns:
+            raise ValueError(f"{spec}: no column `{question}`, which data.question_column names; {has}")
+        if question not in (None, "prompt") and "prompt" in columns:
+            raise ValueError(
+                f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
+                "needed; unset data.question_column or rename a column"
+            )
+        if reserved := [name for name in REWARD_ARGUMENTS if name in columns]:
+            raise ValueError(
+                f"{spec}: a column is called `{reserved[0]}`, the name of another argument of reward "
+                "functions; rename the column"
+            )
+        answer = None if self.demonstrations else data.answer_column
+        if answer is not None and answer not in columns:
+            raise ValueError(
+                f"{spec}: no column `{answer}`, which data.answer_column names; {has}; name another column, "
+                "or unset the key"
+            )
+        for name in self.required:
+            # Reward functions receive the prompt as `prompts`, not as a column.
+            if name not in columns or name == "prompt":
+                needed_by = self.required[name] if isinstance(self.required, Mapping) else "a reward function"
+                others = listed(column for column in columns if column != "prompt")
+                raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {others}")
+        if self.by_pass_rate and data.pass_rate_column not in columns:
+            raise ValueError(
+                f"{spec}: data.min_pass_rate and data.max_pass_rate need the column "
+                f"`{data.pass_rate_column}` (data.pass_rate_column); {has}; name another column, or unset "
+                "these keys"
+            )
 
     def tokenised(self, spec: str, rows: list[Row]) -> _TokenRows:
-        """The rows as tokens; their prompts are checked."""
-        self.check_rows(spec, rows)
-        found = _tokenise(spec, rows, self.data, self.encode, self.keep)
-        for row in found.rows:
-            _check_prompt(spec, row, self.check_prompt)
-        return found
+        """The rows as tokens, checked; of those that the pass rates and the length of prompts leave."""
+        for name in EPISODE_COLUMNS if self.episodes else ():
+            if name in rows[0] and name != MESSAGES:  # the dialogue begins with these messages
+                raise ValueError(
+                    f"{spec}: a column is called `{name}`, in which episodes have rewards of their "
+                    "environment; rename the column"
+                )
+        check_row = _check_completion if self.demonstrations else _check_answer
+        for number, row in enumerate(rows, start=1):
+            check_row(f"{spec}, row {number}", row)
+        kept = {
+            number: row
+            for number, row in enumerate(rows, start=1)
+            if not self.by_pass_rate or _pass_rate_within(f"{spec}, row {number}", row, self.data)
+        }
+        tokenised = [self._token_row(spec, number, row) for number, row in kept.items()]
+        tokenised, skipped, truncated = _within_length(spec, tokenised, self.data)
+        for token_row in tokenised:
+            try:
+                if self.check_prompt is not None:
+                    self.check_prompt(token_row.text)
+            except ValueError as error:
+                raise ValueError(f"{spec}, row {token_row.number}: {error}") from error
+        return tokenised, skipped, truncated, len(rows) - len(kept)
+
+    def _token_row(self, spec: str, number: int, row: Row) -> TokenRow:
+        deep = [name for name, value in row.items() if too_deep(value)]
+        try:
+            if deep:
+                raise ValueError(
+                    f"columns must not be nested deeper than {MAX_DEPTH} levels, as {listed(deep)} is; "
+                    "flatten the column or remove it"
+                )
+            text = _prompt_text(row, self.data)
+            ids = np.asarray(self.encode(text), dtype=np.int32)
+        except ValueError as error:
+            raise ValueError(f"{spec}, row {number}: {error}") from error
+        ids.setflags(write=False)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        return TokenRow(number, text, ids, columns)
 
 
 def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
     """The tokenised rows of one or several data sets, numbered consecutively.
 
-    In a run of several processes, each reads a part of the files if there are several.
+    In a run of several processes, process i of N reads the files i, i + N, ... if there are several.
     """
     specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
     name = shown_data_sets(specs)
-    files = [(each, file) for each in specs for file in _files(each)] if joined() else []
-    if len(files) > 1:
-        return _load_share(name, files, reader)
-    parts = {}
+    parts = [(each, each) for each in specs]
+    files = [(each, file) for each in specs for file in [*map(str, data_files(each))] or [each]]
+    if spread := joined() and len(files) > 1:
+        assert_same("data set", {name: [Path(file).name for _, file in files]})
+        parts = files
+    here = range(process_index(), len(parts), num_processes()) if spread else range(len(parts))
+    # A data set that is named twice is read once.
+    read = {file: reader.rows(file) for file in dict.fromkeys(parts[i][1] for i in here)}
+    columns = _of_all_parts({i: list(read[parts[i][1]][0]) for i in here}, spread)
     for each in dict.fromkeys(specs):
-        parts[each] = reader.rows(each)
-        reader.check_columns(each, parts[each][0])
-    empty: Row = dict.fromkeys(column for rows in parts.values() for column in rows[0])
-    whole = {each: [empty | row for row in rows] for each, rows in parts.items()}
-    tokenised = {each: reader.tokenised(each, rows) for each, rows in whole.items()}
-    found = [tokenised[each] for each in specs]
-    rows = [row for part in found for row in part.rows]
-    skipped, truncated, filtered = (sum(counts) for counts in zip(*(part[1:] for part in found), strict=True))
-    _check_not_empty(name, len(rows), skipped, filtered, reader.data)
-    table = Table(dict(enumerate(rows)), len(rows), skipped, truncated, filtered)
-    if joined():
+        of_set = [column for i, (of, _) in enumerate(parts) if of == each for column in columns[i]]
+        reader.check_columns(each, dict.fromkeys(of_set))
+    empty: Row = dict.fromkeys(column for i in range(len(parts)) for column in columns[i])
+    tokenised = {file: reader.tokenised(file, [empty | row for row in rows]) for file, rows in read.items()}
+    for file, part in tokenised.items() if spread else ():
+        _check_serialisable(file, part[0])
+    found = {i: tokenised[parts[i][1]] for i in here}
+    counts = _of_all_parts({i: [len(rows), *others] for i, (rows, *others) in found.items()}, spread)
+    size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
+    _check_not_empty(name, size, skipped, filtered, reader.data)
+    starts = list(accumulate((counts[i][0] for i in range(len(parts))), initial=0))
+    rows_here = {starts[i] + k: row for i, part in found.items() for k, row in enumerate(part[0])}
+    table = Table(rows_here, size, skipped, truncated, filtered, spread)
+    if joined() and not spread:
         digests = {f"{name}, {part}": digest for part, digest in table.digests().items()}
-        assert_same("data set", {name: f"{len(rows)} rows", **digests})
+        assert_same("data set", {name: f"{size} rows", **digests})
     return table
 
 
-def _files(spec: str) -> list[str]:
-    """The files of a pattern; another data set is one by itself."""
-    return [str(file) for file in data_files(spec)] or [spec]
-
-
-def _load_share(name: str, files: Sequence[tuple[str, str]], reader: _Reader) -> Table:
-    """Process i of N reads the files i, i + N, ...; rows are numbered consecutively over all files.
-
-    `files` has the data set of each file and the file.
-    """
-    assert_same("data set", {name: [Path(file).name for _, file in files]})
-    own = {i: reader.rows(files[i][1]) for i in range(process_index(), len(files), num_processes())}
-    columns = _from_all_processes({i: list(rows[0]) for i, rows in own.items()})
-    for spec in dict.fromkeys(spec for spec, _ in files):
-        mine = [column for i, (of, _) in enumerate(files) if of == spec for column in columns[i]]
-        reader.check_columns(spec, dict.fromkeys(mine))
-    empty: Row = dict.fromkeys(column for i in range(len(files)) for column in columns[i])
-    tokenised = {}
-    for i, rows in own.items():
-        tokenised[i] = reader.tokenised(files[i][1], [empty | row for row in rows])
-        _check_serialisable(files[i][1], tokenised[i].rows)
-    counts = _from_all_processes(
-        {
-            i: [len(found.rows), found.skipped, found.truncated, found.filtered]
-            for i, found in tokenised.items()
-        }
-    )
-    starts = list(accumulate((counts[i][0] for i in range(len(files))), initial=0))
-    rows_here = {starts[i] + k: row for i, found in tokenised.items() for k, row in enumerate(found.rows)}
-    size, skipped, truncated, filtered = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
-    _check_not_empty(name, size, skipped, filtered, reader.data)
-    return Table(rows_here, size, skipped, truncated, filtered, spread=True)
+def _of_all_parts(here: dict[int, list], spread: bool) -> dict[int, list]:
+    """The entries of `here`, a mapping by the number of a part, of all processes."""
+    if not spread:
+        return here
+    return {int(i): value for part in gather_objects(here) for i, value in part.items()}
 
 
 def _check_not_empty(spec: str, size: int, skipped: int, filtered: int, data: DataConfig) -> None:
@@ -346,19 +339,14 @@ def _check_not_empty(spec: str, size: int, skipped: int, filtered: int, data: Da
         raise ValueError(
             f"{spec}: no prompt is left: {filtered} have a pass rate below data.min_pass_rate="
             f"{data.min_pass_rate} or above data.max_pass_rate={data.max_pass_rate}, and {skipped} are "
-            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range"
-            + ("" if not skipped else ", or raise data.max_prompt_length")
+            f"longer than data.max_prompt_length={data.max_prompt_length} tokens; widen the range, or raise "
+            "data.max_prompt_length"
         )
     if size == 0:
         raise ValueError(
             f"{spec}: all prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
             "and data.on_long_prompt=skip leaves none; raise data.max_prompt_length"
         )
-
-
-def _from_all_processes(own: Mapping[int, list]) -> dict[int, list]:
-    """The entries of `own`, a mapping by file number, of all processes; the same in every process."""
-    return {int(i): value for part in gather_objects(dict(own)) for i, value in part.items()}
 
 
 def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
@@ -371,55 +359,6 @@ def _check_serialisable(spec: str, rows: Sequence[TokenRow]) -> None:
                 f"JSON, so the columns must be JSON-serialisable ({error}); use text and numbers, or put the "
                 "data set into one file"
             ) from None
-
-
-def _check_columns(spec: str, row: Row, data: DataConfig) -> None:
-    question, columns = data.question_column, listed(row)
-    if question is None and "prompt" not in row:
-        raise ValueError(
-            f"{spec}: no column `prompt`; the columns are {columns}. Name the one with the question in "
-            f"data.question_column, or give messages in the column `messages`"
-        )
-    if question is not None and question not in row:
-        raise ValueError(
-            f"{spec}: no column `{question}`, which data.question_column names; the columns are {columns}"
-        )
-    if question not in (None, "prompt") and "prompt" in row:
-        raise ValueError(
-            f"{spec}: two prompt columns, `prompt` and `{question}` (data.question_column), where one is "
-            f"needed; unset data.question_column or rename a column"
-        )
-    for name in REWARD_ARGUMENTS:
-        if name in row:
-            raise ValueError(
-                f"{spec}: a column is called `{name}`, which is the name of another argument of reward "
-                f"functions; rename the column"
-            )
-
-
-def _check_episode_columns(spec: str, row: Row) -> None:
-    for name in EPISODE_COLUMNS:
-        if name in row and name != MESSAGES:  # the dialogue begins with these messages
-            raise ValueError(
-                f"{spec}: a column is called `{name}`, in which episodes have rewards of their environment; "
-                "rename the column"
-            )
-
-
-def _check_required(spec: str, row: Row, required: Mapping[str, str] | Collection[str]) -> None:
-    for name in required:
-        # Reward functions receive the prompt as `prompts`, not as a column.
-        if name not in row or name == "prompt":
-            needed_by = required[name] if isinstance(required, Mapping) else "a reward function"
-            columns = listed(column for column in row if column != "prompt")
-            raise ValueError(f"{spec}: {needed_by} needs the column `{name}`; the columns are {columns}")
-
-
-def _check_prompt(spec: str, row: TokenRow, check: Callable[[PromptText], None]) -> None:
-    try:
-        check(row.text)
-    except ValueError as error:
-        raise ValueError(f"{spec}, row {row.number}: {error}") from error
 
 
 def _about_json(table: Table) -> list[str]:
@@ -437,26 +376,24 @@ def _about_json(table: Table) -> list[str]:
     ]
 
 
-def _check_answers(spec: str, rows: Sequence[Row]) -> None:
-    for number, row in enumerate(rows, start=1):
-        answer = row.get("answer")
-        if isinstance(answer, str) and not answer.rpartition("####")[2].strip():
-            raise ValueError(
-                f"{spec}, row {number}: the column `answer` must have text (after its last ####, if any), "
-                f"or be null in a row that is not scored for correctness; it is {_shown(answer)}; "
-                f"give the answer or remove the row"
-            )
+def _check_answer(where: str, row: Row) -> None:
+    answer = row.get("answer")
+    if isinstance(answer, str) and not answer.rpartition("####")[2].strip():
+        raise ValueError(
+            f"{where}: the column `answer` must have text (after its last ####, if any), or be null in a row "
+            f"that is not scored for correctness; it is {_shown(answer)}; give the answer or remove the row"
+        )
 
 
-def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> bool:
+def _pass_rate_within(where: str, row: Row, data: DataConfig) -> bool:
     """Whether the pass rate of a row is from `data.min_pass_rate` to `data.max_pass_rate`, both included."""
     rate = row[data.pass_rate_column]
     with suppress(ValueError):
         rate = float(rate) if isinstance(rate, str) else rate  # a cell of a .csv file, such as 0.50
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(
-            f"{spec}, row {number}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, "
-            f"because data.min_pass_rate or data.max_pass_rate is set; "
+            f"{where}: the column `{data.pass_rate_column}` must be a pass rate from 0 to 1, because "
+            f"data.min_pass_rate or data.max_pass_rate is set; "
             f"{'there is none' if rate is None else f'it is {_shown(rate)}'}; give the rate, remove the row, "
             "or unset these keys"
         )
@@ -464,45 +401,20 @@ def _pass_rate_within(spec: str, number: int, row: Row, data: DataConfig) -> boo
     return (low is None or rate >= low) and (high is None or rate <= high)
 
 
-def _tokenise(spec: str, rows: list[Row], data: DataConfig, encode: _Encode, keep: _Keep) -> _TokenRows:
+def _within_length(spec: str, rows: list[TokenRow], data: DataConfig) -> tuple[list[TokenRow], int, int]:
+    """The rows after `data.on_long_prompt`, and how many were skipped and how many cut."""
     limit = data.max_prompt_length
-    kept = [(number, row) for number, row in enumerate(rows, start=1) if keep(spec, number, row)]
-    filtered = len(rows) - len(kept)
-    tokenised = [_token_row(spec, number, row, data, encode) for number, row in kept]
-    long = [row for row in tokenised if len(row.input_ids) > limit]
-    if not long:
-        return _TokenRows(tokenised, filtered=filtered)
-    longest = max(len(row.input_ids) for row in long)
-    found = (
-        f"{spec}: {len(long)} of {len(kept)} prompts are longer than data.max_prompt_length={limit} tokens "
-        f"(row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest})"
-    )
-    if data.on_long_prompt == "error":
-        raise ValueError(f"{found}; raise it, or set data.on_long_prompt to skip or truncate_left")
-    if data.on_long_prompt == "truncate_left":
-        return _TokenRows([_truncated(row, limit) for row in tokenised], 0, len(long), filtered)
-    return _TokenRows([row for row in tokenised if len(row.input_ids) <= limit], len(long), 0, filtered)
-
-
-def _truncated(row: TokenRow, limit: int) -> TokenRow:
-    return TokenRow(row.number, row.text, row.input_ids[-limit:], row.columns)
-
-
-def _token_row(spec: str, number: int, row: Row, data: DataConfig, encode: _Encode) -> TokenRow:
-    deep = [name for name, value in row.items() if too_deep(value)]
-    if deep:
+    long = [row for row in rows if len(row.input_ids) > limit]
+    if long and data.on_long_prompt == "error":
+        longest = max(len(row.input_ids) for row in long)
         raise ValueError(
-            f"{spec}, row {number}: columns must not be nested deeper than {MAX_DEPTH} levels, as "
-            f"{listed(deep)} is; flatten the column or remove it"
+            f"{spec}: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} "
+            f"tokens (row {long[0].number} has {len(long[0].input_ids)}; the longest has {longest}); raise "
+            "it, or set data.on_long_prompt to skip or truncate_left"
         )
-    try:
-        text = _prompt_text(row, data)
-        ids = np.asarray(encode(text), dtype=np.int32)
-    except ValueError as error:
-        raise ValueError(f"{spec}, row {number}: {error}") from error
-    ids.setflags(write=False)
-    columns = {name: value for name, value in row.items() if name != "prompt"}
-    return TokenRow(number, text, ids, columns)
+    if data.on_long_prompt == "truncate_left":
+        return [replace(row, input_ids=row.input_ids[-limit:]) for row in rows], 0, len(long)
+    return [row for row in rows if len(row.input_ids) <= limit], len(long), 0
 
 
 def _prompt_text(row: Row, data: DataConfig) -> PromptText:
@@ -518,7 +430,21 @@ def _prompt_text(row: Row, data: DataConfig) -> PromptText:
     else:
         wanted = "a string" if data.question_column else "a string or a list of messages"
         raise ValueError(f"the column `{column}` must be {wanted}; it is {_shown(value)}")
-    return _with_system(checked_messages(messages), data.system_prompt)
+    messages = checked_messages(messages)
+    roles = [message["role"] for message in messages]
+    if roles[-1] == "assistant":
+        raise ValueError(
+            "the last message of a prompt must not be the assistant's, because the model writes the "
+            "assistant's next turn; end the prompt with another message"
+        )
+    if data.system_prompt is None:
+        return tuple(messages)
+    if "system" in roles:
+        raise ValueError(
+            "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
+            "or remove the message"
+        )
+    return ({"role": "system", "content": data.system_prompt}, *messages)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -531,43 +457,22 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(each) for key, each in value.items() if each is not None}
 
 
-def _with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> PromptText:
-    roles = [message["role"] for message in messages]
-    if roles[-1] == "assistant":
-        raise ValueError(
-            "the last message of a prompt must not be the assistant's, because the model writes the "
-            "assistant's next turn; end the prompt with another message"
-        )
-    if system_prompt is None:
-        return tuple(messages)
-    if "system" in roles:
-        raise ValueError(
-            "the prompt has a system message and data.system_prompt adds another; unset data.system_prompt "
-            "or remove the message"
-        )
-    return ({"role": "system", "content": system_prompt}, *messages)
-
-
 def _shown(value: object) -> str:
-    text = redact(repr(value), os.environ)  # before a secret is cut
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"
 
 
-def _check_completions(spec: str, rows: Sequence[Row]) -> None:
-    for number, row in enumerate(rows, start=1):
-        completion = row["completion"]
-        if not isinstance(completion, str) or not completion:
-            raise ValueError(
-                f"{spec}, row {number}: the column `completion` must be a string with text; it is "
-                f"{_shown(completion)}"
-            )
-        reason = unfit_text(completion)
-        if reason:
-            raise ValueError(f"{spec}, row {number}: the column `completion` {reason}; correct the text")
+def _check_completion(where: str, row: Row) -> None:
+    completion = row["completion"]
+    if not isinstance(completion, str) or not completion:
+        raise ValueError(
+            f"{where}: the column `completion` must be a string with text; it is {_shown(completion)}"
+        )
+    if reason := unfit_text(completion):
+        raise ValueError(f"{where}: the column `completion` {reason}; correct the text")
 
 
 def _demonstration(row: TokenRow, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     ids = tokenizer.encode(row.columns["completion"], add_special_tokens=False)
-    ended = ids[-1:] == [tokenizer.eos_token_id]  # a chat template has written it already
-    end = [] if ended else [tokenizer.eos_token_id]
-    return Demonstration(row.input_ids, np.asarray([*ids, *end], dtype=np.int32))
+    if ids[-1:] != [tokenizer.eos_token_id]:  # a chat template may have written it already
+        ids.append(tokenizer.eos_token_id)
+    return Demonstration(row.input_ids, np.asarray(ids, dtype=np.int32))

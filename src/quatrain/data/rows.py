@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ MANY_BYTES = 2**28
 """Bytes of memory that the rows of any Parquet file may take; a larger file may take MOST_TIMES its size."""
 MOST_TIMES = 100
 BATCH_ROWS = 64
-_SHORT_FLOATS = (("is_float32", np.float32, 2**24), ("is_float16", np.float16, 2**11))
 
 _HUB = re.compile(rf"(?P<path>{HUB_ID.pattern})(?::(?P<config>[\w.-]*))?(?::(?P<split>.+))?")
 _FORMS = (
@@ -57,10 +56,11 @@ def read_rows(spec: str) -> list[Row]:
     elif path.suffix in _READERS:
         if not path.is_file():
             raise ValueError(f"data set {spec!r}: no such file (looked in {path.parent.absolute()})")
-        rows = _READERS[path.suffix](path)
-    elif path.exists():
-        raise ValueError(f"data set {spec!r} has none of the supported forms; give {_FORMS}")
-    elif match := _HUB.fullmatch(spec):
+        try:
+            rows = _READERS[path.suffix](path)
+        except OSError as error:
+            raise ValueError(_unreadable(path, error)) from error
+    elif not path.exists() and (match := _HUB.fullmatch(spec)):
         rows = _read_hub(spec, match["path"], match["config"] or None, match["split"] or "train")
     else:
         raise ValueError(f"data set {spec!r} has none of the supported forms; give {_FORMS}")
@@ -89,61 +89,48 @@ def _aligned(rows: list[Row]) -> list[Row]:
 
 
 def _with_answer(rows: list[Row]) -> list[Row]:
-    answers = [_ground_truth(row) for row in rows]
+    structs = [struct if isinstance(struct := row.get("reward_model"), dict) else {} for row in rows]
+    answers = [struct.get("ground_truth") for struct in structs]
     if "answer" in rows[0] or all(answer is None for answer in answers):
         return rows
     return [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
-def _ground_truth(row: Row) -> Any:
-    reward_model = row.get("reward_model")
-    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8 text; {error}") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-
-
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(_lines(path), start=1):
-        where = f"{path}, line {number}"
-        if len(line) > MAX_LINE_BYTES:
-            raise ValueError(
-                f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it"
-            )
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: expected UTF-8 text; {error}") from error
-        if text.strip():
-            rows.append(_parse_object(text, where))
+    with path.open("rb") as file:
+        # Of a line longer than MAX_LINE_BYTES, the beginning is read, which is longer too.
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            where = f"{path}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{where}: a line must have at most {MAX_LINE_BYTES} bytes; shorten or remove it"
+                )
+            if (text := _text(line, where, "utf-8-sig" if number == 1 else "utf-8")).strip():
+                rows.append(_checked_object(_parsed(text, where), where))
     return rows
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; of a line longer than MAX_LINE_BYTES, its beginning, which is longer too."""
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                yield line
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+def _read_json(path: Path) -> list[Row]:
+    text = _text(path.read_bytes(), str(path), "utf-8-sig")
+    rows = _parsed(text, str(path)) if text.strip() else []
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a list of objects, got {type(rows).__name__}")
+    return [_checked_object(row, f"{path}, item {number}") for number, row in enumerate(rows, start=1)]
 
 
-def _parse_object(text: str, where: str) -> Row:
+def _text(content: bytes, where: str, encoding: str) -> str:
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: expected UTF-8 text; {error}") from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
@@ -151,19 +138,9 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     return dict(pairs)
 
 
-def _read_json(path: Path) -> list[Row]:
-    text = _read_text(path)
-    if not text.strip():
-        return []
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, list):
-        raise ValueError(f"{path}: expected a list of objects, got {type(value).__name__}")
-    for number, row in enumerate(value, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, item {number}: expected a JSON object, got {type(row).__name__}")
+def _checked_object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -207,17 +184,20 @@ def _shortest(value: Any, kind: Any) -> Any:
         return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
     if isinstance(value, list) and not types.is_map(kind):
         return [_shortest(each, kind.value_type) for each in value]
-    for is_kind, number, exact in _SHORT_FLOATS:
+    for is_kind, number, exact in (
+        (types.is_float32, np.float32, 2**24),
+        (types.is_float16, np.float16, 2**11),
+    ):
         # Whole numbers beyond `exact` have more digits than the shortest decimal.
-        if isinstance(value, float) and getattr(types, is_kind)(kind) and abs(value) < exact:
+        if isinstance(value, float) and is_kind(kind) and abs(value) < exact:
             return float(str(number(value)))
     return value
 
 
-def _check_unpacked(path: Path, what: str, found: int, limit: int) -> None:
-    if found > limit:
+def _check_unpacked(path: Path, what: str, number: int, limit: int) -> None:
+    if number > limit:
         raise ValueError(
-            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {found} or "
+            f"{path}: a Parquet file of its size may have at most {limit} {what}; this one has {number} or "
             "more, most of them repeated; use another file"
         )
 
@@ -262,21 +242,18 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _numbers_or_texts(texts: list[str | None]) -> list[Any]:
-    numbers = [None if text is None else _number(text) for text in texts]
-    all_numbers = all(text is None or number is not None for text, number in zip(texts, numbers, strict=True))
-    return numbers if all_numbers else texts
+    try:
+        return [None if text is None else _number(text) for text in texts]
+    except ValueError:
+        return list(texts)
 
 
-def _number(text: str) -> int | float | None:
-    """The number that Python writes as `text`; None if there is none."""
-    for kind in (int, float):
-        try:
-            number: int | float = kind(text)
-        except ValueError:
-            continue
-        if str(number) == text and math.isfinite(number):
-            return number
-    return None
+def _number(text: str) -> int | float:
+    """The number that Python writes as `text`; raises ValueError if there is none."""
+    number = int(text) if re.fullmatch("-?[0-9]+", text) else float(text)
+    if str(number) != text or not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -294,20 +271,20 @@ def _read_hub(spec: str, path: str, config: str | None, split: str) -> list[Row]
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"data set {spec!r} is on the hub, which needs the `datasets` library: "
-            f"pip install 'quatrain[hub]', or give a .jsonl, .json, .parquet or .csv file"
+            f"data set {spec!r} is on the Hub, which needs `datasets`: pip install 'quatrain[hub]', or give "
+            "a local file"
         ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ValueError(
-            f"data sets on the Hub are read with `datasets` 4.0 or later, which runs no code from a data "
-            f"set's repository; {datasets.__version__} is installed; pip install 'quatrain[hub]'"
+            f"data sets on the Hub need `datasets` 4.0 or later, which runs no code from a repository; "
+            f"{datasets.__version__} is installed; pip install 'quatrain[hub]'"
         )
     try:
         found = datasets.load_dataset(path, config, split=split)
         rows = list(found)
     except Exception as error:  # whatever the library, the file system or the network raises
         raise ValueError(
-            f"data set {spec!r} cannot be loaded from the hub (config {config!r}, split {split!r}): "
+            f"data set {spec!r} cannot be loaded from the Hub (config {config!r}, split {split!r}): "
             f"{type(error).__name__}: {error!s:.500}. Check the name and the network, or give a local file"
         ) from error
     return _as_written(rows, found.features.arrow_schema) if hasattr(found, "features") else rows

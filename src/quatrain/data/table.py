@@ -72,17 +72,16 @@ class Table:
 
     def tally(self, kind: Callable[[TokenRow], str | None]) -> dict[str, tuple[int, int]]:
         """Kind -> (number of rows, number of the first), of the rows of all processes; None: not counted."""
-        own: dict[str, tuple[int, int]] = {}
+        here: dict[str, list[int]] = {}
         for row in self.own.values():
             if (name := kind(row)) is not None:
-                count, first = own.get(name, (0, row.number))
-                own[name] = count + 1, first
-        found: dict[str, tuple[int, int]] = {}
-        for part in gather_objects(own) if self.spread else [own]:
-            for name, (count, first) in part.items():
-                before, at = found.get(name, (0, first))
-                found[name] = before + count, at
-        return found
+                here.setdefault(name, [0, row.number])[0] += 1
+        total: dict[str, tuple[int, int]] = {}
+        for part in gather_objects(here) if self.spread else [here]:
+            for name, (count, number) in part.items():
+                before, first = total.get(name, (0, number))
+                total[name] = before + count, first
+        return total
 
     def digests(self, first: int | None = None) -> dict[str, str]:
         """A digest of the prompts, of their tokens and of each column, of the `first` rows (None: all).
@@ -90,15 +89,15 @@ class Table:
         Each is the sum modulo 2^64 of the hashes of every row's number and value, so that it does not depend
         on which process has a row.
         """
-        own: Counter[str] = Counter()
+        here: Counter[str] = Counter()
         for number, row in self.own.items():
             if first is None or number < first:
-                parts = {"the prompts": row.text, "the tokens of the prompts": row.input_ids.tolist()}
-                columns = {f"the column `{name}`": value for name, value in row.columns.items()}
-                for name, value in (parts | columns).items():
-                    own[name] += _hash([number, value])
+                here["the prompts"] += _hash([number, row.text])
+                here["the tokens of the prompts"] += _hash([number, row.input_ids.tolist()])
+                for name, value in row.columns.items():
+                    here[f"the column `{name}`"] += _hash([number, value])
         sums: Counter[str] = Counter()
-        for part in gather_objects(own) if self.spread else [own]:
+        for part in gather_objects(here) if self.spread else [here]:
             sums.update(part)
         return {name: f"{total % 2**64:016x}" for name, total in sums.items()}
 

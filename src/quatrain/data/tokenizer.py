@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# quatrain does not need PyTorch, which transformers advises to install.
+logging.getLogger("transformers").addFilter(lambda r: not r.getMessage().startswith("PyTorch was not found"))
+
 # Tokens that end a turn in the chat templates of ChatML, Llama 3 and Gemma.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 MAX_REASON_CHARS = 500
@@ -48,34 +51,39 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     Code in a model's folder or repository is never run. Raises ValueError if there is no tokenizer, the Hub
     cannot be reached, or the tokenizer needs custom code or is not a fast tokenizer.
     """
-    with _without_torch_advice():
-        if path.startswith("builtin:"):
-            return builtin_tokenizer()
-        if path.endswith(".gguf"):
-            return gguf_tokenizer(read_header(path).metadata, path)
-        is_folder = local_path(path).is_dir()
-        return _from_folder(str(local_path(path))) if is_folder else _from_hub(path)
+    if path.startswith("builtin:"):
+        return builtin_tokenizer()
+    if path.endswith(".gguf"):
+        return gguf_tokenizer(read_header(path).metadata, path)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = _from_folder(str(local_path(path))) if local_path(path).is_dir() else _from_hub(path)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"only fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "
+            "convert it with transformers and save it again"
+        )
+    return tokenizer
 
 
-def _from_folder(path: str) -> PreTrainedTokenizerFast:
+def _from_folder(path: str) -> Any:
     names = (_JSON, "tokenizer.model", "vocab.json", _CONFIG)
     if not any((Path(path) / name).is_file() for name in names):
         raise ValueError(
-            f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; save the "
-            "tokenizer there with save_pretrained, or set model.tokenizer to a folder or hub id that has one"
+            f"a tokenizer folder must contain one of {', '.join(names)}; {path} has none of them; save a "
+            "tokenizer there, or set model.tokenizer to a folder or hub id that has one"
         )
     _check_files(Path(path))
     try:
-        tokenizer = _loaded(path, (Path(path) / _JSON).is_file(), local_files_only=True)
+        return _loaded(path, (Path(path) / _JSON).is_file(), local_files_only=True)
     except Exception as error:  # for a broken folder, transformers raises exceptions of any class
         _refuse_code(path, error)
         raise ValueError(
             f"the tokenizer in {path} cannot be loaded: {error!s:.{MAX_REASON_CHARS}}"
         ) from error
-    return _fast(tokenizer, path)
 
 
-def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
+def _from_hub(model_id: str) -> Any:
     if not HUB_ID.fullmatch(model_id):
         raise ValueError(
             f"a model is `builtin:…`, a .gguf file, a folder or a hub id such as org/name; "
@@ -86,7 +94,7 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
         described = file or _hub_file(model_id, _MODEL)
         if described is not None:
             _check_files(described.parent)
-        tokenizer = _loaded(model_id, file is not None)
+        return _loaded(model_id, file is not None)
     except Exception as error:  # no network, an unknown name or a broken repository
         _refuse_code(model_id, error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON_CHARS]
@@ -94,7 +102,6 @@ def _from_hub(model_id: str) -> PreTrainedTokenizerFast:
             f"there is no folder {model_id!r}, and loading a tokenizer of that name from the Hub failed "
             f"({reason}); check the name and the network, or give a local folder"
         ) from error
-    return _fast(tokenizer, model_id)
 
 
 def _loaded(source: str, has_json: bool, **options: bool) -> Any:
@@ -245,32 +252,6 @@ def _hub_file(model_id: str, name: str) -> Path | None:
         return None
 
 
-def _fast(tokenizer: Any, path: str) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(
-            f"only fast tokenizers (tokenizer.json) are supported; {path} has a {type(tokenizer).__name__}; "
-            "convert it with transformers and save it again"
-        )
-    return tokenizer
-
-
-@contextlib.contextmanager
-def _without_torch_advice() -> Iterator[None]:
-    """Suppresses the advice of transformers to install PyTorch, which quatrain does not need."""
-
-    def other_than_advice(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("PyTorch was not found")
-
-    theirs = logging.getLogger("transformers")
-    theirs.addFilter(other_than_advice)
-    try:
-        yield
-    finally:
-        theirs.removeFilter(other_than_advice)
-
-
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The sorted ids of the tokens that end a completion.
 
@@ -278,13 +259,10 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[i
     (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>`) that are both in the vocabulary and in the chat template:
     chat models end a turn with these even if their configuration names another token.
     """
-    text = "".join(_templates_of(tokenizer.chat_template or ""))
-    vocabulary = tokenizer.get_vocab()
-    ids = {int(index) for index in eos_token_ids}
-    ids |= {vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text}
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))
-    return tuple(sorted(ids))
+    text, vocabulary = "".join(_templates_of(tokenizer.chat_template or "")), tokenizer.get_vocab()
+    turns = [vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in text]
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(sorted({int(index) for index in (*eos_token_ids, *turns, *eos)}))
 
 
 def render(
@@ -408,9 +386,7 @@ def encode(
             return plain
         found = tokenizer(text or "a", return_special_tokens_mask=True)
     ids: list[int] = found["input_ids"]
-    own = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
-    front, inner, behind = ids[: own[0]], ids[own[0] : own[-1] + 1], ids[own[-1] + 1 :]
+    of_text = [at for at, added in enumerate(found["special_tokens_mask"]) if not added] or [len(ids)]
+    front, inner, behind = ids[: of_text[0]], ids[of_text[0] : of_text[-1] + 1], ids[of_text[-1] + 1 :]
     inner = inner if text else []
-    if inner[: len(front)] == front:
-        front = []
-    return [*front, *inner, *(behind if closed else ())]
+    return [*([] if inner[: len(front)] == front else front), *inner, *(behind if closed else ())]

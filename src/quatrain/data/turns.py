@@ -54,7 +54,12 @@ class TurnTemplate:
         self._ends = {index: added[index].content for index in self._stop_ids if index in added}
         if self._tools:
             self._check_results()
-            self._warn_of_schemas()
+            written = self._fill([_QUESTION], add_generation_prompt=True)
+            if written == fill_template(tokenizer, [_QUESTION], add_generation_prompt=True):
+                logger.warning(
+                    "the chat template does not write the descriptions of tools, so the model does not see "
+                    "them; describe them in data.system_prompt, or use a model whose template writes them"
+                )
 
     def prompt(self, messages: PromptText) -> list[int]:
         """The ids of the prompt, up to the start of the assistant's first turn.
@@ -79,8 +84,11 @@ class TurnTemplate:
         if end is None:
             return self._encode(after)
         written = self._end_token(after)
-        # The token may be another of the stop ids, if it is not the start of the next message, as in GLM-4.
-        if written == end or (written is not None and written == self._own_end(prompt)):
+        if written not in (None, end):
+            # Another of the stop ids, unless it is the start of the next message, as in GLM-4.
+            alone = self._end_token(self._after_stand_in(conversation(prompt), []))
+            written = written if written == alone else None
+        if written is not None:
             after = after.lstrip().removeprefix(self._ends[written])
         return self._encode_after(end, after)
 
@@ -103,10 +111,6 @@ class TurnTemplate:
         text = text.lstrip()
         starts = (index for index, end in self._ends.items() if text.startswith(end))
         return max(starts, key=lambda index: len(self._ends[index]), default=None)
-
-    def _own_end(self, prompt: PromptText) -> int | None:
-        """The stop id that the template writes at the end of the assistant's turn, whatever follows."""
-        return self._end_token(self._after_stand_in(conversation(prompt), []))
 
     def _encode_after(self, end: int, text: str) -> list[int]:
         """The ids of a text that follows the token `end`, in front of which some tokenizers write a space."""
@@ -132,18 +136,9 @@ class TurnTemplate:
             written, reason = False, f"does not: {error}"
         if not written:
             raise ValueError(
-                f"a chat template must take messages of the role `tool`, in which the results of tools come; "
-                f"this one {reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), "
-                "set data.chat_template, or give rollout.environment a class whose step answers as the user"
-            )
-
-    def _warn_of_schemas(self) -> None:
-        dialogue = [_QUESTION]
-        with_tools = self._fill(dialogue, add_generation_prompt=True)
-        if with_tools == fill_template(self._tokenizer, dialogue, add_generation_prompt=True):
-            logger.warning(
-                "the chat template does not write the descriptions of tools, so the model does not see them; "
-                "describe the tools in data.system_prompt, or use a model whose template writes them"
+                f"a chat template must take messages of the role `tool`, for the results of tools; this one "
+                f"{reason}; use a model whose template does (such as Qwen2.5, Qwen3 or Llama 3.1), set "
+                "data.chat_template, or give rollout.environment a class whose step answers as the user"
             )
 
 

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quatrain.reward.math import texts
-from quatrain.reward.math.exact import is_decimal, same_value
+from quatrain.reward.math.exact import DECIMAL, EXPONENT, is_decimal, same_value
 from quatrain.reward.math.expressions import exact_expression, is_judgeable, same_expression
 from quatrain.reward.math.extract import answer_of, unboxed, without_markdown
 from quatrain.reward.math.grader import NUM_PROCESSES, Budget, Unjudged, spending
 from quatrain.reward.math.notation import uniform
 from quatrain.reward.math.words import (
+    ATTACHED_UNIT,
+    LETTER_UNIT,
+    NO_WORDS,
     SCALES,
     between_words,
-    is_attached_unit,
     is_changed,
-    is_function,
-    is_letter_unit,
     is_word,
     may_follow_a_number,
     without_letter_unit,
@@ -39,15 +41,13 @@ _TAIL_CHARS = 4000
 _NUMBER_CHARS = 300
 _MOST_PARTS = 4  # of a text with several times, which a longer sentence may say in many ways
 
-_INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 # Digits inside a word (H2O), an exponent (cm^2) or an index (x_1) are not matched as numbers.
 _NUMBER = re.compile(
     r"(?<![A-Za-z0-9])(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)(?<![A-Za-z]_)(?<![A-Za-z]_\{)"
-    rf"(?P<value>{_DECIMAL})(?P<exponent>[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?"
-    rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{_DECIMAL}))?"
+    rf"(?P<value>{DECIMAL})(?P<exponent>{EXPONENT})?"
+    rf"(?:[ ]{{1,2}}(?P<top>[0-9]+)[ ]?/[ ]?(?P<bottom>[0-9]+)|[ ]?/[ ]?(?P<divisor>{DECIMAL}))?"
     rf"(?:[$]?\s{{0,3}}(?P<scale>(?i:{'|'.join(SCALES)}))s?\b)?"
-    r"(?P<percent>[$]?[ ]?(?:%|(?:percent|percentage|per cent|pct)\b))?"
+    r"(?P<percent>[$]?[ ]?(?:%|(?:percent|percentage|per cent|pct)\b))?(?=(?P<letters>[A-Za-z]*))"
 )
 # A minus directly before a number is a sign unless an operand precedes it (10-3). A minus followed by a space
 # is a sign only after = and similar characters (= - 3): "10 - 3" is a subtraction, and "- 3" a list item.
@@ -96,7 +96,8 @@ _PLAIN_AFTER = re.compile(
 )
 _ACRONYM = re.compile("[A-Z]{3,}s?")
 _THOUSANDS_SPACE = re.compile(r"\s*-?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?\s*")
-_DECIMAL_COMMA = re.compile(r"(?<![0-9,.])([0-9]+),([0-9]+)(?![0-9,])")
+# 2,74, but not 2,740.
+_DECIMAL_COMMA = re.compile(r"(?<![0-9,.])(?![1-9][0-9]{0,2},[0-9]{3}(?![0-9]))([0-9]+),([0-9]+)(?![0-9,])")
 
 
 Verdict = bool | Failure | None
@@ -188,9 +189,8 @@ def _verdict(said: str, gold: str, boxed: bool) -> bool | None:
     number = whole_number(gold) or _computed_number(gold)
     if number is not None:
         return _same_number(said, number) or (boxed and _as_text(said) == _as_text(gold))
-    words = texts.words_of(gold)
-    if words:
-        return texts.same_words(line, words) if texts.is_short(words) else None
+    if words := texts.words_of(gold):
+        return texts.same_words(line, words) if len(words) <= texts.MAX_WORDS else None
     if _DECIMAL_COMMA.fullmatch(gold) and whole_number(said) == whole_number(gold.replace(",", ".")):
         return True
     if not is_judgeable(gold):
@@ -208,29 +208,35 @@ def _computed_number(gold: str) -> Number | None:
 def _same_number(said: str, gold: Number) -> bool:
     r"""Whether the answer `said` is the number `gold`; of 1/3 \approx 0.33, either side may be."""
     label, rest = texts.split_label(said)
-    said = _one_notation(rest if label else said, gold)
+    said = rest if label else said
+    if _THOUSANDS_SPACE.fullmatch(said):
+        said = said.replace(" ", "")
+    elif gold.value.denominator > 1:
+        said = _DECIMAL_COMMA.sub(r"\1.\2", said)
     exact, approx, rest = said.partition("\\approx")
     if _ends_with(said, gold) or bool(approx and "\n" not in rest and _ends_with(exact, gold)):
         return True
     line = _last_line(said)
-    return bool(_SENTENCE.search(line) and _EXCLAMATION.search(line)) and _ends_with(
-        _EXCLAMATION.sub(".", line), gold
-    )
+    exclaimed = _SENTENCE.search(line) and _EXCLAMATION.search(line)
+    return bool(exclaimed) and _ends_with(_EXCLAMATION.sub(".", line), gold)
 
 
 def _ends_with(said: str, gold: Number) -> bool:
     """Whether the last number of `said` is `gold`, and not a part of an expression, a list or a relation."""
     said = without_units(_tidy(said))
-    match = _last_match(said)
+    match = _last(_NUMBER, said)
     if match is None or is_changed(said, *match.span()):
         return False
     before = said[max(0, match.start() - 80) : match.start()]
     if _LIST_BEFORE.search(before) or _LIST_AFTER.match(said, match.end()):
         return False
-    if is_attached_unit(said[match.end() :]):
+    if ATTACHED_UNIT.match(said, match.end()):
         said = said[: match.end()]
-    piece = without_letter_unit(_piece(said, match))
-    if _is_plain(piece, match[0]) and may_follow_a_number(_letters_after(said, match)):
+    # The expression around the number: without the words, the lines and the sides of = next to it.
+    start, end = _last(_BREAK, said, match.start()), _BREAK.search(said, match.end())
+    limits = start.end() if start else 0, end.start() if end else len(said)
+    piece = without_letter_unit(between_words(said, limits, match.span()))
+    if _is_plain(piece, match[0]) and may_follow_a_number(match["letters"]):
         number = _to_number(said, match)
         return number is not None and _equal(number, gold)
     if _NOT_COMPUTED.fullmatch(piece) or _NO_NUMBER.search(piece):
@@ -241,30 +247,17 @@ def _ends_with(said: str, gold: Number) -> bool:
     return same_expression(piece, _decimal(gold.value))
 
 
-def _one_notation(said: str, gold: Number) -> str:
-    """`said` with the thousands spaces of 1 000 removed, and the decimal comma of 2,74 as a point."""
-    if _THOUSANDS_SPACE.fullmatch(said):
-        return said.replace(" ", "")
-    if gold.value.denominator > 1:
-        return _DECIMAL_COMMA.sub(lambda m: m[0] if _grouped(m) else f"{m[1]}.{m[2]}", said)
-    return said
-
-
-def _grouped(match: re.Match[str]) -> bool:
-    """Whether the comma between two runs of digits separates thousands."""
-    return len(match[2]) == 3 and len(match[1]) <= 3 and not match[1].startswith("0")
-
-
 def whole_number(text: str) -> Number | None:
     """The number in `text`, which may also contain a currency sign, units and words; None for other text."""
     tidy = without_units(_tidy(uniform(text)))
-    match = _last_match(tidy)
-    if match is None or _MORE_THAN_A_NUMBER.search(tidy) or _letters_after(tidy, match):
+    match = _last(_NUMBER, tidy)
+    if match is None or match["letters"] or _MORE_THAN_A_NUMBER.search(tidy):
         return None
     if is_changed(tidy, *match.span()):
         return None
     after = tidy[match.end() :]
-    rest = tidy[: match.start()] + " " + ("" if is_letter_unit(after) and "\\" not in tidy else after)
+    after = "" if LETTER_UNIT.fullmatch(after) and "\\" not in tidy else after
+    rest = f"{tidy[: match.start()]} {after}"
     rest = re.sub(r"\\(?:boxed|text|mathrm|mathbf|textbf|circ)\b|\\[()\[\]]|[{}$£€]", " ", rest)
     if not re.fullmatch(r"(?:[^\W\d_]{2,}+|a\b|[\s.,:;'\"°+-])*", rest):
         return None
@@ -284,38 +277,25 @@ def _fraction_text(match: re.Match[str]) -> str:
     return f"{' ' if after_digit else ''}{match['a'] or match['c']}/{match['b'] or match['d']}"
 
 
-def _last_match(text: str) -> re.Match[str] | None:
-    match = None
-    for found in _NUMBER.finditer(text):
-        match = found
-    return match
-
-
-def _letters_after(text: str, match: re.Match[str]) -> str:
-    """The letters directly after a number, without a space between."""
-    letters = re.compile("[A-Za-z]*").match(text, match.end())
-    return letters[0] if letters else ""
+def _last(pattern: re.Pattern[str], text: str, end: int = sys.maxsize) -> re.Match[str] | None:
+    """The last match of `pattern` before `end`."""
+    return next(iter(deque(pattern.finditer(text, 0, end), maxlen=1)), None)
 
 
 def _to_number(text: str, match: re.Match[str]) -> Number | None:
     if len(match[0]) > _NUMBER_CHARS:
         return None
-    power = int((match["exponent"] or "e0")[1:])
-    value = _fraction(match["value"]) * Fraction(10) ** power
+    value = Fraction((match["value"] + (match["exponent"] or "")).replace(",", ""))
     try:
         if match["bottom"]:
             value += Fraction(int(match["top"]), int(match["bottom"]))
         elif match["divisor"]:
-            value /= _fraction(match["divisor"])
+            value /= Fraction(match["divisor"].replace(",", ""))
     except ZeroDivisionError:
         return None
     value *= 10 ** SCALES.get((match["scale"] or "").casefold(), 0)
     negative = _MINUS.search(text[max(0, match.start() - 20) : match.start()])
     return Number(-value if negative else value, bool(match["percent"]))
-
-
-def _fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", ""))
 
 
 def _equal(said: Number, gold: Number) -> bool:
@@ -336,21 +316,14 @@ def _decimal(x: Fraction) -> str:
     return f"{'-' if x < 0 else ''}{scaled[:-digits]}.{scaled[-digits:].rstrip('0')}"
 
 
-def _piece(text: str, match: re.Match[str]) -> str:
-    """The expression around a number: without the words, the lines and the sides of = next to it."""
-    starts = [found.end() for found in _BREAK.finditer(text, 0, match.start())]
-    after = _BREAK.search(text, match.end())
-    start, end = max(starts, default=0), after.start() if after else len(text)
-    start, end = between_words(text, (start, end), match.span())
-    return text[start:end]
-
-
 def _is_plain(piece: str, number: str) -> bool:
     """Whether `piece` is only a number with its sign, currency, unit and brackets."""
     before, _, after = piece.rpartition(number)
     if _MORE_THAN_A_NUMBER.search(piece) or not _PLAIN_BEFORE.fullmatch(before):
         return False
-    if not _PLAIN_AFTER.fullmatch(after) or any(map(is_function, re.findall("[A-Za-z]+", before))):
+    if not _PLAIN_AFTER.fullmatch(after):
+        return False
+    if any(NO_WORDS.fullmatch(name.casefold()) for name in re.findall("[A-Za-z]+", before)):
         return False
     names = re.findall("[A-Za-z]+", after)
     return all(may_follow_a_number(name) or name == "a" or _ACRONYM.fullmatch(name) for name in names)

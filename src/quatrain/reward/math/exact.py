@@ -16,8 +16,10 @@ _MAX_BITS = 20_000
 _MAX_DEPTH = 20
 _MAX_COUNT = 1000
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+EXPONENT = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z]))"
 _TOKEN = re.compile(
-    rf"\s*(?:(?P<number>(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?)"
+    rf"\s*(?:(?P<number>{DECIMAL}{EXPONENT}?)"
     r"|(?P<sign>\\(?:frac|binom|sqrt|times|cdot|div)(?![A-Za-z])|[-+*/^!(){}]))"
 )
 _PRODUCTS = ("*", r"\times", r"\cdot", "/", r"\div")
@@ -64,46 +66,40 @@ class _Reader:
     """Reads tokens from left to right; raises ValueError at the first that is not understood."""
 
     def __init__(self, tokens: list[str]):
-        self._tokens, self._at, self._depth = tokens, 0, 0
+        self._left, self._depth = ["", *reversed(tokens)], 0  # "" is the end
 
     @property
     def token(self) -> str:
         """The next token; empty at the end."""
-        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+        return self._left[-1]
 
-    def _take(self, *allowed: str) -> str:
-        token = self.token
-        if allowed and token not in allowed:
-            raise ValueError
-        self._at += 1
-        return token
+    def _accept(self, *tokens: str) -> str:
+        """Takes the next token if it is one of `tokens`; empty if not."""
+        return self._left.pop() if self.token in tokens else ""
 
     def sum(self) -> Fraction:
         """The value of terms with signs."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise ValueError
-        total, sign = Fraction(0), self._take() if self.token in ("+", "-") else "+"
-        while True:
+        total, sign = Fraction(0), self._accept("+", "-") or "+"
+        while sign:
             total = _bounded(total - self._term() if sign == "-" else total + self._term())
-            if self.token not in ("+", "-"):
-                break
-            sign = self._take()
+            sign = self._accept("+", "-")
         self._depth -= 1
         return total
 
     def _term(self) -> Fraction:
         first, value, divided = self.token, self._power(), False
-        while self.token in _PRODUCTS or self.token == "(" or self.token.startswith("\\"):
-            if self.token in ("/", r"\div"):
-                self._take()
-                value, divided = _bounded(value / self._factor()), True
-            elif self.token in _PRODUCTS:
-                self._take()
-                value = _bounded(value * self._factor())
+        while self.token in _PRODUCTS or self.token.startswith(("(", "\\")):
+            if sign := self._accept(*_PRODUCTS):
+                factor = -self._power() if self._accept("-") else self._power()
+                divides = sign in ("/", r"\div")
+                value = _bounded(value / factor if divides else value * factor)
+                divided = divided or divides
             elif divided:  # 1/2(3) may be read in two ways
                 raise ValueError
-            elif self.token == r"\frac" and first.isdigit():  # a mixed number
+            elif self.token == r"\frac" and first.isdigit():
                 value += self._mixed()
             else:
                 value = _bounded(value * self._power())
@@ -111,97 +107,78 @@ class _Reader:
         return value
 
     def _mixed(self) -> Fraction:
-        start = self._at
+        """The fraction of a mixed number."""
+        before = self._left[:-1]
         part = self._power()
-        digits = [token for token in self._tokens[start + 1 : self._at] if token not in "{}"]
-        if not all(token.isdigit() for token in digits) or self.token in ("(", "{", "^", r"\frac"):
+        digits = "".join(before[len(self._left) :]).translate({ord("{"): "", ord("}"): ""})
+        if (digits and not digits.isdigit()) or self.token in ("(", "{", "^", r"\frac"):
             raise ValueError
         return part
 
-    def _factor(self) -> Fraction:
-        if self.token == "-":
-            self._take()
-            return -self._power()
-        return self._power()
-
     def _power(self) -> Fraction:
-        value = self._factorial()
-        if self.token == "^":
-            self._take()
-            exponent = self._group() if self.token == "{" else self._signed()
-            if self.token in ("^", "!") or exponent.denominator != 1:
-                raise ValueError
-            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-            if bits * abs(exponent.numerator) > _MAX_BITS:
-                raise ValueError
-            value = value**exponent.numerator
-        return value
-
-    def _signed(self) -> Fraction:
-        sign = -1 if self.token == "-" and self._take() else 1
-        if not self.token.isdigit():
-            raise ValueError
-        return sign * _number(self._take())
-
-    def _factorial(self) -> Fraction:
         value = self._primary()
-        if self.token == "!":
-            self._take()
+        if self._accept("!"):
             if self.token == "!" or value.denominator != 1 or not 0 <= value <= _MAX_COUNT:
                 raise ValueError
             value = Fraction(math.factorial(value.numerator))
+        if self._accept("^"):
+            if self.token == "{":
+                exponent = self._group()
+            else:
+                exponent = Fraction((-1 if self._accept("-") else 1) * int(self._digits()))
+            if self.token in ("^", "!") or exponent.denominator != 1:
+                raise ValueError
+            if _num_bits(value) * abs(exponent.numerator) > _MAX_BITS:
+                raise ValueError
+            value = value**exponent.numerator
         return value
 
     def _primary(self) -> Fraction:
         if self.token in _OPENING:
             return self._group()
-        token = self._take()
+        token = self._left.pop()
         if token == r"\frac":
             return self._argument() / self._argument()
         if token == r"\sqrt":
-            return _root(self._argument())
+            square = self._argument()
+            root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
+            if root * root != square:
+                raise ValueError
+            return root
         if token == r"\binom":
             n, k = self._argument(), self._argument()
             if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n <= _MAX_COUNT:
                 raise ValueError
             return Fraction(math.comb(n.numerator, k.numerator))
-        return _number(token)
+        return Fraction(token.replace(",", ""))  # ValueError for other signs, and at the end
 
     def _group(self) -> Fraction:
-        closing = _OPENING[self._take("(", "{")]
+        closing = _OPENING[self._left.pop()]
         value = self.sum()
-        self._take(closing)
+        if not self._accept(closing):
+            raise ValueError
         return value
+
+    def _digits(self) -> str:
+        if not self.token.isdigit():
+            raise ValueError
+        return self._left.pop()
 
     def _argument(self) -> Fraction:
         r"""A group in braces, or one digit: `\frac12` is 1/2."""
         if self.token == "{":
             return self._group()
-        token = self._take()
-        if not token.isdigit():
-            raise ValueError
-        if len(token) > 1:  # the rest of the digits is what comes next
-            self._at -= 1
-            self._tokens[self._at] = token[1:]
-        return Fraction(int(token[0]))
+        digits = self._digits()
+        if len(digits) > 1:  # the rest of the digits is what comes next
+            self._left.append(digits[1:])
+        return Fraction(int(digits[0]))
 
 
-def _number(token: str) -> Fraction:
-    if not re.match(r"\.?[0-9]", token):
-        raise ValueError
-    return Fraction(token.replace(",", ""))
-
-
-def _root(x: Fraction) -> Fraction:
-    if x < 0:
-        raise ValueError
-    root = Fraction(math.isqrt(x.numerator), math.isqrt(x.denominator))
-    if root * root != x:
-        raise ValueError
-    return root
+def _num_bits(x: Fraction) -> int:
+    return max(x.numerator.bit_length(), x.denominator.bit_length())
 
 
 def _bounded(x: Fraction) -> Fraction:
-    if max(x.numerator.bit_length(), x.denominator.bit_length()) > _MAX_BITS:
+    if _num_bits(x) > _MAX_BITS:
         raise ValueError
     return x

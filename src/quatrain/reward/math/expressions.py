@@ -11,7 +11,7 @@ from fractions import Fraction
 from quatrain.reward.math import grader
 from quatrain.reward.math.exact import exact_value, same_value
 from quatrain.reward.math.notation import uniform
-from quatrain.reward.math.words import has_changed_number, split_at_words, without_units
+from quatrain.reward.math.words import CHANGED, split_at_words, without_units
 
 _MAX_CHARS = 160
 _MAX_GOLD_CHARS = 400
@@ -85,9 +85,10 @@ def same_expression(said: str, gold: str) -> bool:
         return same_value(values[0], values[1])
     if not (_is_bounded(got) and _is_allowed(expected) and _same_brackets(expected, got)):
         return False
-    new_letters = _letters(got) - _letters(expected)
-    one_variable = len(new_letters) == 1 and _RELATION.search(got) and not _letters(expected)
-    return (not new_letters or bool(one_variable)) and grader.ask(expected, got)
+    letters, new_letters = _letters(expected), _letters(got) - _letters(expected)
+    if new_letters and (letters or len(new_letters) > 1 or not _RELATION.search(got)):
+        return False  # beside one variable of a relation
+    return grader.ask(expected, got)
 
 
 def exact_expression(text: str) -> Fraction | None:
@@ -111,11 +112,13 @@ def _math_of(text: str) -> str:
     If the line contains $…$, \(…\) or \[…\], only the last of them is used, or the last list of them. Empty
     if words separate two pieces of mathematics, because joining the pieces would form a different expression.
     """
-    text = without_units(_matrices(uniform(" ".join(text.split()))))
-    text = _last_inline(text)
+    text = uniform(" ".join(text.split()))
+    text = re.sub(r"\[\s?\\begin\{(?:array\}\{[lcr|]+|matrix)\}", r"\\begin{pmatrix}", text)
+    text = re.sub(r"\\end\{(?:array|matrix)\}\s?\]", r"\\end{pmatrix}", text)
+    text = _last_inline(without_units(text.replace("{bmatrix}", "{pmatrix}")))
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi ", re.sub("[$%]", " ", text))
     text = re.sub(r"[\s,;]*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])[\s,]*|;", ", ", text)
-    pieces = [] if has_changed_number(text) else split_at_words(text)
+    pieces = [] if CHANGED.search(text) else split_at_words(text)
     text = pieces[0] if len(pieces) == 1 else ""
     text = re.sub(r"(?:√|(?<![\\A-Za-z])sqrt)\s?([0-9]+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = _FUNCTION.sub(r"\\\1", text.replace("**", "^"))
@@ -135,13 +138,6 @@ def _both_signs(text: str) -> str:
     text = re.sub(r"\A\\\{(.*)\\\}\Z", r"\1", text)
     items = (item.split("\\pm") for item in text.split(","))
     return ",".join(f"{a}+{b[0]},{a}-{b[0]}" if len(b) == 1 else "\\pm".join([a, *b]) for a, *b in items)
-
-
-def _matrices(text: str) -> str:
-    r"""`text` with matrices in one notation, `\begin{pmatrix}`."""
-    text = re.sub(r"\[\s?\\begin\{(?:array\}\{[lcr|]+|matrix)\}", r"\\begin{pmatrix}", text)
-    text = re.sub(r"\\end\{(?:array|matrix)\}\s?\]", r"\\end{pmatrix}", text)
-    return text.replace("{bmatrix}", "{pmatrix}")
 
 
 def _last_inline(text: str) -> str:
@@ -172,8 +168,7 @@ def _same_in_base(said: str, gold: str) -> bool:
     one, other = (_BASE.fullmatch(text) for text in (gold, said))
     if one and other:
         return one.groups() == other.groups()
-    named = one or other
-    plain = said if one else gold
+    named, plain = (one, said) if one else (other, gold)
     return named is not None and named[1] == plain.strip()
 
 
@@ -192,22 +187,20 @@ def _is_allowed(text: str) -> bool:
 
 def _is_bounded(text: str) -> bool:
     """Whether `text` is short and whole, with few roots and powers, small exponents and no nested powers."""
-    opened, closed = re.findall(r"[(\[]", text), re.findall(r"[)\]]", text)
-    if len(opened) != len(closed) or text.endswith(("+", "-", "*", "/", "^")):
+    if len(re.findall(r"[(\[]", text)) != len(re.findall(r"[)\]]", text)):
         return False
-    if len(text) > _MAX_CHARS or not _is_allowed(text) or text.count("begin") > _MAX_MATRICES:
+    if text.endswith(("+", "-", "*", "/", "^")) or len(text) > _MAX_CHARS or not _is_allowed(text):
         return False
-    if text.count("!") != len(_SMALL_FACTORIAL.findall(text)) or text.count("!") > 3:
+    if text.count("begin") > _MAX_MATRICES or text.count("sqrt") > 4:
         return False
-    if text.count("binom") != len(_SMALL_BINOMIAL.findall(text)) or text.count("binom") > 3:
-        return False
+    for sign, small in (("!", _SMALL_FACTORIAL), ("binom", _SMALL_BINOMIAL)):
+        if not text.count(sign) == len(small.findall(text)) <= 3:
+            return False
     text = _POWER_OF_TEN.sub("10", text)
     exponents = [braced or bare for braced, bare in _EXPONENT.findall(text)]
-    small = (
-        all(len(exponent.lstrip("-")) < 2 or "frac" in exponent for exponent in exponents)
-        or len(exponents) == 1
-    )
-    return len(exponents) == text.count("^") <= 3 and small and text.count("sqrt") <= 4
+    if len(exponents) > 1 and any(len(e.lstrip("-")) > 1 and "frac" not in e for e in exponents):
+        return False
+    return len(exponents) == text.count("^") <= 3
 
 
 def _letters(text: str) -> set[str]:

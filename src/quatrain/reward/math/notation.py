@@ -9,39 +9,31 @@ import itertools
 import re
 import unicodedata
 
+# Characters, and how all of them are written.
 _SYMBOLS = {
-    **dict.fromkeys("−–‒﹣－", "-"),
-    **dict.fromkeys("\u202f\u2009\u200b\u2060\ufeff", ""),
-    **dict.fromkeys("“”", '"'),
-    **dict.fromkeys("‘’", "'"),
-    **dict.fromkeys("₹¥₩₽₪₫₱₺₦", "€"),
-    **dict.fromkeys("→⟶", r"\to "),
-    **dict.fromkeys("⇒⟹∴", r"\Rightarrow "),
+    "−–‒﹣－": "-",
+    "\u202f\u2009\u200b\u2060\ufeff": "",
     "\u00a0": " ",
+    "“”": '"',
+    "‘’": "'",
+    "₹¥₩₽₪₫₱₺₦": "€",
+    "→⟶": r"\to ",
+    "⇒⟹∴": r"\Rightarrow ",
+    "‰‱": r"\unknown ",
+    "∕⁄": "/",
+    "∗": "*",
     "\u00b5": "μ",
+    "º": "°",
     "℃": "°C",
     "℉": "°F",
-    "º": "°",
-    "∗": "*",
-    **dict.fromkeys("∕⁄", "/"),
-    **dict.fromkeys("‰‱", r"\unknown "),
-    "⋅": r"\cdot ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "∞": r"\infty ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    **{letter: rf"\mathbb{{{name}}}" for letter, name in zip("ℝℕℤℚℂ", "RNZQC", strict=True)},
-    "±": r"\pm ",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "÷": r"\div ",
 }
-_TRANSLATION = str.maketrans(_SYMBOLS)
+_COMMANDS = {"≤": "le", "≥": "ge", "≠": "ne", "≈": "approx", "∞": "infty", "∪": "cup", "∩": "cap", "∈": "in"}
+_COMMANDS |= {"∅": "emptyset", "±": "pm", "×": "times", "·": "cdot", "⋅": "cdot", "÷": "div"}
+_TRANSLATION = str.maketrans(
+    {character: written for characters, written in _SYMBOLS.items() for character in characters}
+    | {character: rf"\{name} " for character, name in _COMMANDS.items()}
+    | {letter: rf"\mathbb{{{name}}}" for letter, name in zip("ℝℕℤℚℂ", "RNZQC", strict=True)}
+)
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _GREEK = re.compile(r"[\u0370-\u03ff\u1f00-\u1fff]+")
 _MAX_GREEK_SYMBOLS = 3
@@ -50,12 +42,10 @@ _MICRO = re.compile(r"(?<=[0-9\s{/])[µμ](?=[mgsLlFHVWAJN](?![A-Za-z]))")
 _OHM = re.compile(r"(?<=[0-9\s{kM])[ΩΩ](?![A-Za-z])")
 # Full width, and the alphabets of mathematics: bold, italic, script.
 _STYLED_CHARACTERS = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ffℊ-ℎℓℯℴ\u03d0-\u03d6\u03f0-\u03f5]+")
-_SCRIPTS = {"<super>": "^", "<sub>": "_"}
 _LATEX_MICRO = re.compile(r"(?<=[0-9\s}])\\mu\s?\\(?:text|mathrm)\s?\{\s?([mgsLlFHVWAJN])\s?\}")
 _LATEX_OHM = re.compile(r"(?<=[0-9])\s?\\Omega(?=\W*\Z)")
 # The letter x of 6.02 x 10^23.
 _TIMES = re.compile(r"(?<=[0-9])\s?[xX]\s?(?=10\s?(?:\^|\*\*))")
-_UNKNOWN = r"\unknown "
 _SPELLINGS = {"leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne"}
 _SPELLINGS |= {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
 _SPELLINGS |= {"varnothing": "emptyset", "simeq": "approx", "lbrace": "{", "rbrace": "}", "ast": "cdot"}
@@ -94,7 +84,7 @@ _ORDINAL = re.compile(
     r"(?<=[0-9])\s?\^\s?\{?\s?\\(?:text|textrm|mathrm)\s?\{\s?(?:st|nd|rd|th)\s?\}(?:\s?\})?"
 )
 _EQUATIONS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|gather|gathered|equation|eqnarray|split)\*?\}")
-_RAISED = re.compile(r"<(?P<kind>su[bp])>(?P<text>[^<>\n]{1,40})</(?P=kind)>", re.IGNORECASE)
+_RAISED = re.compile(r"<su([bp])>([^<>\n]{1,40})</su\1>", re.IGNORECASE)
 _STYLED_AND = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s?\{[\s,]{0,3}(and|or)\s{0,3}\}")
 
 
@@ -106,7 +96,7 @@ def uniform(text: str) -> str:
     """
     text = text if text.isascii() else _ascii_symbols(text)
     text = re.sub(r"(?<=[*`$\"])!", ".", text).replace("`", "")
-    text = _RAISED.sub(lambda m: f"{'^' if m['kind'] in ('sup', 'SUP') else '_'}{{{m['text']}}}", text)
+    text = _RAISED.sub(lambda m: f"{'^' if m[1] in 'pP' else '_'}{{{m[2]}}}", text)
     text = _TIMES.sub(r"\\times ", text)
     text = re.sub(r"(?<=[0-9)])\*\*(?=-[0-9])", "^", text)
     text = _BOLD.sub("", _CALCULATION.sub("", text))
@@ -150,14 +140,12 @@ def _ascii_symbols(text: str) -> str:
 
 def _greek(run: re.Match[str]) -> str:
     """Up to three Greek letters as commands, more as the word that they are."""
-    names = [unicodedata.name(letter, "") for letter in run[0]]
-    found = [re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)", name) for name in names]
-    if len(names) > _MAX_GREEK_SYMBOLS or not all(found):
+    names = [unicodedata.name(letter, "").replace("LAMDA", "LAMBDA") for letter in run[0]]
+    letters = [re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)", name) for name in names]
+    if len(letters) > _MAX_GREEK_SYMBOLS or not all(letters):
         return run[0]
-    spelled = (match[2].replace("LAMDA", "LAMBDA") for match in found if match)
-    cases = (match[1] == "SMALL" for match in found if match)
     return "".join(
-        f"\\{n.lower() if small else n.capitalize()} " for n, small in zip(spelled, cases, strict=True)
+        f"\\{m[2].lower() if m[1] == 'SMALL' else m[2].capitalize()} " for m in letters if m is not None
     )
 
 
@@ -166,25 +154,26 @@ def _in_latex(run: re.Match[str]) -> str:
     parts = []
     for kind, characters in itertools.groupby(run[0], _kind):
         part = "".join(characters)
-        if kind in _SCRIPTS:
-            part = unicodedata.normalize("NFKC", part).replace("\N{MINUS SIGN}", "-")
-            part = f"{_SCRIPTS[kind]}{{{part}}}"
+        if kind in ("^", "_"):
+            part = f"{kind}{{{unicodedata.normalize('NFKC', part)}}}".replace("\N{MINUS SIGN}", "-")
         elif kind == "fraction":
-            halves = (unicodedata.normalize("NFKC", each).split("\N{FRACTION SLASH}") for each in part)
+            halves = (unicodedata.normalize("NFKC", c).split("\N{FRACTION SLASH}") for c in part)
             part = "".join(rf"\frac{{{top}}}{{{bottom}}}" for top, bottom in halves)
         elif kind == "decimal":
             part = "".join(str(unicodedata.decimal(digit)) for digit in part)
-        parts.append(_UNKNOWN * len(part) if kind == "unknown" else part)
+        elif kind == "unknown":
+            part = r"\unknown " * len(part)
+        parts.append(part)
     return "".join(parts)
 
 
 def _kind(character: str) -> str:
-    kind = unicodedata.decomposition(character).rpartition(" ")[0]
-    if kind.startswith(("<super>", "<sub>")):
-        return kind.partition(" ")[0]
+    kind = unicodedata.decomposition(character).partition(" ")[0]
+    if kind in ("<super>", "<sub>"):
+        return "^" if kind == "<super>" else "_"
     if unicodedata.decimal(character, None) is not None:
         return "decimal"
-    if kind.startswith("<fraction>"):
+    if kind == "<fraction>":
         return "fraction"
     return "unknown" if character != "√" and unicodedata.category(character) in ("Sm", "No", "Nl") else ""
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from quatrain.reward.math.words import is_word
 
-_MAX_WORDS = 3
+MAX_WORDS = 3
+"""Words that are compared as text; a sentence says the same in too many ways."""
 _GROUP = re.compile(r"\\(?:text|textbf|textrm|textit|textnormal|mbox|mathrm|mathbf|emph)\s?\{([^{}]*)\}")
 _LABEL = re.compile(r"\s*(?:\((?P<a>[A-J])\)|(?P<b>[A-J])(?:[).:](?=\s|\Z)|(?=\s*\.?\s*\Z)))[.:]?\s*")
 # A letter that is no article, no variable and not one of several letters.
@@ -103,8 +104,7 @@ def choice_of(said: str) -> str:
     or else the one that is called right, stands beside "option" or ends the answer.
     """
     text = without_text(said)
-    answered = _letters(_ANSWERED, text)
-    if answered:
+    if answered := _letters(_ANSWERED, text):
         return answered[-1]
     lines = [without_text(line) for line in said.strip().split("\n")]
     listed = len({label for line in lines if (label := split_label(line)[0])}) > 1
@@ -135,11 +135,6 @@ def words_of(gold: str) -> list[str]:
     words = text.split() if re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ,.'-])*", text) else []
     prose = [word for word in words if _is_prose(word.strip(",.'"))]
     return words if prose and all(len(word) > 2 or word in prose or word.islower() for word in words) else []
-
-
-def is_short(words: list[str]) -> bool:
-    """Whether words can be compared as text: a sentence says the same in too many ways."""
-    return len(words) <= _MAX_WORDS
 
 
 def same_words(said: str, words: list[str]) -> bool:
@@ -184,12 +179,10 @@ def same_moment(said: str, gold: Moment) -> bool:
         year, month_and_day = _day(date)
         if month_and_day != gold.date[1] or gold.date[0] not in (0, year):
             return False
-    return not (clock and gold.clock) or _same_clock(clock, gold.clock)
-
-
-def _same_clock(said: re.Match[str], gold: re.Match[str]) -> bool:
-    as_written = not said["half"] and _time(said, None) == _time(gold, None)
-    return as_written or _time(said, said["half"]) == _time(gold, gold["half"])
+    if not (clock and gold.clock):
+        return True
+    as_written = not clock["half"] and _time(clock, None) == _time(gold.clock, None)
+    return as_written or _time(clock, clock["half"]) == _time(gold.clock, gold.clock["half"])
 
 
 def _last_alone(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

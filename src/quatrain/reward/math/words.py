@@ -61,7 +61,10 @@ _PLAIN_UNIT = re.compile(
 )
 # A sum or a variable before a number with letters after it: these are variables too.
 _ALGEBRA = re.compile(r"\+|[0-9)}]\s*-|(?<![A-Za-z\\'])(?![eE][0-9+-])[b-zB-HJ-Z](?![A-Za-z'])(?!\s*=)")
-_ATTACHED_UNIT = re.compile(rf"(?:{_COMPOUND}|{_LETTER_UNIT}\s?{_EXPONENT})(?=\W*\Z)")
+ATTACHED_UNIT = re.compile(rf"(?:{_COMPOUND}|{_LETTER_UNIT}\s?{_EXPONENT})(?=\W*\Z)")
+"""A compound unit that directly follows a number: `m/s` of `12m/s`."""
+LETTER_UNIT = re.compile(rf"\s{_LETTER_UNIT}[\s.]*")
+"""A unit of one letter after a space, if it is all that follows a number: ` m` of `12 m`."""
 _UNIT_FRACTION = re.compile(
     rf"(?<=[0-9}}\s])\\frac\s?\{{\s?(?:\\(?:text|mathrm)\s?\{{)?{_TERM}\s?\}}?\s?\}}"
     rf"\s?\{{\s?(?:\\(?:text|mathrm)\s?\{{)?{_TERM}\s?\}}?\s?\}}"
@@ -76,7 +79,8 @@ _CHANGED_AFTER = re.compile(
     r"|\s?[十百千万萬亿億兆半]",
     re.IGNORECASE,
 )
-_CHANGED = re.compile(rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern})", re.IGNORECASE)
+CHANGED = re.compile(rf"(?<=[0-9}}])(?:{_CHANGED_AFTER.pattern})", re.IGNORECASE)
+"""Words after a number that change its value."""
 _LAST_LETTER = re.compile(rf"(?P<short>(?<=[0-9}}])\s{{1,2}}{_LETTER_UNIT}[\s.]*\Z)")
 _CHANGED_BEFORE = re.compile(
     r"(?:(?<!\\)\b(?:minus|plus|(?:square|cube)\s(?:root\s)?of|root\s?(?:of)?|log|(?:half|third|quarter|fourth|fifth|tenth)\sof"
@@ -92,7 +96,7 @@ _WORD = re.compile(
 )
 _SHORT_WORD = re.compile("is|of|to|in|so|it|we|at|on|by|an|or|as|be|if|my|he|me|us")
 # Names with a mathematical meaning: removing them would change the answer.
-_NO_WORDS = re.compile(
+NO_WORDS = re.compile(
     "sin|cos|tan|sec|csc|cot|sinh|cosh|tanh|arcsin|arccos|arctan|asin|acos|atan|log|exp|max|min|mod|gcd|lcm|det"
     "|deg|lim|arg|sqrt|frac|inf|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega"
 )
@@ -111,20 +115,10 @@ def without_units(text: str) -> str:
     return _PLAIN_UNIT.sub(_without_unit, text)
 
 
-def _without_unit(match: re.Match[str]) -> str:
-    before = match.string[max(0, match.start() - 80) : match.start()].rpartition("\n")[2]
-    return match[0] if match["short"] and _ALGEBRA.search(before) else " "
-
-
 def is_changed(text: str, start: int, end: int) -> bool:
     """Whether a word next to `text[start:end]`, a number, changes its value: 3 and a half, the root of 3."""
     before = text[max(0, start - 20) : start].rstrip(" ")
     return bool(_CHANGED_AFTER.match(text, end) or _CHANGED_BEFORE.search(before))
-
-
-def has_changed_number(text: str) -> bool:
-    """Whether words change the value of a number in `text`."""
-    return _CHANGED.search(text) is not None
 
 
 def without_letter_unit(text: str) -> str:
@@ -132,14 +126,9 @@ def without_letter_unit(text: str) -> str:
     return _LAST_LETTER.sub(_without_unit, text)
 
 
-def is_letter_unit(text: str) -> bool:
-    """Whether `text`, all that follows a number, is a unit of one letter after a space: ` m` of `12 m`."""
-    return re.fullmatch(rf"\s{_LETTER_UNIT}[\s.]*", text) is not None
-
-
-def is_attached_unit(text: str) -> bool:
-    """Whether `text`, which directly follows a number, begins with a compound unit: `m/s` of `12m/s`."""
-    return _ATTACHED_UNIT.match(text) is not None
+def _without_unit(match: re.Match[str]) -> str:
+    before = match.string[max(0, match.start() - 80) : match.start()].rpartition("\n")[2]
+    return match[0] if match["short"] and _ALGEBRA.search(before) else " "
 
 
 def split_at_words(text: str) -> list[str]:
@@ -153,20 +142,15 @@ def split_at_words(text: str) -> list[str]:
     return [piece for piece in (piece.strip(" .,;:'\"") for piece in pieces) if piece]
 
 
-def between_words(text: str, limits: tuple[int, int], span: tuple[int, int]) -> tuple[int, int]:
-    """The part of `text` within `limits` around `span` up to the next words of prose: its start and end."""
+def between_words(text: str, limits: tuple[int, int], span: tuple[int, int]) -> str:
+    """The part of `text` within `limits` around `span` up to the next words of prose."""
     start, end = limits
     for found in _WORD.finditer(text, *limits):
         if is_word(found["word"]) and found.end() <= span[0]:
             start = found.end()
         elif is_word(found["word"]) and found.start() >= span[1]:
-            return start, found.start()
-    return start, end
-
-
-def is_function(letters: str) -> bool:
-    """Whether these letters are a name with a mathematical meaning, such as `log`."""
-    return _NO_WORDS.fullmatch(letters.casefold()) is not None
+            return text[start : found.start()]
+    return text[start:end]
 
 
 def is_word(letters: str) -> bool:
@@ -180,7 +164,7 @@ def is_word(letters: str) -> bool:
         return len(letters) > 2 and all(c.isascii() or unicodedata.combining(c) for c in plain)
     if _SHORT_WORD.fullmatch(lower) or re.fullmatch(_UNITS, letters):
         return True
-    if len(letters) < 3 or _NO_WORDS.fullmatch(lower) or lower in _ALPHABET or letters[1:] != lower[1:]:
+    if len(letters) < 3 or NO_WORDS.fullmatch(lower) or lower in _ALPHABET or letters[1:] != lower[1:]:
         return False
     return not set("aeiou").isdisjoint(lower)
 
