@@ -1,6 +1,6 @@
 """Means and standard deviations over an array, or over parts of it: the rows of one group at a time.
 
-Data flow: stands under `advantages.py` and `covariance.py`. Host-side numpy, float64.
+Data flow: stands under `advantages/` and `covariance.py`. Host-side numpy, float64.
 """
 
 from __future__ import annotations
