@@ -73,8 +73,7 @@ class RunDir:
         if blind:
             raise ValueError(
                 f"run.dir must be a folder that all processes share: process {blind[0]} does not see "
-                f"{run.path}, which process 0 has created; set run.dir to the absolute path of a folder on a "
-                "shared file system"
+                f"{run.path}, which process 0 has created; set run.dir to a folder on a shared file system"
             )
         return run
 
@@ -216,12 +215,6 @@ def checkpoint_steps(path: Path) -> list[int]:
     return sorted(int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir())
 
 
-def newest_run(root: Path) -> Path | None:
-    """The folder of the run under `root` with the newest checkpoint; None if no run has a checkpoint."""
-    runs = [path for path in (root.iterdir() if root.is_dir() else ()) if checkpoint_steps(path)]
-    return max(runs, key=_newest_checkpoint_time, default=None)
-
-
 def auto_run(root: Path, name: str, named: bool) -> Path | None:
     """The run for `--resume auto`: `name` if its folder exists, else None, which begins it.
 
@@ -229,7 +222,8 @@ def auto_run(root: Path, name: str, named: bool) -> Path | None:
     """
     if _is_name(name) and (root / name).is_dir():
         return root / name
-    return None if named else newest_run(root)
+    runs = [] if named or not root.is_dir() else [path for path in root.iterdir() if checkpoint_steps(path)]
+    return max(runs, key=_newest_checkpoint_time, default=None)
 
 
 def find_run(run: str, root: Path) -> Path:
@@ -274,9 +268,7 @@ def _values(text: str) -> Any:
 
 def _fresh(root: Path, name: str) -> Path:
     if not _is_name(name):
-        raise ValueError(
-            f"a run's name must be a folder name other than {AUTO!r}; got {name!r}; set `run.name`"
-        )
+        raise ValueError(f"run.name must be a folder name other than {AUTO!r}; got {name!r}")
     path = root / name
     if path.exists():
         raise ValueError(

@@ -23,12 +23,10 @@ function smoothed(values) {
   });
 }
 
+// Few values, or with gaps between them, as of evaluations: they are marked, and joined over the gaps.
 function isSparse(values) {
-  const first = values.findIndex((v) => v !== null);
-  let last = values.length - 1;
-  while (last > first && values[last] === null) last--;
-  const present = values.filter((v) => v !== null).length;
-  return present < 4 || present < 0.6 * (last - first + 1);
+  const present = values.flatMap((v, i) => (v === null ? [] : [i]));
+  return present.length < 4 || present.length < 0.6 * (present.at(-1) - present[0] + 1);
 }
 
 // The columns of uPlot: one list of steps of all series, and the values of each series at these steps.
@@ -142,11 +140,10 @@ class Chart {
   }
 
   clicked(event) {
-    const index = this.plot.cursor.idx;
+    const index = this.plot.cursor.idx ?? null;
     const dragged = this.dragged;
     this.dragged = false;
-    if (dragged || event.pointerType === "touch" || index === null || index === undefined || !this.onStep) return;
-    this.onStep(this.steps[index]);
+    if (!dragged && event.pointerType !== "touch" && index !== null) this.onStep?.(this.steps[index]);
   }
 
   // The values at the step under the pointer; without one, the last value of each series.
@@ -158,19 +155,14 @@ class Chart {
     }
     this.legend.firstChild.textContent = at;
     this.series.forEach((s, i) => {
-      const column = this.raw[i];
-      const value = index === null ? column.findLast((v) => v !== null) : column[index];
-      const entry = this.legend.children[i + 1];
-      entry.lastChild.textContent = short(value ?? null);
+      const value = index === null ? this.raw[i].findLast((v) => v !== null) : this.raw[i][index];
+      this.legend.children[i + 1].lastChild.textContent = short(value ?? null);
     });
   }
 
   legendEntry(series) {
     const swatch = el("i", { class: "swatch" });
-    swatch.style.background = series.colour;
-    if (series.dash?.length) {
-      swatch.style.background = `repeating-linear-gradient(90deg, ${series.colour} 0 4px, transparent 4px 6px)`;
-    }
+    swatch.style.background = series.dash?.length ? `repeating-linear-gradient(90deg, ${series.colour} 0 4px, transparent 4px 6px)` : series.colour;
     return button({
       "aria-pressed": "true", title: `${series.name}: hide or show`,
       onclick: (event) => {
@@ -244,7 +236,11 @@ function valueRange(low, high, stacked) {
 
 function setZoom(ends) {
   zoom = ends;
-  for (const chart of charts) if (chart.plot) chart.plot.redraw(false, true), chart.plot.setScale("x", { min: (zoom || stepRange)[0], max: (zoom || stepRange)[1] });
+  const [min, max] = zoom || stepRange;
+  for (const { plot } of charts) {
+    plot?.redraw(false, true);
+    plot?.setScale("x", { min, max });
+  }
   const button = $("reset-zoom");
   if (button) button.hidden = zoom === null;
 }

@@ -105,8 +105,7 @@ function moveStep(by) {
 
 function moveGroup(by) {
   const shown = shownGroups();
-  const at = shown.findIndex(({ place }) => place === view.group);
-  const next = shown[Math.max(0, Math.min(shown.length - 1, at + by))];
+  const next = shown[Math.max(0, Math.min(shown.length - 1, shown.findIndex(({ place }) => place === view.group) + by))];
   if (!next || next.place === view.group) return;
   view.group = next.place;
   showStepBody();
@@ -212,20 +211,17 @@ async function searchAll() {
   let found = 0, inSteps = 0, done = 0;
   for (const { step } of steps) {
     const name = `${view.run}-step-${step}`;
-    const groups = kept.get(name) ?? await fetchGroups(name);
+    const groups = kept.get(name) ?? await fetchGroups(name) ?? [];
     if (search !== view.search) return; // the reader has typed on
-    const hits = (groups ?? []).flatMap((group, place) => group.samples.filter((s) => holds(view.filter, group, s) && matches(s, group, sought)).map((s) => [step, place, group, s]));
+    const hits = groups.flatMap((group, place) => group.samples.filter((s) => holds(view.filter, group, s) && matches(s, group, sought)).map((s) => [step, place, group, s]));
     for (const hit of hits.slice(0, Math.max(0, MOST_RESULTS - found))) list.append(result(...hit, sought));
     found += hits.length;
     inSteps += hits.length ? 1 : 0;
     done += 1;
-    if (done % 8 === 0 || done === steps.length) said.textContent = searchStatus(found, inSteps, done, steps.length);
+    if (done % 8 && done !== steps.length) continue;
+    const more = found > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
+    said.textContent = `${count(found, "completion")} in ${count(inSteps, "step")}${more}${done < steps.length ? `; ${done} of ${steps.length} steps searched` : ""}`;
   }
-}
-
-function searchStatus(found, inSteps, done, all) {
-  const more = found > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
-  return `${count(found, "completion")} in ${count(inSteps, "step")}${more}${done < all ? `; ${done} of ${all} steps searched` : ""}`;
 }
 
 function result(step, place, group, sample, sought) {

@@ -57,19 +57,16 @@ function watchTheme() {
   const names = Object.keys(THEMES);
   setTheme(names.includes(saved) ? saved : "auto");
   $("theme").addEventListener("click", () => {
-    const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
+    const next = nextOf(names, document.documentElement.dataset.theme);
     store("quatrain-theme", next);
     setTheme(next);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(document.documentElement.dataset.theme));
 }
 
-function inEvaluation() {
-  const current = currentSection();
-  return Boolean(current && current.id === "evaluation");
-}
-
+const inEvaluation = () => currentSection()?.id === "evaluation";
 const nextOf = (names, current) => names[(names.indexOf(current) + 1) % names.length];
+const offeredFilters = () => [...$("filters").querySelectorAll("button:not([disabled])")].map((b) => b.dataset.filter);
 
 const KEYS = {
   ArrowLeft: () => moveStep(-1),
@@ -78,7 +75,7 @@ const KEYS = {
   k: () => (inEvaluation() ? movePair(-1) : moveGroup(-1)),
   "/": () => { const box = inEvaluation() ? $("eval-search") : $("search"); box.focus(); box.select(); },
   "?": () => $("help").showModal(),
-  f: () => setFilter(nextOf([...$("filters").querySelectorAll("button:not([disabled])")].map((b) => b.dataset.filter), view.filter)),
+  f: () => setFilter(nextOf(offeredFilters(), view.filter)),
   c: () => {
     if ($("colour-field").hidden) return;
     view.by = nextOf(Object.keys(COLOURS), view.by);
@@ -94,9 +91,8 @@ function watchKeys() {
     const typing = event.target.closest("input, select, textarea");
     if (event.key === "Escape" && typing) { typing.blur(); return; }
     const action = KEYS[event.key];
-    if (typing || !action || !state.runs.length) return;
-    const scrolled = event.key.startsWith("Arrow") && event.target.closest(".scroll");
-    if (scrolled) return; // the arrows move the table that has the focus
+    const scrolls = event.key.startsWith("Arrow") && event.target.closest(".scroll"); // moves the table that has the focus
+    if (typing || !action || !state.runs.length || scrolls) return;
     event.preventDefault();
     action();
   });
@@ -106,10 +102,7 @@ function watchKeys() {
 async function follow() {
   try {
     const data = await readData();
-    if (data !== null) {
-      adopt(data);
-      fillAll();
-    }
+    if (data !== null) { adopt(data); fillAll(); }
     document.body.classList.remove("lost");
   } catch {
     document.body.classList.add("lost");
@@ -129,9 +122,8 @@ async function start() {
   build();
   fillAll();
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
-  const section = location.hash.length > 1 && !location.hash.includes("=") ? $(location.hash.slice(1)) : null;
-  if (section) section.scrollIntoView();
-  if (/^#step=/.test(location.hash)) $("completions").scrollIntoView();
+  const anchor = /^#step=/.test(location.hash) ? "completions" : location.hash.slice(1);
+  if (anchor && !anchor.includes("=")) $(anchor)?.scrollIntoView();
   if (LIVE) setTimeout(follow, POLL_MS);
 }
 
