@@ -76,7 +76,9 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
     if not (hosts and worker) and (metadata is not None or _has_tpu(environ)):
         read = metadata or (lambda key: _read_metadata(key, environ))
         hosts, worker = read("worker-network-endpoints"), read("agent-worker-number")
-        slices = {**_assignments(read("tpu-env") or ""), **environ}
+        # lines NAME: 'value'
+        variables = re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*?)'?\s*$", read("tpu-env") or "", re.MULTILINE)
+        slices = {**dict(variables), **environ}
     if not (hosts and worker):
         return None
     # HOST, HOST:PORT, or NAME:ID:IP as on older TPU VMs
@@ -89,11 +91,6 @@ def _tpu(environ: Mapping[str, str], metadata: Metadata | None) -> Place | None:
         int(slices.get("MEGASCALE_NUM_SLICES", 1)) * len(workers),
         before + int(worker),
     )
-
-
-def _assignments(text: str) -> dict[str, str]:
-    """The variables in a TPU VM's `tpu-env` attribute, which has lines `NAME: 'value'`."""
-    return dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*?)'?\s*$", text, re.MULTILINE))
 
 
 def _has_tpu(environ: Mapping[str, str]) -> bool:

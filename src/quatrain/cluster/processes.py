@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import jax
@@ -96,8 +95,7 @@ def initialize(
     else:
         connections = {0: rendezvous.connect_to_main(address, count, process, start_timeout_s, token)}
     # `stop.py` handles SIGTERM; JAX's preemption service would catch the signal and only record it.
-    with suppress(AttributeError):  # some versions of JAX do not have this option
-        jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=address,
         coordinator_bind_address=None if process else rendezvous.bind_address(address),
@@ -175,9 +173,8 @@ def decided_by_main(decide: Callable[[], Any]) -> Any:
         return decide()
     content = json.dumps(decide()).encode() if is_main_process() else b""
     [size] = _numbers_in(multihost_utils.broadcast_one_to_all(_words_of(len(content))))
-    decided = bytearray()
-    for begin, length in _pieces(size, MOST_BYTES):
-        decided += multihost_utils.broadcast_one_to_all(_piece(content, begin, length)).tobytes()
+    pieces = (_piece(content, *piece) for piece in _pieces(size, MOST_BYTES))
+    decided = b"".join(multihost_utils.broadcast_one_to_all(piece).tobytes() for piece in pieces)
     return json.loads(decided[:size])
 
 

@@ -115,14 +115,15 @@ def machine_key() -> str:
     programs run on a CPU, of that CPU's model and instructions.
     """
     device = jax.local_devices()[0]
-    decides = [
-        jax.__version__,
-        jaxlib.__version__,
-        f"{device.platform} {device.client.platform_version} {device.device_kind}",
-        *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
-        cpu_identity() if device.platform == "cpu" else "",
-    ]
-    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    decides = {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": f"{device.platform} {device.client.platform_version}",
+        "device": device.device_kind,
+        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "cpu": cpu_identity() if device.platform == "cpu" else "",
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     return f"{device.platform}-jax{jax.__version__}-{digest[:16]}"
 
 
@@ -148,13 +149,9 @@ def _prune(root: Path) -> None:
     for _, num_bytes, path in sorted(entries):
         if size <= MOST_BYTES:
             return
-        _delete(path)
+        with suppress(OSError):
+            os.unlink(path)
         size -= num_bytes
-
-
-def _delete(path: str | Path) -> None:
-    with suppress(OSError):
-        os.unlink(path)
 
 
 @contextmanager
@@ -190,16 +187,12 @@ def _failures_told_once(folder: Path | None) -> Iterator[None]:
         activity, program, reason = failure.groups()
         if activity == "reading" and jax.process_index() == 0:
             for path in folder.glob(f"{glob.escape(program)}-*{_SUFFIX}"):
-                _delete(path)
+                with suppress(OSError):
+                    path.unlink()
         if activity not in told:
             told.add(activity)
-            logger.warning(
-                "%s a compiled program failed in %s (%s); the program is compiled instead, and further "
-                "failures of the kind are not reported",
-                activity,
-                folder,
-                reason,
-            )
+            text = "the program is compiled instead, and further failures of the kind are not reported"
+            logger.warning("%s a compiled program failed in %s (%s); %s", activity, folder, reason, text)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _FAILURE.pattern)

@@ -64,15 +64,21 @@ class _Record:
                 self._seconds += time.perf_counter() - self._began
 
     def seconds(self) -> float:
+        """Seconds spent compiling so far, those of a program still being compiled included.
+
+        Two threads that compile at the same time count once.
+        """
         with self._lock:
             return self._seconds + (time.perf_counter() - self._began if self._depth else 0.0)
 
     def current_s(self) -> float | None:
+        """Seconds since this process began to compile a program; None while it compiles nothing."""
         with self._lock:
             return time.perf_counter() - self._began if self._depth else None
 
 
 _record = _Record()
+compile_seconds, compiling_for_s = _record.seconds, _record.current_s
 jax.monitoring.register_scalar_listener(_record.begin)
 jax.monitoring.register_event_duration_secs_listener(_record.end)
 
@@ -83,19 +89,6 @@ def num_compilations() -> int:
     Calls of a program that is in memory already do not count.
     """
     return _record.count
-
-
-def compile_seconds() -> float:
-    """Seconds that this process has spent compiling so far, those of a program still being compiled included.
-
-    Two threads that compile at the same time count once.
-    """
-    return _record.seconds()
-
-
-def compiling_for_s() -> float | None:
-    """Seconds since this process began to compile a program; None while it compiles nothing."""
-    return _record.current_s()
 
 
 @contextmanager
