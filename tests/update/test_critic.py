@@ -16,17 +16,18 @@ from quatrain.config.schema import (
     OptimizerConfig,
     UpdateConfig,
 )
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import CriticSpec, PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.decoder import forward
 from quatrain.models.params import init_params
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.mesh import one_device
 from quatrain.update.critic import Critic, ValueObjective, critic_params
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens, sum_gradients
+from quatrain.update.gradient import sum_gradients
 from quatrain.update.learner import KLReward, Learner, TooManyBadSteps
-from quatrain.update.micro_batch import micro_batches
-from quatrain.update.specs import CriticSpec, PolicySpec
-from quatrain.update.table import TokenTable
 
 LONGEST = 9
 SIZES = {"mini_batch_size": 2, "epochs": 1, "micro_batch_size": 5, "forward_micro_batch_size": 7}

@@ -29,6 +29,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.environments.environment_calls import in_threads, in_workers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import Environments, load_environment, load_tools
+from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
@@ -41,7 +42,6 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
-from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model
 
 

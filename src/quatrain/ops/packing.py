@@ -129,11 +129,10 @@ def plan_packing(
         groups: [n] integers; sequences of equal ones share a prefix. None: each is alone.
         prefixes: [n] tokens that a sequence shares with its group; at least `shared_prefix`.
         shared_prefix: tokens that all sequences begin with, which stand once in every buffer.
-        cost: compute of a sequence; see `PackingCost`.
+        cost: compute of a sequence.
 
-    Raises:
-        ValueError: a length above `max_tokens` or below 1, lengths that are not [n] integers, or one of the
-            other numbers below 1.
+    Raises ValueError for a length above `max_tokens` or below 1, lengths that are not [n] integers, and one
+    of the other numbers below 1.
     """
     lengths = _check(lengths, max_tokens, num_shards)
     groups = np.arange(len(lengths)) if groups is None else groups
@@ -146,12 +145,10 @@ def plan_packing(
     )
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
     rungs = single if len(micro_batches) == 1 else several
+    least = (next(width for width in rungs if width >= tokens) for _, tokens in micro_batches)
     return Packing(
-        tuple(tuple(map(_rows, micro_batch.bins)) for micro_batch in micro_batches),
-        tuple(
-            shared_prefix + next(width for width in rungs if width >= micro_batch.tokens)
-            for micro_batch in micro_batches
-        ),
+        tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches),
+        tuple(shared_prefix + width for width in least),
     )
 
 
@@ -169,16 +166,16 @@ def _check(lengths: Any, max_tokens: int, num_shards: int) -> np.ndarray:
             f"{array.shape}; pass the sum of each row of the attention mask"
         )
     array = array.astype(np.int64)
-    shortest, longest = int(array.argmin()), int(array.argmax())
-    if array[shortest] < 1:
+    least, most = array.min(), array.max()
+    if least < 1:
         raise ValueError(
-            f"packing: a sequence has at least 1 token, got {array[shortest]} at index {shortest}; leave "
-            f"empty sequences out"
+            f"packing: a sequence has at least 1 token, got {least} at index {array.argmin()}; leave empty "
+            "sequences out"
         )
-    if array[longest] > max_tokens:
+    if most > max_tokens:
         raise ValueError(
-            f"packing: max_tokens={max_tokens} cannot hold the sequence of {array[longest]} tokens at index "
-            f"{longest}; set it to at least {array[longest]}"
+            f"packing: max_tokens={max_tokens} cannot hold the sequence of {most} tokens at index "
+            f"{array.argmax()}; set it to at least {most}"
         )
     return array
 
@@ -194,18 +191,19 @@ class _Unit(NamedTuple):
     def split(self, room: int) -> tuple[_Unit, _Unit] | None:
         """The sequences that fit into `room` with the prefix, the longest first, and the others; or None."""
         prefix = self.tokens - sum(self.own)
-        inside: list[int] = []
-        outside: list[int] = []
+        parts: tuple[list[tuple[int, int]], ...] = [], []
         tokens = prefix
-        for k, own in enumerate(self.own):
+        for own, row in zip(self.own, self.rows, strict=False):
             fits = tokens + own <= room
             tokens += own * fits
-            (inside if fits else outside).append(k)
-        return (self._part(prefix, inside), self._part(prefix, outside)) if inside and outside else None
+            parts[not fits].append((own, row))
+        return (_group(prefix, parts[0]), _group(prefix, parts[1])) if all(parts) else None
 
-    def _part(self, prefix: int, members: list[int]) -> _Unit:
-        rows, own = (tuple(values[k] for k in members) for values in (self.rows, self.own))
-        return _Unit(prefix + sum(own), rows, own)
+
+def _group(prefix: int, members: list[tuple[int, int]]) -> _Unit:
+    """The unit of `members` (tokens after the prefix, row), descending."""
+    own, rows = zip(*members, strict=True)
+    return _Unit(prefix + sum(own), rows, own)
 
 
 def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> list[_Unit]:
@@ -216,16 +214,12 @@ def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> lis
             members[group, prefix].append((length - prefix, row))
         else:
             units.append(_Unit(length, (row,)))
-    for (_, prefix), held in members.items():
-        own, rows = zip(*sorted(held, reverse=True), strict=True)
-        units.append(_Unit(prefix + sum(own), rows, own))
+    units += [_group(prefix, sorted(held, reverse=True)) for (_, prefix), held in members.items()]
     return sorted(units)
 
 
-class _MicroBatch(NamedTuple):
-    bins: list[list[_Unit]]
-    tokens: int
-    """Of the fullest bin."""
+_MicroBatch = tuple[list[list[_Unit]], int]
+"""The bins, and the tokens of the fullest."""
 
 
 def _micro_batches(
@@ -281,7 +275,7 @@ class _Pool:
             bins[k].append(unit)
             rooms[k] -= unit.tokens
             costs[k] += cost.of(unit.tokens, unit.tokens**2)
-        return _MicroBatch(bins, width - min(rooms))
+        return bins, width - min(rooms)
 
     def take(self, room: int) -> _Unit | None:
         """The longest unit that fits; where none does, the part that fits of the longest that has one."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,18 +19,11 @@ BLOCK = 256
 def token_uniforms(
     seed: int | jax.Array, step: int | jax.Array, sequence_ids: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """One uniform number in [0, 1) per row, a function of (seed, step, sequence id, position) alone.
+    """[B] float32 in [0, 1), a function of (seed, step, sequence id, position) alone.
 
-    The slot a sequence runs in, the batch it shares and the number of devices change nothing.
-
-    Args:
-        seed: the run's seed, a scalar.
-        step: training step, a scalar.
-        sequence_ids: [B] integers, unique to a sequence within the step.
-        positions: [B] integers, position of the token to be sampled in its sequence.
-
-    Returns:
-        [B] float32.
+    The slot a sequence runs in, the batch it shares and the number of devices change nothing. `seed` and
+    `step`, the training step, are scalars; `sequence_ids` [B] are unique within the step; `positions` [B]
+    are those of the tokens to be sampled in their sequences.
     """
     step_key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
 
@@ -81,13 +73,10 @@ def sample(
             columns where they can. Sums are then rounded otherwise, in which a uniform that lies between
             two tokens may choose the other.
 
-    Returns:
-        (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
-        from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1.
-        A row with a NaN or +inf logit has log-probability NaN.
-
-    Raises:
-        ValueError: for an option out of range or shapes that do not fit.
+    Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
+    from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
+    NaN or +inf logit has log-probability NaN. Raises ValueError for an option out of range or shapes that do
+    not fit.
     """
     _check(logits, uniforms, temperature, top_k, top_p, min_p)
     num_words = logits.shape[1]
@@ -115,19 +104,10 @@ def sample(
 def sample_each(
     logits: jax.Array, uniforms: jax.Array, each: EachSampling, *, vocabulary_first: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """As `sample`, with parameters of their own for each row, which are data and not static.
+    """As `sample`, with parameters of their own for each row, which are data: not static, and not checked.
 
     A filter costs time only in calls in which a row has it on. Of top-k, the tokens that pass are those of
     `sample`; a uniform chooses among them in the order of the vocabulary.
-
-    Args:
-        logits: [B, V] float32; -inf forbids a token.
-        uniforms: [B] float32 in [0, 1).
-        each: [B] parameters, in range; not checked here.
-        vocabulary_first: as in `sample`.
-
-    Returns:
-        (tokens [B] int32, logprobs [B] float32), as `sample`.
     """
     axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
     size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
@@ -135,8 +115,10 @@ def sample_each(
     scaled = logits / jnp.expand_dims(jnp.where(greedy, 1.0, each.temperature), axis)
 
     def when_any(rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array) -> jax.Array:
-        kept = partial(_where_rows, rows, axis)
-        return jax.lax.cond(rows.any(), lambda x: kept(keep(x), x), lambda x: x, candidates)
+        def in_rows(x: jax.Array) -> jax.Array:
+            return jnp.where(jnp.expand_dims(rows, axis), keep(x), x)
+
+        return jax.lax.cond(rows.any(), in_rows, lambda x: x, candidates)
 
     top_k, top_p = (jnp.expand_dims(x, axis) for x in (each.top_k, each.top_p))
     drawn = ~greedy
@@ -147,14 +129,7 @@ def sample_each(
     tokens, logprobs = _invert_cdf(candidates, uniforms, axis, size)
     best = jnp.argmax(logits, axis=axis).astype(jnp.int32)
     best_logprobs = logits.max(axis=axis) - jax.nn.logsumexp(logits, axis=axis)
-    return (
-        jnp.where(greedy, best, tokens).astype(jnp.int32),
-        jnp.where(greedy, best_logprobs, logprobs),
-    )
-
-
-def _where_rows(rows: jax.Array, axis: int, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(jnp.expand_dims(rows, axis), new, old)
+    return jnp.where(greedy, best, tokens).astype(jnp.int32), jnp.where(greedy, best_logprobs, logprobs)
 
 
 def _check(

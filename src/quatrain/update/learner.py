@@ -1,8 +1,8 @@
 """Line 4 of the stanza: advantages to new weights.
 
 Data flow: `AdvantagedBatch` -> mini-batches of whole groups -> micro-batches -> exact gradient ->
-optimizer -> `TrainState`. Old and reference log-probabilities and the critic's values are computed here, when
-needed: before the advantages (`score_tokens`) where these depend on them.
+optimizer -> `TrainState`. Log-probabilities and values come from the pass in `forward/`, before the
+advantages (`score_tokens`) where these depend on them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
@@ -24,10 +26,7 @@ from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
-from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -85,7 +84,8 @@ class Learner:
     not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
     that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
     kept in `optimizer_memory` between its steps, the policy's parameters in `policy_memory` while they are
-    neither trained nor compute log-probabilities.
+    neither trained nor compute log-probabilities. With `logs_logprobs`, `score_tokens` returns the policy's
+    log-probabilities, which samples show.
     """
 
     def __init__(
@@ -107,32 +107,24 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
-        self.objective = PolicyObjective.of(update, on_policy=True)
-        read = self.objective.check()
-        sampler_ratio = update.old_logprobs == "rollout" and "old_logprobs" in read
-        self.corrects_staleness = sampler_ratio or self.objective.correction is not None
-        """Whether the policy loss takes into account which weights sampled a token."""
-        self.policy = policy
-        self.config = update
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
-        cut = partial(policy.cutting, share_prompts=update.shares_prompts)
-        self.logprob_cutting = cut(logprob)
+        self.objective = PolicyObjective.of(update, on_policy=True)
+        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
+        self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
+        """Whether the policy loss takes into account which weights sampled a token."""
+        self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
+        self.logprob_cutting = policy.cutting(logprob, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             policy,
-            cut(update),
+            policy.cutting(update, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
             seed=seed,
             optimizer_memory=optimizer_memory,
         )
         self.policy_memory = policy_memory
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.reference = reference
-        self.critic = critic
-        self.kl_reward = kl_reward
+        self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
         self.logs_logprobs = logs_logprobs
-        """Whether `score_tokens` returns the policy's log-probabilities, which samples show."""
 
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).
@@ -146,12 +138,12 @@ class Learner:
                 "call update.init(params, critic_params)"
             )
         policy = self.trainer.init(params)
-        coef = self.kl_reward.coef if self.kl_reward else 0.0
-        critic = None
-        if self.critic is not None:
-            critic = self.critic.init(critic_params)
-        waiting = to_memory(self.policy_memory, policy.params)
-        return TrainState(waiting, policy.opt_state, critic=critic, reward_kl_coef=coef)
+        return TrainState(
+            to_memory(self.policy_memory, policy.params),
+            policy.opt_state,
+            critic=self.critic.init(critic_params) if self.critic else None,
+            reward_kl_coef=self.kl_reward.coef if self.kl_reward else 0.0,
+        )
 
     @property
     def scores_tokens(self) -> bool:
@@ -164,18 +156,14 @@ class Learner:
         rollouts = rewarded.rollouts
         if self.critic is not None:
             assert state.critic is not None
-            values = self.critic.values(state.critic, _table(rollouts))
-            rewarded = replace(rewarded, values=values)
+            rewarded = replace(rewarded, values=self.critic.values(state.critic, _table(rollouts)))
+        logprobs = dict(rewarded.token_logprobs)
         if self.logs_logprobs:
-            logprobs = {"trainer_logprobs": self._logprobs(state.params, rollouts)}
-            rewarded = replace(rewarded, token_logprobs=logprobs)
+            logprobs["trainer_logprobs"] = self._logprobs(state.params, rollouts)
         if self.kl_reward is None:
-            return rewarded
-        logprobs = {
-            **rewarded.token_logprobs,
-            "old_logprobs": self._old_logprobs(state.params, rollouts),
-            "ref_logprobs": self._reference_logprobs(state.params, rollouts),
-        }
+            return replace(rewarded, token_logprobs=logprobs)
+        logprobs["old_logprobs"] = self._old_logprobs(state.params, rollouts, logprobs)
+        logprobs["ref_logprobs"] = self._reference_logprobs(state.params, rollouts)
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
         per_token = kl.sum(axis=1) / np.maximum(rollouts.completion_lengths, 1)
         token_rewards = (-state.reward_kl_coef * kl).astype(np.float32)
@@ -198,49 +186,47 @@ class Learner:
         """
         _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
-        compilations = num_compilations()
-        began = time.perf_counter()
+        compilations, began = num_compilations(), time.perf_counter()
         totals, critic_totals = StepTotals(), StepTotals()
-        state, metrics = self._critic_step(state, batch, critic_totals)
-        after_critic = time.perf_counter()
-        resting = self.critic is not None and state.train_step < self.critic.warmup_steps
+        metrics: dict[str, Metric] = {}
+        resting = False
+        if self.critic is not None:
+            state, metrics = self._critic_step(self.critic, state, batch, critic_totals)
+            metrics["time/critic_s"] = Metric(time.perf_counter() - began)
+            resting = state.train_step < self.critic.warmup_steps
         if not resting:
             state, policy_metrics = self._policy_step(state, batch, totals, fresh=not stale)
             metrics |= policy_metrics
-        finished = time.perf_counter()
+        seconds = time.perf_counter() - began
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
         metrics |= {
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
-            "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
+            "throughput/update_tokens_per_s": Metric(trained_tokens / seconds),
         }
         if self.config.mask_truncated:
             masked = int((batch.rollouts.finish_reason == "length").sum())
             metrics["update/masked_sequences"] = Metric(masked, reduction="sum")
-        if self.critic is not None:
-            metrics["time/critic_s"] = Metric(after_critic - began)
         if stale:  # the difference is that of the weights, not of sampler and trainer
             metrics = {k: metric for k, metric in metrics.items() if not k.startswith("rollout/logprob_diff")}
         state = replace(state, metrics=metrics)
         if (totals.bad or critic_totals.bad) and self._too_many_bad_steps(state):
             raise TooManyBadSteps(state, batch, self.config.max_bad_steps)
-        return replace(
-            state, train_step=state.train_step + 1, reward_kl_coef=self._next_kl_coef(state, batch)
-        )
+        coef = self._next_kl_coef(state, batch)
+        return replace(state, train_step=state.train_step + 1, reward_kl_coef=coef)
 
     def _num_stale(self, state: TrainState, rollouts: RolloutBatch) -> int:
         """Number of tokens that other weights sampled; raises ValueError if they are not corrected."""
         versions = rollouts.policy_version[rollouts.completion_mask]
-        stale = versions != state.step
-        if stale.any() and not self.corrects_staleness:
+        stale = versions[versions != state.step]
+        if stale.size and not self.corrects_staleness:
             raise ValueError(
                 "tokens must be sampled from the weights that are trained, unless the difference is "
-                f"corrected: {int(stale.sum())} of {len(stale)} tokens have policy_version "
-                f"{int(versions[stale].min())} to {int(versions[stale].max())}, and the training step begins "
-                f"with version {state.step}; call sync_weights(state.params, state.step) before each "
-                "rollout, or set update.correction to truncate or mask (or update.old_logprobs to rollout, "
-                "for a loss with a ratio)"
+                f"corrected: {len(stale)} of {len(versions)} tokens have policy_version {stale.min()} to "
+                f"{stale.max()}, and the training step begins with version {state.step}; call "
+                "sync_weights(state.params, state.step) before each rollout, or set update.correction to "
+                "truncate or mask (or update.old_logprobs to rollout, for a loss with a ratio)"
             )
-        return int(stale.sum())
+        return len(stale)
 
     def _policy_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals, *, fresh: bool
@@ -257,8 +243,7 @@ class Learner:
             resting_steps=self.critic.warmup_steps if self.critic else 0,
         )
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
-        table = self._policy_table(state.params, batch, on_policy)
-        table = self._without_zero_signal(table, totals)
+        table = self._without_zero_signal(self._policy_table(state.params, batch, on_policy), totals)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
@@ -268,7 +253,7 @@ class Learner:
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
-            mini = self._with_own_columns(state, mini, totals, fresh=fresh)
+            mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
@@ -286,7 +271,7 @@ class Learner:
             "time/shard_s": Metric(totals.shard_s),
         }
 
-    def _with_own_columns(
+    def _with_mini_batch_columns(
         self, state: TrainState, mini: TokenTable, totals: StepTotals, *, fresh: bool
     ) -> TokenTable:
         """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut.
@@ -308,27 +293,21 @@ class Learner:
         return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
-        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+        self, critic: Critic, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
     ) -> tuple[TrainState, dict[str, Metric]]:
-        if self.critic is None:
-            return state, {}
         assert state.critic is not None
-        if batch.rewarded.values is None or batch.returns is None:
+        values, returns = batch.rewarded.values, batch.returns
+        if values is None or returns is None:
             missing = "values: call score_tokens before the advantages are estimated"
-            if batch.rewarded.values is not None:
+            if values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
-        table = self._without_truncated(batch.rollouts).with_columns(
-            old_values=batch.rewarded.values, returns=batch.returns
+        table = self._without_truncated(batch.rollouts).with_columns(old_values=values, returns=returns)
+        limit = self.config.max_bad_steps
+        trained, metrics = critic.step(
+            state.critic, table, totals, train_step=state.train_step, max_bad_steps=limit
         )
-        critic, metrics = self.critic.step(
-            state.critic,
-            table,
-            totals,
-            train_step=state.train_step,
-            max_bad_steps=self.config.max_bad_steps,
-        )
-        return replace(state, critic=critic), metrics
+        return replace(state, critic=trained), metrics
 
     def _too_many_bad_steps(self, state: TrainState) -> bool:
         models = [state] if state.critic is None else [state, state.critic]
@@ -351,7 +330,7 @@ class Learner:
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         if not on_policy:
             old = known.get("old_logprobs")
-            columns["old_logprobs"] = self._old_logprobs(params, rollouts) if old is None else old
+            columns["old_logprobs"] = self._old_logprobs(params, rollouts, known) if old is None else old
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
@@ -375,10 +354,14 @@ class Learner:
         totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
         return replace(table, completion_mask=table.completion_mask & signal[groups][:, None])
 
-    def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+    def _old_logprobs(
+        self, params: Any, rollouts: RolloutBatch, known: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
+        """What the ratio is taken to: the sampler's, or the policy's, which `known` may have."""
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
-        return self._logprobs(params, rollouts)
+        computed = known.get("trainer_logprobs")
+        return self._logprobs(params, rollouts) if computed is None else computed
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)

@@ -1,6 +1,6 @@
 """One micro-batch as arrays of static shape on the devices.
 
-Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `gradient`.
+Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `specs`.
 
 A micro-batch has R buffers of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
 neighbours in a buffer, which holds their shared prompt once; a common prefix of all sequences is at the start
@@ -11,36 +11,20 @@ with K = T there is one array shape less to compile for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from quatrain.forward.cuts import Cut, Cutting, Segment
+from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.parallel.mesh import data_sharding, place
-from quatrain.update.cuts import Cut, Cutting, Segment
-from quatrain.update.table import TokenTable
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "input_ids",
-        "positions",
-        "segment_ids",
-        "branch_ids",
-        "predictors",
-        "targets",
-        "mask",
-        "sequence_ids",
-        "columns",
-        "layout",
-    ],
-    meta_fields=["packed", "shared"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward and backward pass.
@@ -68,10 +52,10 @@ class MicroBatch:
     sequence_ids: jax.Array  # [R, K] int32
     columns: dict[str, jax.Array]  # [R, K] float32 each
     layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
-    packed: bool = False
-    """Buffers may hold several segments; static."""
-    shared: bool = False
-    """Segments may have branches; static."""
+    packed: bool = field(default=False, metadata={"static": True})
+    """Buffers may hold several segments."""
+    shared: bool = field(default=False, metadata={"static": True})
+    """Segments may have branches."""
 
 
 def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
