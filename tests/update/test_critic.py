@@ -251,6 +251,31 @@ def test_the_update_does_not_compute_log_probabilities_again(
     assert after.reward_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
 
 
+def test_log_probabilities_for_samples_are_the_old_ones_too(
+    make_learner, make_batch, small_params, monkeypatch
+):
+    """The policy's log-probabilities are computed once: for samples, for the KL and for the update."""
+    passes = []
+
+    def counted(*args, **kwargs):
+        passes.append(kwargs["model"])
+        return predict_tokens(*args, **kwargs)
+
+    monkeypatch.setattr("quatrain.update.learner.predict_tokens", counted)
+    for kl_reward, expected in ((KLReward(0.1, None, 100), 2), (None, 1)):
+        learner = make_learner(kl_reward=kl_reward, reference=_copy(small_params), old_logprobs="recompute")
+        learner.logs_logprobs = True
+        state = learner.init(_copy(small_params))
+        passes.clear()
+        scored = learner.score_tokens(state, make_batch(6).rewarded)
+        if kl_reward:
+            np.testing.assert_array_equal(
+                *(scored.token_logprobs[f"{x}_logprobs"] for x in ("old", "trainer"))
+            )
+        learner.step(state, AdvantageEstimator(AdvantageConfig()).estimate(scored))
+        assert len(passes) == expected
+
+
 def test_adapted_coefficient():
     """Ziegler et al.: proportional error, clipped at 0.2, per sequence of the horizon."""
     assert adapted_kl_coef(0.2, 1.1, target=1.0, num_sequences=10, horizon=100) == pytest.approx(
