@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,16 +68,14 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> Mi
     for buffer, segments in enumerate(cut.buffers):
         for number, segment in enumerate(segments, start=1):
             buffers.add(buffer, number, segment, cut.num_common, table)
-    sharding = data_sharding(mesh)
-    arrays, columns = (
-        {name: place(array, sharding) for name, array in each.items()}
-        for each in (buffers.arrays, buffers.columns)
-    )
-    layout = None
+    arrays, layout = buffers.arrays, None
     if unpack and cut.packed:
-        ids = (buffers.arrays[name] for name in ("segment_ids", "branch_ids"))
-        layout = jax.tree.map(lambda x: place(x, sharding), unpacking(*ids))
-    return MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
+        layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
+    on_host = MicroBatch(
+        **arrays, columns=buffers.columns, layout=layout, packed=cut.packed, shared=cut.shared
+    )
+    sharding = data_sharding(mesh)
+    return jax.tree.map(lambda x: place(x, sharding), on_host)
 
 
 def micro_batches(
@@ -92,12 +91,12 @@ class _Buffers:
 
     def __init__(self, shape: tuple[int, int], columns: Sequence[str]):
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
-        self.arrays = {name: np.zeros(shape, np.int32) for name in (*integers, "sequence_ids")}
+        self.arrays: dict[str, Any] = {
+            name: np.zeros(shape, np.int32) for name in (*integers, "sequence_ids")
+        }
         self.arrays["mask"] = np.zeros(shape, bool)
-        self.columns = {name: np.zeros(shape, np.float32) for name in columns}
-        self.sequences = np.zeros(shape[0], int)
-        self.used = np.zeros(shape[0], int)
-        self.scored = np.zeros(shape[0], int)
+        self.columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in columns}
+        self.sequences, self.used, self.scored = np.zeros((3, shape[0]), int)
 
     def add(self, buffer: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
         shared, first = segment.num_shared, segment.rows[0]
@@ -118,22 +117,22 @@ class _Buffers:
             self._score(buffer, row, places, before + ahead, table)
 
     def _write(self, buffer: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
-        start, stop = self.used[buffer], self.used[buffer] + len(ids)
-        self.arrays["input_ids"][buffer, start:stop] = ids
-        self.arrays["positions"][buffer, start:stop] = first_position + np.arange(len(ids))
-        self.arrays["segment_ids"][buffer, start:stop] = number
-        self.arrays["branch_ids"][buffer, start:stop] = branch
-        self.used[buffer] = stop
+        here = np.s_[buffer, self.used[buffer] : self.used[buffer] + len(ids)]
+        self.arrays["input_ids"][here] = ids
+        self.arrays["positions"][here] = first_position + np.arange(len(ids))
+        self.arrays["segment_ids"][here] = number
+        self.arrays["branch_ids"][here] = branch
+        self.used[buffer] += len(ids)
 
     def _score(
         self, buffer: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
     ) -> None:
-        start, stop = self.scored[buffer], self.scored[buffer] + len(places)
-        self.arrays["predictors"][buffer, start:stop] = predictors
-        self.arrays["targets"][buffer, start:stop] = table.input_ids[row, places]
-        self.arrays["mask"][buffer, start:stop] = True
-        self.arrays["sequence_ids"][buffer, start:stop] = self.sequences[buffer]
+        here = np.s_[buffer, self.scored[buffer] : self.scored[buffer] + len(places)]
+        self.arrays["predictors"][here] = predictors
+        self.arrays["targets"][here] = table.input_ids[row, places]
+        self.arrays["mask"][here] = True
+        self.arrays["sequence_ids"][here] = self.sequences[buffer]
         for name, values in table.columns.items():
-            self.columns[name][buffer, start:stop] = values[row, places]
-        self.scored[buffer] = stop
+            self.columns[name][here] = values[row, places]
+        self.scored[buffer] += len(places)
         self.sequences[buffer] += len(places) > 0

@@ -84,17 +84,11 @@ def _added(
             return weighted_loss(predictions, batch, model, objective)
 
         grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
-        stats = {
-            "sum": jax.lax.psum(stats["sum"], DATA_AXES),
-            "max": jax.lax.pmax(stats["max"], DATA_AXES),
-        }
-        return (
-            jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads),
-            {
-                "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
-                "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
-            },
-        ), arrays
+        sums, peaks = jax.lax.psum(stats["sum"], DATA_AXES), jax.lax.pmax(stats["max"], DATA_AXES)
+        grads = jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads)
+        sums = jax.tree.map(jnp.add, total[1]["sum"], sums)
+        peaks = jax.tree.map(jnp.maximum, total[1]["max"], peaks)
+        return (grads, {"sum": sums, "max": peaks}), arrays
 
     totals = (_copies(model.trained(model.partition)), PartitionSpec())
     in_specs = (model.partition, totals, PartitionSpec(DATA_AXES))

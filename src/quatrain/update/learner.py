@@ -35,11 +35,13 @@ LOSS_STREAM = 1
 
 @dataclass(frozen=True)
 class TrainState(ModelState):
-    """What training changes: the policy's state, and the critic's. `train_step` counts finished batches."""
+    """What training changes: the state of the policy, and of the critic if there is one.
+
+    `train_step` counts finished batches.
+    """
 
     train_step: int = 0
     critic: ModelState | None = None
-    """None without a critic."""
     reward_kl_coef: float = 0.0
     """The coefficient of the KL in the reward, which `reward.kl_target` adapts."""
     place: PromptPlace = field(default_factory=PromptPlace)
@@ -47,6 +49,11 @@ class TrainState(ModelState):
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     __repr__ = brief
+
+    @property
+    def models(self) -> list[ModelState]:
+        """The states of the policy and of the critic."""
+        return [self] if self.critic is None else [self, self.critic]
 
 
 @dataclass(frozen=True)
@@ -282,14 +289,13 @@ class Learner:
         if columns_of is None:
             return mini
         number = totals.applied + totals.bad + totals.skipped
-        old = mini.columns.get("old_logprobs")
-        known = old if self.config.old_logprobs != "rollout" and not totals.applied else None
-        if known is None:
-            known = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+        old = current = mini.columns.get("old_logprobs")
+        if current is None or self.config.old_logprobs == "rollout" or totals.applied:
+            current = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
         if old is None or (fresh and not totals.applied):
-            old = known  # what the two differ by is rounding
+            old = current  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
-        inputs = known, mini.columns["advantages"], mini.completion_mask, rng
+        inputs = current, mini.columns["advantages"], mini.completion_mask, rng
         return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
@@ -310,8 +316,7 @@ class Learner:
         return replace(state, critic=trained), metrics
 
     def _too_many_bad_steps(self, state: TrainState) -> bool:
-        models = [state] if state.critic is None else [state, state.critic]
-        return any(model.bad_steps >= self.config.max_bad_steps for model in models)
+        return any(model.bad_steps >= self.config.max_bad_steps for model in state.models)
 
     def _next_kl_coef(self, state: TrainState, batch: AdvantagedBatch) -> float:
         if self.kl_reward is None or self.kl_reward.target is None:
@@ -396,5 +401,5 @@ def _table(rollouts: RolloutBatch) -> TokenTable:
 
 
 def _check_held(state: TrainState) -> None:
-    arrays = [(model.params, model.opt_state) for model in (state, state.critic) if model is not None]
+    arrays = [(model.params, model.opt_state) for model in state.models]
     check_held(arrays, "the arrays of this state", "go on with the state that update.step returned")
