@@ -46,10 +46,7 @@ class PackingCost:
     def __post_init__(self) -> None:
         both = (self.linear, self.quadratic)
         if not all(math.isfinite(value) and value >= 0 for value in both) or not any(both):
-            raise ValueError(
-                f"PackingCost: linear and quadratic are finite and not negative, and one is above 0; got "
-                f"{self.linear} and {self.quadratic}"
-            )
+            raise ValueError(f"PackingCost: both are finite and not negative, and one is above 0; got {both}")
 
     def of(self, tokens: Any, squares: Any) -> Any:
         """Cost of a sum of lengths and a sum of their squares: integers, hence exact in any order."""
@@ -234,7 +231,7 @@ def _micro_batches(
             filled.append(pool.fill(full, num_shards, cost))
         rungs = single if count == 1 else several
         widths = _widths(rungs, total - len(filled) * full, count - len(filled))
-        rest = pool.copy()
+        rest = _Pool(pool.units)
         last = [rest.fill(width, num_shards, cost) for width in widths]
         if not rest.sizes:
             return filled + last
@@ -261,9 +258,6 @@ class _Pool:
     def __init__(self, units: list[_Unit]) -> None:
         self.units, self.sizes = units.copy(), [unit.tokens for unit in units]
         self.has_groups = any(len(unit.own) > 1 for unit in units)
-
-    def copy(self) -> _Pool:
-        return _Pool(self.units)
 
     def fill(self, width: int, num_shards: int, cost: PackingCost) -> _MicroBatch:
         """A micro-batch of bins of at most `width` tokens, which takes units until none left fits."""

@@ -207,9 +207,8 @@ def _running_count(flags: jax.Array, axis: int, size: int) -> jax.Array:
     inside = jnp.cumsum(_blocks(flags, axis, size, False), axis=axis + 1, dtype=jnp.int32)
     totals = jax.lax.index_in_dim(inside, size - 1, axis + 1, keepdims=False)
     before = jnp.cumsum(totals, axis=axis) - totals
-    counts = (inside + jnp.expand_dims(before, axis + 1)).reshape(
-        *flags.shape[:axis], -1, *flags.shape[axis + 1 :]
-    )
+    counts = inside + jnp.expand_dims(before, axis + 1)
+    counts = counts.reshape(*flags.shape[:axis], -1, *flags.shape[axis + 1 :])
     return jax.lax.slice_in_dim(counts, 0, flags.shape[axis], axis=axis)
 
 

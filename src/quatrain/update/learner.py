@@ -344,10 +344,8 @@ class Learner:
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
         """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
         table = _table(rollouts)
-        if not self.config.mask_truncated:
-            return table
-        complete = rollouts.finish_reason != "length"
-        return replace(table, completion_mask=table.completion_mask & complete[:, None])
+        trained = (rollouts.finish_reason != "length") | (not self.config.mask_truncated)
+        return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
     def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
         """`table` without the completion tokens of groups in which every advantage is 0, if configured."""
