@@ -7,6 +7,7 @@ it (`Cutting.line_tokens`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,26 +63,36 @@ class Cutting:
         """The micro-batches of `table` in the order they run; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
-        lines = buffers_per_shard(table.lengths, self.max_tokens, self.line_tokens)
+        lengths = table.lengths
+        lines = buffers_per_shard(lengths, self.max_tokens, self.line_tokens)
         max_tokens = self.max_tokens // lines
-        shared = _SharedPrefixes.of(table, max_tokens if self.share_prompts else None)
+        groups, prefixes, by_all = np.arange(len(table)), np.zeros(len(table), np.int64), 0
+        if self.share_prompts and table.group_ids is not None:
+            groups, prefixes, by_all = _shared_prefixes(table, max_tokens)
         packing = plan_packing(
-            table.lengths,
+            lengths,
             max_tokens,
             self.num_shards * lines,
-            groups=shared.groups,
-            prefixes=shared.tokens,
-            shared_prefix=shared.by_all,
+            groups=groups,
+            prefixes=prefixes,
+            shared_prefix=by_all,
             cost=self.cost,
         )
+
+        def segments(rows: np.ndarray) -> Iterator[Segment]:
+            """Of a buffer with the sequences `rows`, of which those that share a prefix are adjacent."""
+            for part in np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1) if len(rows) else []:
+                prefix = int(prefixes[part[0]])
+                yield Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
+
         return [
             Cut(
-                tuple(shared.segments(rows, table.lengths) for rows in bins),
+                tuple(tuple(segments(rows)) for rows in bins),
                 self.num_shards,
                 width,
                 packed=True,
                 shared=self.share_prompts,
-                num_common=shared.by_all,
+                num_common=by_all,
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
@@ -107,41 +118,20 @@ class Cutting:
         ]
 
 
-@dataclass(frozen=True)
-class _SharedPrefixes:
-    """Which sequences of a table share a prefix that is computed once for them."""
+def _shared_prefixes(table: TokenTable, max_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(groups [B], tokens [B], tokens that all sequences share) of prefixes in buffers of `max_tokens`.
 
-    groups: np.ndarray
-    """[B] integers; sequences with equal numbers share a prefix that is longer than the common prefix."""
-    tokens: np.ndarray
-    """[B] tokens of the longest prefix that a sequence shares with its group, or else with all sequences."""
-    by_all: int
-    """Tokens of the common prefix of all sequences."""
-
-    @classmethod
-    def of(cls, table: TokenTable, max_tokens: int | None) -> _SharedPrefixes:
-        """The prefixes that the sequences of `table` share in buffers of `max_tokens`; None: none."""
-        groups, tokens = np.arange(len(table)), np.zeros(len(table), np.int64)
-        if max_tokens is None or table.group_ids is None:
-            return cls(groups, tokens, 0)
-        by_all = common_prefix_tokens(table, max_tokens)
-        tokens[:] = by_all
-        for group in np.unique(table.group_ids):
-            rows = np.flatnonzero(table.group_ids == group)
-            prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
-            if prefix > by_all:
-                groups[rows], tokens[rows] = rows[0], prefix
-        return cls(groups, tokens, by_all)
-
-    def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
-        """The segments of a buffer with the sequences `rows`; those that share a prefix are adjacent."""
-        starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
-        parts = np.split(rows, starts) if len(rows) else []
-        prefixes = (int(self.tokens[part[0]]) for part in parts)
-        return tuple(
-            Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
-            for part, prefix in zip(parts, prefixes, strict=True)
-        )
+    Sequences with equal numbers in `groups` share a prefix that is longer than that of all; `tokens` is the
+    longest prefix that a sequence shares with its group, or else with all sequences.
+    """
+    by_all = common_prefix_tokens(table, max_tokens)
+    groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
+    for group in np.unique(table.group_ids):
+        rows = np.flatnonzero(table.group_ids == group)
+        prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
+        if prefix > by_all:
+            groups[rows], tokens[rows] = rows[0], prefix
+    return groups, tokens, by_all
 
 
 def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:

@@ -10,7 +10,7 @@ with K = T there is one array shape less to compile for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.parallel.mesh import data_sharding, place
+
+INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
 
 
 @jax.tree_util.register_dataclass
@@ -64,18 +66,65 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> Mi
 
     `unpack`: packed buffers come with their `layout`.
     """
-    buffers = _Buffers((len(cut.buffers), cut.width), tuple(table.columns))
+    shape = len(cut.buffers), cut.width
+    arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
+    arrays["mask"] = np.zeros(shape, bool)
+    columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in table.columns}
     for buffer, segments in enumerate(cut.buffers):
-        for number, segment in enumerate(segments, start=1):
-            buffers.add(buffer, number, segment, cut.num_common, table)
-    arrays, layout = buffers.arrays, None
+        rows = ({name: array[buffer] for name, array in each.items()} for each in (arrays, columns))
+        _fill_buffer(*rows, segments, cut.num_common, table)
+    layout = None
     if unpack and cut.packed:
         layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
-    on_host = MicroBatch(
-        **arrays, columns=buffers.columns, layout=layout, packed=cut.packed, shared=cut.shared
-    )
+    on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
     sharding = data_sharding(mesh)
     return jax.tree.map(lambda x: place(x, sharding), on_host)
+
+
+def _fill_buffer(
+    arrays: dict[str, np.ndarray],
+    columns: dict[str, np.ndarray],
+    segments: tuple[Segment, ...],
+    num_common: int,
+    table: TokenTable,
+) -> None:
+    """Writes `segments` into the row of one buffer in `arrays` and `columns`."""
+    used = num_scored = num_sequences = 0
+
+    def write(number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+        nonlocal used
+        here = slice(used, used + len(ids))
+        arrays["input_ids"][here] = ids
+        arrays["positions"][here] = first_position + np.arange(len(ids))
+        arrays["segment_ids"][here] = number
+        arrays["branch_ids"][here] = branch
+        used += len(ids)
+
+    for number, segment in enumerate(segments, start=1):
+        shared, first = segment.num_shared, segment.rows[0]
+        prompt_branch = 0
+        if num_common:  # all of the buffer is one segment
+            number, prompt_branch = 1, number * BRANCHES_PER_GROUP
+            if not used:
+                write(number, 0, table.input_ids[first, :num_common], 0)
+        prompt_start = used
+        write(number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
+        for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
+            start = used - shared
+            length = int(table.attention_mask[row].sum())
+            write(number, branch, table.input_ids[row, shared:length], shared)
+            places = np.flatnonzero(table.completion_mask[row])
+            before = places - 1
+            ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)
+            here = slice(num_scored, num_scored + len(places))
+            arrays["predictors"][here] = before + ahead
+            arrays["targets"][here] = table.input_ids[row, places]
+            arrays["mask"][here] = True
+            arrays["sequence_ids"][here] = num_sequences
+            for name, values in table.columns.items():
+                columns[name][here] = values[row, places]
+            num_scored += len(places)
+            num_sequences += len(places) > 0
 
 
 def micro_batches(
@@ -84,55 +133,3 @@ def micro_batches(
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
     for cut in cutting.cut(table):
         yield cut.sequences, fill(cut, table, mesh, unpack=unpack)
-
-
-class _Buffers:
-    """The arrays of a micro-batch while they are filled, and how many entries of each buffer are used."""
-
-    def __init__(self, shape: tuple[int, int], columns: Sequence[str]):
-        integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
-        self.arrays: dict[str, Any] = {
-            name: np.zeros(shape, np.int32) for name in (*integers, "sequence_ids")
-        }
-        self.arrays["mask"] = np.zeros(shape, bool)
-        self.columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in columns}
-        self.sequences, self.used, self.scored = np.zeros((3, shape[0]), int)
-
-    def add(self, buffer: int, number: int, segment: Segment, num_common: int, table: TokenTable) -> None:
-        shared, first = segment.num_shared, segment.rows[0]
-        prompt_branch = 0
-        if num_common:  # all of the buffer is one segment
-            number, prompt_branch = 1, number * BRANCHES_PER_GROUP
-            if not self.used[buffer]:
-                self._write(buffer, number, 0, table.input_ids[first, :num_common], 0)
-        begins = self.used[buffer]
-        self._write(buffer, number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
-        for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
-            own = self.used[buffer]
-            length = int(table.attention_mask[row].sum())
-            self._write(buffer, number, branch, table.input_ids[row, shared:length], shared)
-            places = np.flatnonzero(table.completion_mask[row])
-            before = places - 1
-            ahead = np.select([before < num_common, before < shared], [0, begins - num_common], own - shared)
-            self._score(buffer, row, places, before + ahead, table)
-
-    def _write(self, buffer: int, number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
-        here = np.s_[buffer, self.used[buffer] : self.used[buffer] + len(ids)]
-        self.arrays["input_ids"][here] = ids
-        self.arrays["positions"][here] = first_position + np.arange(len(ids))
-        self.arrays["segment_ids"][here] = number
-        self.arrays["branch_ids"][here] = branch
-        self.used[buffer] += len(ids)
-
-    def _score(
-        self, buffer: int, row: int, places: np.ndarray, predictors: np.ndarray, table: TokenTable
-    ) -> None:
-        here = np.s_[buffer, self.scored[buffer] : self.scored[buffer] + len(places)]
-        self.arrays["predictors"][here] = predictors
-        self.arrays["targets"][here] = table.input_ids[row, places]
-        self.arrays["mask"][here] = True
-        self.arrays["sequence_ids"][here] = self.sequences[buffer]
-        for name, values in table.columns.items():
-            self.columns[name][here] = values[row, places]
-        self.scored[buffer] += len(places)
-        self.sequences[buffer] += len(places) > 0
