@@ -151,30 +151,22 @@ def plan_packing(
 
 def _check(lengths: Any, max_tokens: int, num_shards: int) -> np.ndarray:
     """`lengths` as [n] int64, or the error that says what is wrong."""
-    for name, value in {"max_tokens": max_tokens, "num_shards": num_shards}.items():
-        if value < 1:
-            raise ValueError(f"packing: {name} is at least 1, got {value}; set it to 1 or more")
-    array = np.asarray(lengths)
-    if array.ndim == 1 and not array.size:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"packing: lengths are whole numbers of tokens, one per sequence; got {array.dtype} of shape "
-            f"{array.shape}; pass the sum of each row of the attention mask"
-        )
-    array = array.astype(np.int64)
-    least, most = array.min(), array.max()
-    if least < 1:
-        raise ValueError(
-            f"packing: a sequence has at least 1 token, got {least} at index {array.argmin()}; leave empty "
-            "sequences out"
-        )
-    if most > max_tokens:
-        raise ValueError(
-            f"packing: max_tokens={max_tokens} cannot hold the sequence of {most} tokens at index "
-            f"{array.argmax()}; set it to at least {most}"
-        )
-    return array
+    array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
+    problem = None
+    if max_tokens < 1 or num_shards < 1:
+        name, value = ("max_tokens", max_tokens) if max_tokens < 1 else ("num_shards", num_shards)
+        problem = f"{name} is at least 1, got {value}; set it to 1 or more"
+    elif array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        got = f"{array.dtype} of shape {array.shape}"
+        problem = f"lengths are whole numbers of tokens, one per sequence; got {got}"
+    elif (least := array.min(initial=1)) < 1:
+        problem = f"a sequence has at least 1 token, got {least} at index {array.argmin()}; leave it out"
+    elif (most := array.max(initial=1)) > max_tokens:
+        where = f"the sequence of {most} tokens at index {array.argmax()}"
+        problem = f"max_tokens={max_tokens} cannot hold {where}; set it to at least {most}"
+    if problem:
+        raise ValueError(f"packing: {problem}")
+    return array.astype(np.int64)
 
 
 class _Unit(NamedTuple):
