@@ -55,7 +55,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.decoder import REMAT
-from quatrain.models.flops import forward_flops
+from quatrain.models.flops import forward_flops, packing_cost
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
 from quatrain.parallel.compilations import COMPILE_EVENT
@@ -278,7 +278,7 @@ class Bench:
         table = random_table(arch, scale)
         sizes = LogprobConfig(max_tokens_per_device=scale.max_tokens)
         cuts = policy.cutting(sizes, share_prompts=layout == "shared").cut(table)
-        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
+        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, packing_cost(arch))
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(

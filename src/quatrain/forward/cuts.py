@@ -124,6 +124,7 @@ def _shared_prefixes(table: TokenTable, max_tokens: int) -> tuple[np.ndarray, np
     Sequences with equal numbers in `groups` share a prefix that is longer than that of all; `tokens` is the
     longest prefix that a sequence shares with its group, or else with all sequences.
     """
+    assert table.group_ids is not None
     by_all = common_prefix_tokens(table, max_tokens)
     groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
     for group in np.unique(table.group_ids):

@@ -71,8 +71,10 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> Mi
     arrays["mask"] = np.zeros(shape, bool)
     columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in table.columns}
     for buffer, segments in enumerate(cut.buffers):
-        rows = ({name: array[buffer] for name, array in each.items()} for each in (arrays, columns))
-        _fill_buffer(*rows, segments, cut.num_common, table)
+        of_buffer, columns_of_buffer = (
+            {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)
+        )
+        _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
     layout = None
     if unpack and cut.packed:
         layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])

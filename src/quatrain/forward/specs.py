@@ -27,7 +27,6 @@ from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import token_logprobs
-from quatrain.ops.packing import PackingCost
 from quatrain.ops.tokens import ScoredTokens, ValuedTokens
 from quatrain.parallel.collectives import psum_backward
 from quatrain.parallel.mesh import mesh_shape, one_device
@@ -76,11 +75,6 @@ class ModelSpec(ABC):
         return partition(self.arch, self.mesh_shape)
 
     @property
-    def packing_cost(self) -> PackingCost:
-        """Multiplications of a layer for a sequence: what the packer balances over devices."""
-        return packing_cost(self.arch)
-
-    @property
     def kernel(self) -> str:
         """The attention implementation."""
         return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
@@ -101,7 +95,7 @@ class ModelSpec(ABC):
             sizes.micro_batch_size,
             sizes.max_tokens_per_device,
             num_shards=self.mesh_shape.num_data_shards,
-            cost=self.packing_cost,
+            cost=packing_cost(self.arch),
             share_prompts=share_prompts and sizes.max_tokens_per_device is not None,
             line_tokens=longest_buffer(self.kernel, self.backend),
         )

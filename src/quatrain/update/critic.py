@@ -119,17 +119,10 @@ class Critic:
             state = self.trainer.step(state, mini, self.objective, totals, place)
             if totals.bad and state.bad_steps >= max_bad_steps:
                 break
-        return self._put_away(state), self._metrics(table, totals, self.trainer.rate(place))
-
-    def _put_away(self, state: ModelState) -> ModelState:
-        """`state` with its parameters in the memory in which they wait."""
-        return replace(state, params=to_memory(self.memory, state.params))
-
-    def _metrics(self, table: TokenTable, totals: StepTotals, rate: float) -> dict[str, Metric]:
         logged = {RENAMED.get(name, name): metric for name, metric in totals.metrics.items()}
         metrics = {name: metric for name, metric in logged.items() if name.startswith("critic/")}
         metrics |= {
-            "critic/learning_rate": Metric(rate),
+            "critic/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "critic/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "critic/bad_steps": Metric(totals.bad, reduction="sum"),
         }
@@ -137,7 +130,11 @@ class Critic:
         explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
         if explained is not None:
             metrics["critic/explained_variance"] = Metric(explained)
-        return metrics
+        return self._put_away(state), metrics
+
+    def _put_away(self, state: ModelState) -> ModelState:
+        """`state` with its parameters in the memory in which they wait."""
+        return replace(state, params=to_memory(self.memory, state.params))
 
 
 def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Params:

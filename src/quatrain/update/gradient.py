@@ -90,11 +90,9 @@ def _added(
         peaks = jax.tree.map(jnp.maximum, total[1]["max"], peaks)
         return (grads, {"sum": sums, "max": peaks}), arrays
 
-    totals = (_copies(model.trained(model.partition)), PartitionSpec())
-    in_specs = (model.partition, totals, PartitionSpec(DATA_AXES))
-    return shard_mapped(on_shard, model.mesh, in_specs, (totals, per_device_spec(model.mesh)))(
-        params, total, batch
-    )
+    totals = _copies(model), PartitionSpec()
+    in_specs, out_specs = (model.partition, totals, PartitionSpec(DATA_AXES)), per_device_spec(model.mesh)
+    return shard_mapped(on_shard, model.mesh, in_specs, (totals, out_specs))(params, total, batch)
 
 
 def _accumulate(
@@ -111,9 +109,9 @@ def _accumulate(
     return _added(params, total, batch, model=model, objective=objective, gradient=gradient)
 
 
-def _copies(specs: Any) -> Any:
+def _copies(model: ModelSpec) -> Any:
     """Specs of a gradient's total [dp, ...]: each copy of the model has its own until the step is applied."""
-    return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), specs)
+    return jax.tree.map(lambda spec: PartitionSpec("dp", *spec), model.trained(model.partition))
 
 
 gradient_program = jit_for_backend(
@@ -130,15 +128,15 @@ def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Obj
     scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
     summed = partial(weighted_loss, model=model, objective=objective)
     _, stats = jax.eval_shape(summed, (scored,) * len(model.tokens.predictions), batch)
-    copies = model.mesh_shape.dp
-    everywhere = NamedSharding(model.mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda p, sharding: full((copies, *p.shape), 0.0, jnp.float32, sharding),
+    grads = jax.tree.map(
+        lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
         model.trained(params),
-        shardings(model.mesh, _copies(model.trained(model.partition))),
-    ), {
-        "sum": {name: full((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
-        "max": {name: full((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
+        shardings(model.mesh, _copies(model)),
+    )
+    everywhere, least = NamedSharding(model.mesh, PartitionSpec()), {"sum": 0.0, "max": -jnp.inf}
+    return grads, {
+        kind: {name: full((), least[kind], jnp.float32, everywhere) for name in named}
+        for kind, named in stats.items()
     }
 
 

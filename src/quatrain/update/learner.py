@@ -58,13 +58,12 @@ class TrainState(ModelState):
 
 @dataclass(frozen=True)
 class KLReward:
-    """KL to the reference in the reward: the coefficient at the start, and how it adapts."""
+    """KL to the reference in the reward: its coefficient at the start, which adapts over `horizon` sequences
+    so that the KL comes to `target` nats per token; None: it is fixed."""
 
     coef: float
     target: float | None
-    """Nats per token that the coefficient is adapted to; None: it is fixed."""
     horizon: int
-    """Sequences over which the coefficient adapts."""
 
 
 class TooManyBadSteps(RuntimeError):
@@ -78,8 +77,7 @@ class TooManyBadSteps(RuntimeError):
             f"update.max_bad_steps={limit}: {limit} optimizer steps in a row had a non-finite loss or "
             "gradient and were not applied; lower optimizer.learning_rate or look at the rewards and samples"
         )
-        self.state = state
-        self.batch = batch
+        self.state, self.batch = state, batch
 
 
 class Learner:
@@ -270,7 +268,7 @@ class Learner:
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
         return state, totals.metrics | {
-            "update/learning_rate": Metric(self.trainer.rate(place)),
+            "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),

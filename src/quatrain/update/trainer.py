@@ -130,10 +130,6 @@ class Trainer:
         step = state.step + applied
         return replace(state, params=params, opt_state=opt_state, step=step, bad_steps=bad)
 
-    def rate(self, schedule_step: int) -> float:
-        """The learning rate at a place of the schedule."""
-        return float(self.learning_rate(schedule_step))
-
 
 def mini_batches_of_step(
     group_ids: np.ndarray, size: int, *, epochs: int, seed: int, train_step: int, resting_steps: int = 0
