@@ -101,8 +101,7 @@ def token_logprobs(
             of the sum, those of `head` its own.
         head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero.
 
-    Returns (logprobs, entropy), both [N] float32. Raises ValueError for a temperature <= 0 and for shapes
-    that do not fit.
+    Raises ValueError for a temperature <= 0 and for shapes that do not fit.
     """
     if not temperature > 0:
         raise ValueError(

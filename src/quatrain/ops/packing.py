@@ -119,17 +119,10 @@ def plan_packing(
     group that shares a prefix is placed whole, like one sequence; where none fits whole, one is split, and
     each part holds the prefix again. Bins may be empty.
 
-    Args:
-        lengths: [n] integers >= 1, tokens of each sequence, all prefixes included.
-        max_tokens: most tokens of a shard in one micro-batch.
-        num_shards: data shards.
-        groups: [n] integers; sequences of equal ones share a prefix. None: each is alone.
-        prefixes: [n] tokens that a sequence shares with its group; at least `shared_prefix`.
-        shared_prefix: tokens that all sequences begin with, which stand once in every buffer.
-        cost: compute of a sequence.
-
-    Raises ValueError for a length above `max_tokens` or below 1, lengths that are not [n] integers, and one
-    of the other numbers below 1.
+    `lengths` [n] are whole tokens >= 1, all prefixes included. Sequences of equal `groups` [n] share
+    `prefixes` [n] tokens, at least `shared_prefix`; None: each is alone. `shared_prefix` tokens, with which
+    all sequences begin, stand once in every buffer. Raises ValueError for a length above `max_tokens` or
+    below 1, lengths that are not [n] integers, and `max_tokens` or `num_shards` below 1.
     """
     lengths = _check(lengths, max_tokens, num_shards)
     groups = np.arange(len(lengths)) if groups is None else groups
@@ -143,10 +136,8 @@ def plan_packing(
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
     rungs = single if len(micro_batches) == 1 else several
     least = (next(width for width in rungs if width >= tokens) for _, tokens in micro_batches)
-    return Packing(
-        tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches),
-        tuple(shared_prefix + width for width in least),
-    )
+    bins = tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches)
+    return Packing(bins, tuple(shared_prefix + width for width in least))
 
 
 def _check(lengths: Any, max_tokens: int, num_shards: int) -> np.ndarray:

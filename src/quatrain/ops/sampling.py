@@ -62,16 +62,11 @@ def sample(
     Exactly k tokens pass top-k; in top-k and top-p, ties go to the lower token id. At least one
     token always passes, and a token that did not, or whose probability is 0, is never drawn.
 
-    Args:
-        logits: [B, V] float32; -inf forbids a token.
-        uniforms: [B] float32 in [0, 1), see `token_uniforms`; not read at temperature 0.
-        temperature: static, >= 0; 0 takes the likeliest token and ignores the filters.
-        top_k: static, >= 0; 0 or >= V: off.
-        top_p: static, in (0, 1]; 1: off.
-        min_p: static, in [0, 1]; 0: off.
-        vocabulary_first: static; whether to work on the transpose of `logits`, in blocks that divide its
-            columns where they can. Sums are then rounded otherwise, in which a uniform that lies between
-            two tokens may choose the other.
+    `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. Options
+    are static. Temperature 0 takes the likeliest token and ignores the filters; `top_k` 0, `top_p` 1 and
+    `min_p` 0 are off. `vocabulary_first` works on the transpose of `logits`, in blocks that divide its
+    columns where they can: sums are then rounded otherwise, in which a uniform that lies between two tokens
+    may choose the other.
 
     Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
     from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
@@ -137,15 +132,14 @@ def _check(
 ) -> None:
     if logits.ndim != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [B, V] and uniforms [B], got {logits.shape} and {uniforms.shape}")
-    rules = {
-        f"temperature >= 0, got {temperature}": temperature >= 0,
-        f"top_k >= 0 (0: off), got {top_k}": top_k >= 0,
-        f"0 < top_p <= 1 (1: off), got {top_p}": 0 < top_p <= 1,
-        f"0 <= min_p <= 1 (0: off), got {min_p}": 0 <= min_p <= 1,
-    }
-    for rule, holds in rules.items():
+    for rule, value, holds in (
+        ("temperature >= 0", temperature, temperature >= 0),
+        ("top_k >= 0 (0: off)", top_k, top_k >= 0),
+        ("0 < top_p <= 1 (1: off)", top_p, 0 < top_p <= 1),
+        ("0 <= min_p <= 1 (0: off)", min_p, 0 <= min_p <= 1),
+    ):
         if not holds:
-            raise ValueError(f"sampling needs {rule}")
+            raise ValueError(f"sampling needs {rule}, got {value}")
 
 
 # In what follows the vocabulary is along `axis`, 0 or 1, of arrays [W, B] or [B, W], and is split into blocks
@@ -160,8 +154,7 @@ def _keep_likeliest(logits: jax.Array, top_k: jax.Array, axis: int, size: int) -
     least = jnp.take_along_axis(ascending, width - wanted, axis=axis)
     above, tied = logits > least, logits == least
     most = wanted - above.sum(axis=axis, keepdims=True)
-    inside = above | (tied & (_running_count(tied, axis, size) <= most))
-    return jnp.where(inside, logits, -jnp.inf)
+    return _first_of_ties(logits, above, tied, most, axis, size)
 
 
 def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: int) -> jax.Array:
@@ -189,8 +182,7 @@ def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: 
     above, tied = weights > least, weights == least
     missing = goal - jnp.where(above, weights, 0.0).sum(axis=axis, keepdims=True)
     most = jnp.ceil(missing / least).astype(jnp.int32)
-    inside = above | (tied & (_running_count(tied, axis, size) <= most))
-    return jnp.where(inside, logits, -jnp.inf)
+    return _first_of_ties(logits, above, tied, most, axis, size)
 
 
 def _blocks(x: jax.Array, axis: int, size: int, fill: float | bool) -> jax.Array:
@@ -202,14 +194,20 @@ def _blocks(x: jax.Array, axis: int, size: int, fill: float | bool) -> jax.Array
     return padded.reshape(*x.shape[:axis], -(-width // size), size, *x.shape[axis + 1 :])
 
 
-def _running_count(flags: jax.Array, axis: int, size: int) -> jax.Array:
-    """Cumulative sum of `flags`, by blocks: half the time of one long sum on a CPU."""
-    inside = jnp.cumsum(_blocks(flags, axis, size, False), axis=axis + 1, dtype=jnp.int32)
+def _first_of_ties(
+    logits: jax.Array, above: jax.Array, tied: jax.Array, most: jax.Array, axis: int, size: int
+) -> jax.Array:
+    """`logits` with -inf but where `above` and at the first `most` of those `tied`.
+
+    The cumulative sum is by blocks: half the time of one long sum on a CPU.
+    """
+    inside = jnp.cumsum(_blocks(tied, axis, size, False), axis=axis + 1, dtype=jnp.int32)
     totals = jax.lax.index_in_dim(inside, size - 1, axis + 1, keepdims=False)
     before = jnp.cumsum(totals, axis=axis) - totals
     counts = inside + jnp.expand_dims(before, axis + 1)
-    counts = counts.reshape(*flags.shape[:axis], -1, *flags.shape[axis + 1 :])
-    return jax.lax.slice_in_dim(counts, 0, flags.shape[axis], axis=axis)
+    counts = counts.reshape(*tied.shape[:axis], -1, *tied.shape[axis + 1 :])
+    counts = jax.lax.slice_in_dim(counts, 0, tied.shape[axis], axis=axis)
+    return jnp.where(above | (tied & (counts <= most)), logits, -jnp.inf)
 
 
 def _invert_cdf(logits: jax.Array, uniforms: jax.Array, axis: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -48,9 +48,9 @@ class ValueObjective:
 class Critic:
     """Owns the critic's optimizer; everything that changes is in a `ModelState`.
 
-    The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. `total_steps` is
-    the length of the learning-rate schedule in optimizer steps. The parameters are kept in `memory` while no
-    values are computed and the critic is not trained, the optimizer's state between optimizer steps.
+    The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. The parameters are
+    kept in `memory` while no values are computed and the critic is not trained, the optimizer's state between
+    optimizer steps.
     """
 
     def __init__(
@@ -94,13 +94,7 @@ class Critic:
         return predict_tokens(params, table, model=self.model, cutting=self.forward_cutting)
 
     def step(
-        self,
-        state: ModelState,
-        table: TokenTable,
-        totals: StepTotals,
-        *,
-        train_step: int,
-        max_bad_steps: int,
+        self, state: ModelState, table: TokenTable, totals: StepTotals, *, train_step: int, max_bad_steps: int
     ) -> tuple[ModelState, dict[str, Metric]]:
         """All optimizer steps of one rollout batch, whose `table` has columns `old_values` and `returns`.
 

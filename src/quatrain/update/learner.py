@@ -83,14 +83,12 @@ class TooManyBadSteps(RuntimeError):
 class Learner:
     """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
 
-    `max_new_tokens` is the rollout's; `total_steps` are the optimizer steps that the schedule spans.
-    Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread. `reference`
-    are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
-    not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
-    that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
-    kept in `optimizer_memory` between its steps, the policy's parameters in `policy_memory` while they are
-    neither trained nor compute log-probabilities. With `logs_logprobs`, `score_tokens` returns the policy's
-    log-probabilities, which samples show.
+    `total_steps` and `optimizer_memory` are those of `Trainer`, `max_new_tokens` is the rollout's.
+    `reference` are the parameters of the reference policy, which must be set before the first step if
+    `update.kl_coef` is not 0 or with `kl_reward`; those of a policy with adapters may have none. They are
+    used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
+    `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
+    `score_tokens` returns the policy's log-probabilities, which samples show.
     """
 
     def __init__(
@@ -332,8 +330,7 @@ class Learner:
         rollouts, known = batch.rollouts, batch.rewarded.token_logprobs
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         if not on_policy:
-            old = known.get("old_logprobs")
-            columns["old_logprobs"] = self._old_logprobs(params, rollouts, known) if old is None else old
+            columns["old_logprobs"] = self._old_logprobs(params, rollouts, known)
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
@@ -361,7 +358,7 @@ class Learner:
         """What the ratio is taken to: the sampler's, or the policy's, which `known` may have."""
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
-        computed = known.get("trainer_logprobs")
+        computed = known.get("old_logprobs", known.get("trainer_logprobs"))
         return self._logprobs(params, rollouts) if computed is None else computed
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:

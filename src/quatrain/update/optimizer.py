@@ -70,14 +70,7 @@ def scale_by_schedule(rate: optax.Schedule) -> optax.GradientTransformationExtra
     """
     scale = optax.scale_by_learning_rate(rate)
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        schedule_step: Any = None,
-        **others: Any,
-    ) -> tuple[optax.Updates, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, schedule_step: Any = None, **_: Any) -> Any:
         if schedule_step is not None:
             state = state._replace(count=schedule_step)
         return scale.update(updates, state, params)
@@ -92,14 +85,7 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
     is not computed where `update` is given it as `global_norm`.
     """
 
-    def clip(
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        global_norm: jax.Array | None = None,
-        **others: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def clip(grads: Any, state: Any, params: Any = None, *, global_norm: Any = None, **_: Any) -> Any:
         norm = optax.tree.norm(grads) if global_norm is None else global_norm
         factor = jnp.minimum(1.0, most / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
