@@ -31,19 +31,20 @@ from quatrain.backend import this_backend
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.cuts import Cut, describe_cuts
+from quatrain.forward.micro_batch import MicroBatch, fill
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
-from quatrain.models.flops import forward_flops
+from quatrain.models.flops import forward_flops, packing_cost
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
 from quatrain.types.batches import Prompt, RolloutBatch
-from quatrain.update.cuts import Cut, describe_cuts
-from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens
-from quatrain.update.micro_batch import MicroBatch, fill
+from quatrain.update.gradient import init_optimizer, optimizer_step
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = (("xla", "shared"), ("cudnn", "shared"), ("tokamax", "shared"), ("xla", "packed"))
@@ -211,7 +212,7 @@ class Bench:
         table = random_table(arch, scale)
         sizes = LogprobConfig(max_tokens_per_device=scale.max_tokens)
         cuts = policy.cutting(sizes, share_prompts=layout == "shared").cut(table)
-        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, policy.packing_cost)
+        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, packing_cost(arch))
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(

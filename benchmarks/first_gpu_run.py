@@ -61,6 +61,8 @@ from accelerator import (
 )
 
 from quatrain.backend import this_backend
+from quatrain.forward.micro_batch import fill
+from quatrain.forward.specs import head_logprobs
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks
 from quatrain.models.attention.kernels import PLATFORMS, obstacle
@@ -72,8 +74,6 @@ from quatrain.models.params import num_params
 from quatrain.ops.logprobs import Tile
 from quatrain.ops.sampling import sample
 from quatrain.run.metrics import read_metrics
-from quatrain.update.micro_batch import fill
-from quatrain.update.specs import head_logprobs
 
 COMMAND_BUFFERS = {"default": "", "off": "--xla_gpu_enable_command_buffer=", "while": "+WHILE"}
 """XLA's settings of command buffers: its own, none, and with loops."""

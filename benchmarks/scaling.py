@@ -451,10 +451,10 @@ class Programs:
         from jax.experimental import mesh_utils
 
         from quatrain.config.schema import UpdateConfig
+        from quatrain.forward.specs import PolicySpec
         from quatrain.parallel.mesh import make_mesh
-        from quatrain.update.gradient import _weighted_loss
+        from quatrain.update.gradient import weighted_loss
         from quatrain.update.objective import PolicyObjective
-        from quatrain.update.specs import PolicySpec
 
         self.case, self.arch = case, case.arch
         near = mesh_utils.create_device_mesh(case.mesh, devices, allow_split_physical_axes=True)
@@ -466,7 +466,10 @@ class Programs:
         )
         self.objective = PolicyObjective.of(UpdateConfig(mini_batch_size=1), on_policy=True)
         self.params = self._params(self.mesh, jnp.dtype(case.param_dtype))
-        loss = partial(_weighted_loss, model=self.policy, objective=self.objective)
+
+        def loss(params: Any, batch: Any) -> Any:
+            return weighted_loss(self.policy.predict(params, batch), batch, self.policy, self.objective)
+
         self.stats = jax.eval_shape(loss, self.params, self._batch())[1]
         self.num_metrics = len(jax.tree.leaves(self.stats))
 
@@ -489,9 +492,9 @@ class Programs:
         import jax
         import jax.numpy as jnp
 
+        from quatrain.forward.micro_batch import MicroBatch
         from quatrain.ops.packing import buffers_per_shard
         from quatrain.parallel.mesh import data_sharding
-        from quatrain.update.micro_batch import MicroBatch
 
         integers = ("input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets")
         dtypes = dict.fromkeys((*integers, "sequence_ids"), jnp.int32) | {"mask": jnp.bool_}

@@ -6,11 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.table import TokenTable
 from quatrain.models.flops import linear_parameters
 from quatrain.models.params import num_params
 from quatrain.ops import packing
-from quatrain.update.cuts import Cutting
-from quatrain.update.table import TokenTable
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,18 @@ import numpy as np
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
 from quatrain.models.params import ADAPTED, init_params
 from quatrain.parallel.mesh import make_mesh, to_host
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens, sum_gradients
-from quatrain.update.micro_batch import micro_batches
+from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 ARCH = Architecture(
     "qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED)

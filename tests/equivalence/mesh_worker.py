@@ -29,6 +29,7 @@ from quatrain.config.schema import (
     UpdateConfig,
 )
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.loop.build import role_meshes
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
@@ -38,7 +39,6 @@ from quatrain.types.batches import Prompt, RewardedBatch, RolloutBatch
 from quatrain.update import residuals
 from quatrain.update.critic import Critic
 from quatrain.update.learner import KLReward, Learner
-from quatrain.update.specs import CriticSpec, PolicySpec
 
 residuals.LEAST_BYTES = 2**8  # so that a tiny model's are held on every mesh
 COMMON_PREFIX = (5, 9)

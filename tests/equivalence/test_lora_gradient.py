@@ -9,19 +9,20 @@ import pytest
 from goldens import SCORE_CASES, read_golden
 
 from quatrain.config.schema import UpdateConfig
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, changed, with_adapters, with_trained, without_adapters
 from quatrain.models.params import ADAPTED, LORA_A, LORA_B, init_params
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import _weighted_loss, predict_tokens, sum_gradients
-from quatrain.update.micro_batch import micro_batches
+from quatrain.update.gradient import sum_gradients, weighted_loss
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.residuals import ResidualMemory
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 LORA = LoRA(rank=3, alpha=4.5, targets=ADAPTED)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(entropy_coef=0.2), on_policy=True)
@@ -75,7 +76,8 @@ def _of_merged(arch, params, table):
                 for name in arch.lora.targets
             }
             layers.append({**layer, **change})
-        return _weighted_loss({**base, "layers": layers}, batch, plain, OBJECTIVE)[0]
+        predictions = plain.predict({**base, "layers": layers}, batch)
+        return weighted_loss(predictions, batch, plain, OBJECTIVE)[0]
 
     return jax.jit(jax.grad(loss))(adapters_of(params))
 

@@ -8,14 +8,14 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, with_adapters, with_trained
 from quatrain.models.params import ADAPTED
 from quatrain.types.batches import Prompt
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 
 @pytest.fixture(scope="module")

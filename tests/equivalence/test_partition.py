@@ -11,18 +11,19 @@ import sequence_loss
 
 from quatrain.backend import backend_of
 from quatrain.config.schema import UpdateConfig
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models import attention
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens, sum_gradients
-from quatrain.update.micro_batch import micro_batches
+from quatrain.update.gradient import sum_gradients
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 OBJECTIVES = {
     "clip": {},

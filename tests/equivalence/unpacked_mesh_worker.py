@@ -14,18 +14,19 @@ from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models import attention
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.types.batches import Prompt
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens, sum_gradients
-from quatrain.update.micro_batch import micro_batches
+from quatrain.update.gradient import sum_gradients
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
 from quatrain.models.params import init_params
-from quatrain.update.table import TokenTable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # reference.py
 

@@ -6,11 +6,11 @@ import pytest
 from kernels_here import usable
 
 from quatrain.config.schema import UpdateConfig
-from quatrain.update.cuts import Cutting
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.specs import PolicySpec
 from quatrain.update.gradient import sum_gradients
-from quatrain.update.micro_batch import micro_batches
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.specs import PolicySpec
 
 pytestmark = pytest.mark.gpu
 

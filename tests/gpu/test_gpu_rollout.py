@@ -6,12 +6,12 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.decoder import forward, logits
 from quatrain.types.batches import Prompt
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 pytestmark = pytest.mark.gpu
 

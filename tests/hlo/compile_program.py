@@ -184,7 +184,7 @@ class Programs:
         return gradient_program(self.backend).lower(params, total, batch, model=model, objective=objective)
 
     def _policy(self) -> Any:
-        from quatrain.update.specs import PolicySpec
+        from quatrain.forward.specs import PolicySpec
 
         return PolicySpec(
             self.arch,
@@ -200,9 +200,9 @@ class Programs:
         import numpy as np
 
         from quatrain.config.schema import LogprobConfig
+        from quatrain.forward.micro_batch import fill
+        from quatrain.forward.table import TokenTable
         from quatrain.parallel.mesh import one_device
-        from quatrain.update.micro_batch import fill
-        from quatrain.update.table import TokenTable
 
         rng, groups = np.random.default_rng(0), 8
         ids = np.repeat(np.arange(groups), GROUP)
@@ -225,7 +225,7 @@ class Programs:
         import jax
         import jax.numpy as jnp
 
-        from quatrain.update.specs import head_logprobs
+        from quatrain.forward.specs import head_logprobs
 
         def loss(head: Any, hidden: Any, targets: Any, num_live: Any) -> Any:
             params = {"embed": head}

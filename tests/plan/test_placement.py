@@ -13,6 +13,8 @@ from quatrain.backend import CPU
 from quatrain.config.load import load_config
 from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import UpdateConfig
+from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.specs import PolicySpec
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
@@ -21,10 +23,8 @@ from quatrain.plan.activations import activations, elements_on_device
 from quatrain.plan.device_memory import PHASES, parse_bytes, render, totals_table
 from quatrain.plan.placement import placement
 from quatrain.update.gradient import _zero_total, gradient_program, init_optimizer
-from quatrain.update.micro_batch import MicroBatch
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
-from quatrain.update.specs import PolicySpec
 
 QWEN_7B = {
     "model_type": "qwen2",

@@ -13,9 +13,11 @@ from goldens import SCORE_CASES, read_score_golden, weights_crc
 from rollouts import make_rollouts
 from safetensors.numpy import load_file, save_file
 
-from quatrain.config.schema import ModelConfig, RewardConfig
+from quatrain.config.schema import LogprobConfig, ModelConfig, RewardConfig
+from quatrain.forward.predict import sequence_scores
+from quatrain.forward.specs import CriticSpec
 from quatrain.parallel.mesh import one_device
-from quatrain.reward.model import RewardModel, ScoreSpec, load_reward_models, score_sequences
+from quatrain.reward.model import RewardModel, load_reward_models
 from quatrain.reward.scorer import RewardScorer
 from quatrain.weights.load import load_classifier
 
@@ -42,12 +44,17 @@ def load(folder, max_tokens=256, **options):
     return load_reward_models(config, ModelConfig(), mesh=one_device(), **options)[entry]
 
 
+def score_sequences(params, sequences, spec, *, max_tokens):
+    cutting = spec.cutting(LogprobConfig(max_tokens_per_device=max_tokens))
+    return sequence_scores(params, sequences, model=spec, cutting=cutting)
+
+
 @pytest.mark.parametrize("case", SCORE_CASES)
 def test_scores_are_those_of_transformers_packed_and_one_by_one(case, tmp_path):
     golden = read_score_golden(case)
     assert weights_crc(golden.weights()) == golden.weights_crc
     model = load_classifier(str(golden.write_model(tmp_path)))
-    spec = ScoreSpec(model.arch)
+    spec = CriticSpec(model.arch)
     for max_tokens in (40, 64, 256):
         packed = score_sequences(model.params, golden.sequences, spec, max_tokens=max_tokens)
         np.testing.assert_allclose(packed, golden.scores, atol=TOLERANCE, rtol=0)
@@ -58,7 +65,7 @@ def test_scores_are_those_of_transformers_packed_and_one_by_one(case, tmp_path):
 def test_the_goldens_notice_pooling_at_the_padding_token(tmp_path):
     golden = read_score_golden("llama")
     model = load_classifier(str(golden.write_model(tmp_path)))
-    spec = ScoreSpec(dataclasses.replace(model.arch, pad_token_id=None))
+    spec = CriticSpec(dataclasses.replace(model.arch, pad_token_id=None))
     off = np.abs(score_sequences(model.params, golden.sequences, spec, max_tokens=256) - golden.scores)
     assert off[-1] > 100 * TOLERANCE
     assert off[:-1].max() < TOLERANCE

@@ -18,13 +18,13 @@ from quatrain.config.schema import (
     UpdateConfig,
 )
 from quatrain.engine.engine import RolloutEngine
+from quatrain.forward.specs import PolicySpec
 from quatrain.report.recorder import Report
 from quatrain.reward.scorer import RewardScorer
 from quatrain.run.run_dir import RunDir
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Rollouts, Sampling, rollout_batch
 from quatrain.update.learner import Learner
-from quatrain.update.specs import PolicySpec
 
 REWARD = """
 def longest(completions, completion_ids, finish_reasons, answer):

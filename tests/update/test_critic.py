@@ -16,17 +16,18 @@ from quatrain.config.schema import (
     OptimizerConfig,
     UpdateConfig,
 )
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import CriticSpec, PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.decoder import forward
 from quatrain.models.params import init_params
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.mesh import one_device
 from quatrain.update.critic import Critic, ValueObjective, critic_params
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens, sum_gradients
+from quatrain.update.gradient import sum_gradients
 from quatrain.update.learner import KLReward, Learner, TooManyBadSteps
-from quatrain.update.micro_batch import micro_batches
-from quatrain.update.specs import CriticSpec, PolicySpec
-from quatrain.update.table import TokenTable
 
 LONGEST = 9
 SIZES = {"mini_batch_size": 2, "epochs": 1, "micro_batch_size": 5, "forward_micro_batch_size": 7}
@@ -248,6 +249,31 @@ def test_the_update_does_not_compute_log_probabilities_again(
     monkeypatch.setattr("quatrain.update.learner.predict_tokens", again)
     after = learner.step(state, advantaged)
     assert after.reward_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
+
+
+def test_log_probabilities_for_samples_are_the_old_ones_too(
+    make_learner, make_batch, small_params, monkeypatch
+):
+    """The policy's log-probabilities are computed once: for samples, for the KL and for the update."""
+    passes = []
+
+    def counted(*args, **kwargs):
+        passes.append(kwargs["model"])
+        return predict_tokens(*args, **kwargs)
+
+    monkeypatch.setattr("quatrain.update.learner.predict_tokens", counted)
+    for kl_reward, expected in ((KLReward(0.1, None, 100), 2), (None, 1)):
+        learner = make_learner(kl_reward=kl_reward, reference=_copy(small_params), old_logprobs="recompute")
+        learner.logs_logprobs = True
+        state = learner.init(_copy(small_params))
+        passes.clear()
+        scored = learner.score_tokens(state, make_batch(6).rewarded)
+        if kl_reward:
+            np.testing.assert_array_equal(
+                *(scored.token_logprobs[f"{x}_logprobs"] for x in ("old", "trainer"))
+            )
+        learner.step(state, AdvantageEstimator(AdvantageConfig()).estimate(scored))
+        assert len(passes) == expected
 
 
 def test_adapted_coefficient():

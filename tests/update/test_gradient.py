@@ -6,14 +6,13 @@ import numpy as np
 from compiling import DEFAULT_FUSION
 
 from quatrain.config.schema import UpdateConfig
+from quatrain.forward.micro_batch import fill
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.params import abstract_params
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.mesh import one_device
-from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import gradient_program
-from quatrain.update.micro_batch import fill
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 
 def _surprise(tokens):
@@ -44,8 +43,7 @@ def test_remat_saves_memory(small_arch):
     }
     table = TokenTable(ids, real, completion, columns, np.arange(4)).weighted("token_mean", 55)
     config = UpdateConfig(mini_batch_size=4, max_tokens_per_device=1024)
-    cutting = Cutting.of(config, PolicySpec(arch).packing_cost, num_shards=1, share_prompts=False)
-    (cut,) = cutting.cut(table)
+    (cut,) = PolicySpec(arch).cutting(config).cut(table)
     none, dots, layer = (
         _temporary_bytes(arch, fill(cut, table, one_device()), remat) for remat in ("none", "dots", "layer")
     )

@@ -8,6 +8,10 @@ import sequence_loss
 from rollouts import at_version
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.decoder import forward, logits
 from quatrain.models.lora import with_adapters
@@ -15,11 +19,7 @@ from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.packing import width_ladder
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import AdvantagedBatch
-from quatrain.update.cuts import Cutting
-from quatrain.update.gradient import predict_tokens
 from quatrain.update.learner import Learner, TooManyBadSteps
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 
 @pytest.fixture

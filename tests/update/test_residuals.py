@@ -9,17 +9,17 @@ import pytest
 from compiling import DEFAULT_FUSION
 
 from quatrain.backend import CPU, backend_of
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.params import abstract_params, output_head_name
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
-from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import gradient_program, sum_gradients
-from quatrain.update.micro_batch import micro_batches
 from quatrain.update.residuals import HeldGradient, ResidualMemory, residual_memory
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 
 
 def _surprise(tokens):

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from quatrain.advantage.turns import turn_rewards
 from quatrain.config.schema import AdvantageConfig
 from quatrain.ops.advantages import ADVANTAGE_ESTIMATORS, TokenAdvantages
-from quatrain.types.batches import AdvantagedBatch, RewardedBatch
+from quatrain.types.batches import ENVIRONMENT, FAULTS, AdvantagedBatch, RewardedBatch
 from quatrain.types.metrics import Metric, describe
 from quatrain.workers.user_code import find_function, own_arguments
 
@@ -25,6 +24,12 @@ the reward of the greedy completion of the same prompt.
 For an estimator that does not name `token_rewards`, `rewards` includes their sum over the sequence. For one
 that does, what an environment gave for a turn is a reward of the turn's last token, and no part of `rewards`.
 """
+
+BROUGHT_BY = {
+    "values": "values come with a critic (`advantage.estimator: gae` brings one)",
+    "baseline_rewards": "they come with greedy completions: set rollout.greedy_baseline to true",
+}
+"""What brings the inputs that not every batch has."""
 
 
 class AdvantageEstimator:
@@ -55,24 +60,16 @@ class AdvantageEstimator:
                 f"{self._name} must take `rewards`; it takes {inspect.signature(self._function)}; "
                 f"its inputs are {', '.join(INPUTS)}"
             )
-        if config.estimator in ADVANTAGE_ESTIMATORS:
-            self._check_arguments()
+        if config.estimator in ADVANTAGE_ESTIMATORS:  # called on two groups, to check the ranges of arguments
+            rows, tokens = np.zeros(4, np.float32), np.zeros((4, 1), np.float32)
+            example = rows, np.array([0, 0, 1, 1]), tokens == 0, tokens, tokens, rows
+            try:
+                self._call(dict(zip(INPUTS, example, strict=True)))
+            except ValueError as error:
+                raise ValueError(f"{self._name} cannot be used: {error}") from error
 
-    def _check_arguments(self) -> None:
-        """Raises ValueError for arguments out of their range: calls a built-in estimator on two groups."""
-        rows, shape = np.zeros(4, np.float32), (4, 1)
-        example = {
-            "rewards": rows,
-            "group_ids": np.array([0, 0, 1, 1]),
-            "completion_mask": np.ones(shape, bool),
-            "token_rewards": np.zeros(shape, np.float32),
-            "values": np.zeros(shape, np.float32),
-            "baseline_rewards": rows,
-        }
-        try:
-            self._function(**{name: example[name] for name in self.inputs}, **self._arguments)
-        except ValueError as error:
-            raise ValueError(f"{self._name} cannot be used: {error}") from error
+    def _call(self, inputs: dict[str, Any]) -> Any:
+        return self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
 
     def estimate(self, rewarded: RewardedBatch) -> AdvantagedBatch:
         """Advantages of all completion tokens, alike within a sequence where the estimator returns [B].
@@ -84,7 +81,7 @@ class AdvantageEstimator:
         inputs, or returns another shape or a value that is not finite.
         """
         rollouts = rewarded.rollouts
-        mask = rollouts.completion_mask
+        mask, groups = rollouts.completion_mask, rollouts.group_ids
         returned = self._returned(rewarded)
         returns = None
         if isinstance(returned, TokenAdvantages):
@@ -96,21 +93,15 @@ class AdvantageEstimator:
         described = estimated[scored] if estimated.ndim == 1 else advantages[mask & scored[:, None]]
         metrics = describe("advantage", described, ("mean", "std", "min", "max"))
         signal = np.asarray((estimated if estimated.ndim == 1 else advantages.any(axis=1)) != 0)
-        metrics["advantage/zero_signal_fraction"] = _zero_signal(signal, rollouts.group_ids)
+        num_groups, num_with_signal = (len(np.unique(ids)) for ids in (groups, groups[signal]))
+        metrics["advantage/zero_signal_fraction"] = Metric(num_groups - num_with_signal, num_groups)
         return AdvantagedBatch(rewarded, advantages, metrics, returns)
 
     def _returned(self, rewarded: RewardedBatch) -> Any:
         """What the estimator returns for its inputs, unchecked."""
-        if "values" in self.inputs and rewarded.values is None:
-            raise ValueError(
-                f"{self._name} takes values, and the batch has none; values come with a critic "
-                "(`advantage.estimator: gae` brings one)"
-            )
-        if "baseline_rewards" in self.inputs and rewarded.baseline_rewards is None:
-            raise ValueError(
-                f"{self._name} takes baseline_rewards, and the batch has none; they come with greedy "
-                "completions: set rollout.greedy_baseline to true"
-            )
+        for name, remedy in BROUGHT_BY.items():
+            if name in self.inputs and getattr(rewarded, name) is None:
+                raise ValueError(f"{self._name} takes {name}, and the batch has none; {remedy}")
         mask = rewarded.rollouts.completion_mask
         rewards, token_rewards = rewarded.rewards, rewarded.token_rewards
         if token_rewards is None:
@@ -118,7 +109,7 @@ class AdvantageEstimator:
         elif "token_rewards" not in self.inputs:
             rewards = (rewards + token_rewards.sum(axis=1, dtype=np.float64)).astype(np.float32)
         if "token_rewards" in self.inputs and rewarded.environment_weight:
-            earned = turn_rewards(rewarded)
+            earned = _turn_rewards(rewarded)
             rewards = (rewards - earned.sum(axis=1, dtype=np.float64)).astype(np.float32)
             token_rewards = token_rewards + earned
         inputs = {
@@ -132,7 +123,7 @@ class AdvantageEstimator:
         for values in (rewards, token_rewards):
             values.setflags(write=False)
         try:
-            return self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
+            return self._call(inputs)
         except (Exception, SystemExit) as error:
             read_only = "read-only" in str(error)
             remedy = "; its inputs cannot be changed: work on a copy" if read_only else ""
@@ -157,8 +148,20 @@ class AdvantageEstimator:
         return values.astype(np.float32)
 
 
-def _zero_signal(signal: np.ndarray, group_ids: np.ndarray) -> Metric:
-    """Groups without a sequence that has `signal` [B], over groups."""
-    ids, groups = np.unique(group_ids, return_inverse=True)
-    with_signal = np.unique(groups[signal])
-    return Metric(len(ids) - len(with_signal), len(ids))
+def _turn_rewards(rewarded: RewardedBatch) -> np.ndarray:
+    """[B, T] float32: the part of `rewards` that each turn earned, at its last token; 0 elsewhere.
+
+    It is the weighted reward of the turn by its environment. An episode has none if a fault ended it, or if
+    the function `environment` did not score it.
+    """
+    rollouts = rewarded.rollouts
+    earned = np.zeros(rollouts.completion_mask.shape, np.float32)
+    raw = rewarded.rewards_per_function[rewarded.function_names.index(ENVIRONMENT)]
+    whole = np.array(rollouts.columns["environment_reward"], np.float32)
+    mask = np.pad(rollouts.completion_mask, ((0, 0), (0, 1)))
+    last = mask[:, :-1] & ~mask[:, 1:]
+    for row, rewards in enumerate(rollouts.columns["turn_rewards"]):
+        ends = np.flatnonzero(last[row])
+        if len(ends) == len(rewards) and raw[row] == whole[row] and rollouts.finish_reason[row] not in FAULTS:
+            earned[row, ends] = rewarded.environment_weight * np.array(rewards)
+    return earned

@@ -31,6 +31,7 @@ from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.episodes import EpisodeRules
 from quatrain.environments.load_environment import Environments, load_environment, load_tools
+from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.families import Architecture
 from quatrain.models.lora import merged, with_adapters, with_lora
@@ -43,7 +44,6 @@ from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, Publisher
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
-from quatrain.update.specs import CriticSpec, PolicySpec
 from quatrain.weights.load import BUILTIN, Model, load_model
 
 

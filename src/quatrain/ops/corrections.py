@@ -30,18 +30,9 @@ def behaviour_weights(
     `truncate`: w = min(rho, cap), biased towards 0 where rho is above the cap;
     `mask`: w = rho where floor <= rho <= cap, else 0: the token's loss counts for nothing. In a loss that
     couples the tokens of a sequence, as `gmpo` does, the token still has a gradient through the others.
+    `cap` >= 1; `floor` in [0, 1], None: 1 / cap.
 
-    Args:
-        old_logprobs: of the policy before the first optimizer step of the training step, any shape, nats.
-        rollout_logprobs: of the distribution that the token was drawn from, the same shape.
-        correction: which of the two.
-        cap: the upper bound, >= 1.
-        floor: the lower bound of `mask`, in [0, 1]; None: 1 / cap.
-
-    Returns:
-        w, float32, through which no gradient flows, and 1.0 where the bound changed the weight, else 0.0,
-        both of the same shape.
-
+    Returns w, float32, through which no gradient flows, and 1.0 where the bound changed the weight, else 0.0.
     Source: decoupled PPO (AReaL, arXiv 2505.24298) with truncated importance sampling (IMPALA, 1802.01561);
     `mask` is that of IcePop. The loss per token is w times the loss whose ratio is taken to `old_logprobs`.
     """

@@ -7,7 +7,10 @@ into micro-batches -> the column `high_covariance`, 1.0 on chosen tokens, and fo
 Both functions follow "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
 2505.22617): an update lowers the policy's entropy mainly through the few tokens whose log-probability and
 advantage vary together. With N the number of completion tokens of the mini-batch, means over these tokens:
-cov_t = (A_t - mean A) (logprob_t - mean logprob). A row without completion tokens changes nothing.
+cov_t = (A_t - mean A) (logprob_t - mean logprob). A row without completion tokens changes nothing. N and the
+means are those of the whole mini-batch, where verl has those of one micro-batch. Arrays are [B, T]: floats,
+and the bool `mask` of the completion tokens; columns are float32. Ratios are fractions of N in [0, 1], others
+are a ValueError.
 """
 
 from __future__ import annotations
@@ -30,28 +33,14 @@ def tokens_between_covariances(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> dict[str, np.ndarray]:
-    """Draws max(1, floor(ratio N)) of the tokens with lb <= cov <= ub, or takes all if they are fewer.
+    """`high_covariance`: 1 on max(1, floor(ratio N)) of the tokens with lb <= cov <= ub, or on all if fewer.
 
-    Deviations from verl: tokens that are clipped by their ratio can be drawn too, N and the means are those
-    of the whole mini-batch and not of one micro-batch, and the bounds belong to the interval.
-
-    Args:
-        logprobs, advantages: [B, T] floats.
-        mask: [B, T] bool, True on completion tokens.
-        rng: decides which tokens are drawn.
-        clip_cov_ratio: fraction of the completion tokens, in [0, 1].
-        clip_cov_lb, clip_cov_ub: bounds of the covariance.
-
-    Returns:
-        `high_covariance`: [B, T] float32, 1 on the chosen tokens and 0 elsewhere.
-
-    Raises:
-        ValueError: for a fraction outside [0, 1].
+    `rng` decides which are drawn. Deviations from verl: tokens that are clipped by their ratio can be drawn
+    too, and the bounds belong to the interval.
     """
-    _check_ratio("clip_cov_ratio", clip_cov_ratio)
     covariances = _covariances(logprobs, advantages, mask)
     between = np.flatnonzero((covariances >= clip_cov_lb) & (covariances <= clip_cov_ub))
-    num_drawn = min(_number(clip_cov_ratio, covariances.size), between.size)
+    num_drawn = min(_number("clip_cov_ratio", clip_cov_ratio, covariances), between.size)
     chosen = np.zeros(covariances.size, bool)
     chosen[rng.choice(between, num_drawn, replace=False)] = True
     return _column(chosen, mask)
@@ -66,30 +55,14 @@ def tokens_of_highest_covariance(
     old_logprobs: np.ndarray,
     kl_cov_ratio: float,
 ) -> dict[str, np.ndarray]:
-    """Takes the max(1, floor(ratio N)) tokens of highest covariance, if it is above 0.
+    """`high_covariance`: 1 on the max(1, floor(ratio N)) tokens of highest covariance, if it is above 0.
 
-    Tokens with the same covariance as the last of them are taken too, so that the choice does not depend on
-    the order of rows. Deviations from verl: those tokens are more than the ratio says, tokens whose
-    covariance is not positive are never taken, and N and the means are those of the whole mini-batch and not
-    of one micro-batch.
-
-    Args:
-        logprobs, advantages: [B, T] floats.
-        mask: [B, T] bool, True on completion tokens.
-        rng: unused.
-        old_logprobs: [B, T] floats, to which the ratio of the loss is taken.
-        kl_cov_ratio: fraction of the completion tokens, in [0, 1].
-
-    Returns:
-        `high_covariance`: [B, T] float32, 1 on the chosen tokens and 0 elsewhere; `moved`: [B, T] float32, on
-        the chosen tokens the sign of logprobs - old_logprobs where it is beyond `LEAST_DISTANCE`, else 0.
-
-    Raises:
-        ValueError: for a fraction outside [0, 1].
+    `moved`: on these tokens the sign of logprobs - old_logprobs where it is beyond `LEAST_DISTANCE`, else 0.
+    Deviations from verl: tokens with the same covariance as the last are taken too, so that the choice does
+    not depend on the order of rows, and those whose covariance is not positive never. `rng` is not used.
     """
-    _check_ratio("kl_cov_ratio", kl_cov_ratio)
     covariances = _covariances(logprobs, advantages, mask)
-    least = np.sort(covariances)[-_number(kl_cov_ratio, covariances.size) :].min(initial=np.inf)
+    least = np.sort(covariances)[-_number("kl_cov_ratio", kl_cov_ratio, covariances) :].min(initial=np.inf)
     chosen = _column((covariances >= least) & (covariances > 0), mask)
     distance = logprobs - old_logprobs
     moved = np.where(np.abs(distance) > LEAST_DISTANCE, np.sign(distance), 0)
@@ -105,16 +78,14 @@ def _covariances(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray)
     return centred[0] * centred[1]
 
 
-def _number(ratio: float, num_tokens: int) -> int:
-    return max(int(ratio * num_tokens), 1)
+def _number(name: str, ratio: float, tokens: np.ndarray) -> int:
+    """max(1, floor(ratio N)); raises ValueError where the argument `name` of the loss is no fraction."""
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {ratio}; set update.loss_args.{name}")
+    return max(int(ratio * tokens.size), 1)
 
 
 def _column(chosen: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     column = np.zeros(mask.shape, np.float32)
     column[mask] = chosen
     return {"high_covariance": column}
-
-
-def _check_ratio(name: str, ratio: float) -> None:
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {ratio}; set update.loss_args.{name}")

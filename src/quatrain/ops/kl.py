@@ -53,15 +53,9 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 def adapted_kl_coef(coef: float, kl: float, *, target: float, num_sequences: int, horizon: int) -> float:
     """The next coefficient of the KL in the reward, which moves the measured KL towards `target`.
 
-    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon). Source: Ziegler et al., arXiv
-    1909.08593, section 2.2; verl's adaptive controller is the same.
-
-    Args:
-        coef: the coefficient that the rewards of this batch had.
-        kl: measured on this batch, in nats per token, the mean over sequences.
-        target: KL to be kept, in the same unit, > 0.
-        num_sequences: sequences of the batch.
-        horizon: sequences over which the coefficient adapts, >= 1.
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon), where `kl` and `target` are in
+    nats per token, `kl` the mean over the `num_sequences` of the batch, whose rewards had `coef`, and
+    `horizon` is a number of sequences. Source: Ziegler et al., arXiv 1909.08593, section 2.2, as in verl.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * num_sequences / horizon)
@@ -79,8 +73,5 @@ def k3_straight(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "k3_straight": k3_straight,
+    function.__name__: function for function in (k1, k2, k3, k3_straight)
 }

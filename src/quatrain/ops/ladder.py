@@ -25,6 +25,6 @@ def round_up_coarsely(size: int, minimum: int = 1) -> int:
     For sizes of which each compiles a program beside those of `round_up`: an octave has two rungs.
     """
     target = max(size, minimum, 1)
-    power = 1 << (target - 1).bit_length()
+    power = power_of_two(target)
     smaller = power * 3 // 4
     return smaller if power >= 4 and target <= smaller else power

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +40,13 @@ class Tile:
     unit: int = 1
 
     def __post_init__(self) -> None:
+        problem = None
         if self.tokens < 1 or self.words < 1:
-            raise ValueError(
-                f"a tile of logits is of at least one token and one word, got {self.tokens} and "
-                f"{self.words}; see Backend.tile in backend.py"
-            )
-        if self.words % self.unit and self.unit > 1:
-            raise ValueError(
-                f"the words of a tile of logits come in multiples of its unit, got {self.words} words and "
-                f"{self.unit}; see Backend.tile in backend.py"
-            )
+            problem = f"is of at least one token and one word, got {self.tokens} and {self.words}"
+        elif self.words % self.unit:
+            problem = f"has words in multiples of its unit, got {self.words} words and {self.unit}"
+        if problem:
+            raise ValueError(f"a tile of logits {problem}; see Backend.tile in backend.py")
 
 
 def kept_logits(num_tokens: int, num_words: int, tile: Tile) -> int:
@@ -91,7 +88,7 @@ def token_logprobs(
     bfloat16 activations) is cast to their dtype, once for all tiles of a pass.
 
     Args:
-        project: (rows [v, ...] of `head`, hidden [n, D]) -> logits [n, v]: of each token and word by itself.
+        project: computes the logits of each token and word by itself.
         head: [V, ...], what logits are made of, word by word.
         hidden: [N, D] hidden states, each of the position before its target.
         targets: [N] integer token ids in [0, V).
@@ -104,13 +101,19 @@ def token_logprobs(
             of the sum, those of `head` its own.
         head_gradient: whether `head` is trained; its gradient is not computed otherwise, and is zero.
 
-    Returns:
-        (logprobs [N] float32, entropy [N] float32).
-
-    Raises:
-        ValueError: for a temperature <= 0 or shapes that do not fit.
+    Raises ValueError for a temperature <= 0 and for shapes that do not fit.
     """
-    num_tokens = _check(hidden, targets, temperature)
+    if not temperature > 0:
+        raise ValueError(
+            f"token log-probabilities need a temperature > 0, got {temperature}; greedy completions "
+            "(temperature 0) have no distribution to train on: sample them at a positive temperature"
+        )
+    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"expected hidden [N, D] and targets [N], got {hidden.shape} and {targets.shape}; "
+            "flatten batch and time together"
+        )
+    num_tokens = len(hidden)
     if not num_tokens:
         return jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.float32)
     num_chunks, size = even_parts(num_tokens, tile.tokens)
@@ -122,25 +125,10 @@ def token_logprobs(
     def scaled(rows: jax.Array, chunk: jax.Array) -> jax.Array:
         return project(rows, chunk).astype(jnp.float32) / jnp.float32(temperature)
 
-    keep = kept_logits(num_tokens, len(head), tile) > 0
-    own = partial(_by_tiles, scaled, tile, vocabulary_axis, keep, head_gradient)
-    outputs = own(head, hidden, targets, live)
+    how = _How(scaled, tile, vocabulary_axis, kept_logits(num_tokens, len(head), tile) > 0, head_gradient)
+    outputs = _by_tiles(how, head, hidden, targets, live)
     logprobs, entropy = (output.reshape(-1)[:num_tokens] for output in outputs)
     return logprobs, entropy
-
-
-def _check(hidden: jax.Array, targets: jax.Array, temperature: float) -> int:
-    if not temperature > 0:
-        raise ValueError(
-            f"token log-probabilities need a temperature > 0, got {temperature}; greedy completions "
-            "(temperature 0) have no distribution to train on: sample them at a positive temperature"
-        )
-    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"expected hidden [N, D] and targets [N], got {hidden.shape} and {targets.shape}; "
-            "flatten batch and time together"
-        )
-    return hidden.shape[0]
 
 
 @dataclass(frozen=True)
@@ -171,35 +159,33 @@ class _Words:
         return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < earlier, -jnp.inf, logits)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+class _How(NamedTuple):
+    """The static arguments of the functions below."""
+
+    project: Project
+    tile: Tile
+    axis: str | None
+    """Of the mesh, over which the vocabulary is sharded."""
+    keep: bool
+    """Whether the logits of the forward pass wait for the backward pass."""
+    head_gradient: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_tiles(
-    project: Project,
-    tile: Tile,
-    axis: str | None,
-    keep: bool,
-    head_gradient: bool,
-    head: jax.Array,
-    hidden: jax.Array,
-    targets: jax.Array,
-    live: jax.Array,
+    how: _How, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs, entropy), each [chunks, n], of hidden [chunks, n, D]; zeros from chunk `live` on."""
-    return _forward(project, tile, axis, False, head_gradient, head, hidden, targets, live)[0]
+    return _forward(how._replace(keep=False), head, hidden, targets, live)[0]
 
 
 def _forward(
-    project: Project,
-    tile: Tile,
-    axis: str | None,
-    keep: bool,
-    head_gradient: bool,
-    head: jax.Array,
-    hidden: jax.Array,
-    targets: jax.Array,
-    live: jax.Array,
+    how: _How, head: jax.Array, hidden: jax.Array, targets: jax.Array, live: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    words = _Words.of(len(head), tile)
-    own_targets = targets - _first_own(len(head), axis)
+    project, axis = how.project, how.axis
+    words = _Words.of(len(head), how.tile)
+    # Of this device's part of the vocabulary, targets count from its first word.
+    own_targets = targets - (0 if axis is None else lax.axis_index(axis) * len(head))
     narrow = _narrowed(head, hidden.dtype)
 
     def one_tile(j: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -217,7 +203,7 @@ def _forward(
 
     nothing = jnp.zeros(targets.shape, jnp.float32)
     begin = (jnp.full_like(nothing, LOWEST), nothing, nothing, nothing)
-    kept = (jnp.zeros((words.num_tiles, *targets.shape, words.size), jnp.float32),) if keep else ()
+    kept = (jnp.zeros((words.num_tiles, *targets.shape, words.size), jnp.float32),) if how.keep else ()
     statistics, kept = lax.fori_loop(0, words.num_tiles, one_tile, (begin, kept))
     peak, total, weighted, target = statistics
     if axis is not None:
@@ -255,19 +241,12 @@ def _below(difference: jax.Array, total: jax.Array, weighted: jax.Array) -> tupl
     return total * shrink, (weighted + total * difference) * shrink
 
 
-def _backward(
-    project: Project,
-    tile: Tile,
-    axis: str | None,
-    keep: bool,
-    head_gradient: bool,
-    residuals: Any,
-    cotangents: tuple[jax.Array, jax.Array],
-) -> Any:
+def _backward(how: _How, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    project, head_gradient = how.project, how.head_gradient
     head, hidden, own_targets, live, entropy, log_total, kept = residuals
     by_logprob, by_entropy = cotangents
     narrow = _narrowed(head, hidden.dtype)
-    words = _Words.of(len(head), tile)
+    words = _Words.of(len(head), how.tile)
 
     def one_tile(j: jax.Array, grads: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
         to_head, to_hidden = grads  # `to_head` is a tuple of one array, or of none if the head is frozen
@@ -280,7 +259,7 @@ def _backward(
                 logits, pull = jax.vjp(project, _float32(rows), _float32(hidden[i]))
             else:
                 logits, pull = jax.vjp(partial(project, rows), _float32(hidden[i]))
-            if keep:
+            if how.keep:
                 logits = kept[0][j, i]
             logprobs = words.without_earlier(logits, j) - log_total[i][:, None]
             probs = jnp.exp(logprobs)
@@ -318,11 +297,6 @@ def _narrowed(head: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _first_own(num_words: int, axis: str | None) -> jax.Array | int:
-    """The first word of this device's part of the vocabulary."""
-    return 0 if axis is None else lax.axis_index(axis) * num_words
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -9,19 +9,12 @@ import numpy as np
 
 
 def segment_means(values: np.ndarray, segments: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """For each row, the (weighted) mean over the rows of its segment.
+    """[B] float64: for each row, the (weighted) mean over the rows of its segment.
 
     Exact where all values of a segment are equal: their mean is that value to the last bit, so that
-    `values - segment_means(...)` is 0 and not the rounding error of a sum.
-
-    Args:
-        values: [B] finite numbers.
-        segments: [B] integers in [0, number of segments), in any order and number of rows.
-        weights: [B] whole numbers >= 0, or None for the weight 1. The mean of a segment whose weights are
-            all 0 is its smallest value.
-
-    Returns:
-        [B] float64.
+    `values - segment_means(...)` is 0 and not the rounding error of a sum. `values` [B] are finite;
+    `segments` [B] are integers from 0 in any order; `weights` [B] are whole numbers >= 0, or None for 1. The
+    mean of a segment whose weights are all 0 is its smallest value.
     """
     values = values.astype(np.float64)
     if not values.size:

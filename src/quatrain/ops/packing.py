@@ -46,10 +46,7 @@ class PackingCost:
     def __post_init__(self) -> None:
         both = (self.linear, self.quadratic)
         if not all(math.isfinite(value) and value >= 0 for value in both) or not any(both):
-            raise ValueError(
-                f"PackingCost: linear and quadratic are finite and not negative, and one is above 0; got "
-                f"{self.linear} and {self.quadratic}"
-            )
+            raise ValueError(f"PackingCost: both are finite and not negative, and one is above 0; got {both}")
 
     def of(self, tokens: Any, squares: Any) -> Any:
         """Cost of a sum of lengths and a sum of their squares: integers, hence exact in any order."""
@@ -122,18 +119,10 @@ def plan_packing(
     group that shares a prefix is placed whole, like one sequence; where none fits whole, one is split, and
     each part holds the prefix again. Bins may be empty.
 
-    Args:
-        lengths: [n] integers >= 1, tokens of each sequence, all prefixes included.
-        max_tokens: most tokens of a shard in one micro-batch.
-        num_shards: data shards.
-        groups: [n] integers; sequences of equal ones share a prefix. None: each is alone.
-        prefixes: [n] tokens that a sequence shares with its group; at least `shared_prefix`.
-        shared_prefix: tokens that all sequences begin with, which stand once in every buffer.
-        cost: compute of a sequence; see `PackingCost`.
-
-    Raises:
-        ValueError: a length above `max_tokens` or below 1, lengths that are not [n] integers, or one of the
-            other numbers below 1.
+    `lengths` [n] are whole tokens >= 1, all prefixes included. Sequences of equal `groups` [n] share
+    `prefixes` [n] tokens, at least `shared_prefix`; None: each is alone. `shared_prefix` tokens, with which
+    all sequences begin, stand once in every buffer. Raises ValueError for a length above `max_tokens` or
+    below 1, lengths that are not [n] integers, and `max_tokens` or `num_shards` below 1.
     """
     lengths = _check(lengths, max_tokens, num_shards)
     groups = np.arange(len(lengths)) if groups is None else groups
@@ -146,41 +135,29 @@ def plan_packing(
     )
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
     rungs = single if len(micro_batches) == 1 else several
-    return Packing(
-        tuple(tuple(map(_rows, micro_batch.bins)) for micro_batch in micro_batches),
-        tuple(
-            shared_prefix + next(width for width in rungs if width >= micro_batch.tokens)
-            for micro_batch in micro_batches
-        ),
-    )
+    least = (next(width for width in rungs if width >= tokens) for _, tokens in micro_batches)
+    bins = tuple(tuple(map(_rows, bins)) for bins, _ in micro_batches)
+    return Packing(bins, tuple(shared_prefix + width for width in least))
 
 
 def _check(lengths: Any, max_tokens: int, num_shards: int) -> np.ndarray:
     """`lengths` as [n] int64, or the error that says what is wrong."""
-    for name, value in {"max_tokens": max_tokens, "num_shards": num_shards}.items():
-        if value < 1:
-            raise ValueError(f"packing: {name} is at least 1, got {value}; set it to 1 or more")
-    array = np.asarray(lengths)
-    if array.ndim == 1 and not array.size:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"packing: lengths are whole numbers of tokens, one per sequence; got {array.dtype} of shape "
-            f"{array.shape}; pass the sum of each row of the attention mask"
-        )
-    array = array.astype(np.int64)
-    shortest, longest = int(array.argmin()), int(array.argmax())
-    if array[shortest] < 1:
-        raise ValueError(
-            f"packing: a sequence has at least 1 token, got {array[shortest]} at index {shortest}; leave "
-            f"empty sequences out"
-        )
-    if array[longest] > max_tokens:
-        raise ValueError(
-            f"packing: max_tokens={max_tokens} cannot hold the sequence of {array[longest]} tokens at index "
-            f"{longest}; set it to at least {array[longest]}"
-        )
-    return array
+    array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
+    problem = None
+    if max_tokens < 1 or num_shards < 1:
+        name, value = ("max_tokens", max_tokens) if max_tokens < 1 else ("num_shards", num_shards)
+        problem = f"{name} is at least 1, got {value}; set it to 1 or more"
+    elif array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        got = f"{array.dtype} of shape {array.shape}"
+        problem = f"lengths are whole numbers of tokens, one per sequence; got {got}"
+    elif (least := array.min(initial=1)) < 1:
+        problem = f"a sequence has at least 1 token, got {least} at index {array.argmin()}; leave it out"
+    elif (most := array.max(initial=1)) > max_tokens:
+        where = f"the sequence of {most} tokens at index {array.argmax()}"
+        problem = f"max_tokens={max_tokens} cannot hold {where}; set it to at least {most}"
+    if problem:
+        raise ValueError(f"packing: {problem}")
+    return array.astype(np.int64)
 
 
 class _Unit(NamedTuple):
@@ -194,18 +171,19 @@ class _Unit(NamedTuple):
     def split(self, room: int) -> tuple[_Unit, _Unit] | None:
         """The sequences that fit into `room` with the prefix, the longest first, and the others; or None."""
         prefix = self.tokens - sum(self.own)
-        inside: list[int] = []
-        outside: list[int] = []
+        parts: tuple[list[tuple[int, int]], ...] = [], []
         tokens = prefix
-        for k, own in enumerate(self.own):
+        for own, row in zip(self.own, self.rows, strict=False):
             fits = tokens + own <= room
             tokens += own * fits
-            (inside if fits else outside).append(k)
-        return (self._part(prefix, inside), self._part(prefix, outside)) if inside and outside else None
+            parts[not fits].append((own, row))
+        return (_group(prefix, parts[0]), _group(prefix, parts[1])) if all(parts) else None
 
-    def _part(self, prefix: int, members: list[int]) -> _Unit:
-        rows, own = (tuple(values[k] for k in members) for values in (self.rows, self.own))
-        return _Unit(prefix + sum(own), rows, own)
+
+def _group(prefix: int, members: list[tuple[int, int]]) -> _Unit:
+    """The unit of `members` (tokens after the prefix, row), descending."""
+    own, rows = zip(*members, strict=True)
+    return _Unit(prefix + sum(own), rows, own)
 
 
 def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> list[_Unit]:
@@ -216,16 +194,12 @@ def _units(lengths: np.ndarray, groups: np.ndarray, prefixes: np.ndarray) -> lis
             members[group, prefix].append((length - prefix, row))
         else:
             units.append(_Unit(length, (row,)))
-    for (_, prefix), held in members.items():
-        own, rows = zip(*sorted(held, reverse=True), strict=True)
-        units.append(_Unit(prefix + sum(own), rows, own))
+    units += [_group(prefix, sorted(held, reverse=True)) for (_, prefix), held in members.items()]
     return sorted(units)
 
 
-class _MicroBatch(NamedTuple):
-    bins: list[list[_Unit]]
-    tokens: int
-    """Of the fullest bin."""
+_MicroBatch = tuple[list[list[_Unit]], int]
+"""The bins, and the tokens of the fullest."""
 
 
 def _micro_batches(
@@ -240,7 +214,7 @@ def _micro_batches(
             filled.append(pool.fill(full, num_shards, cost))
         rungs = single if count == 1 else several
         widths = _widths(rungs, total - len(filled) * full, count - len(filled))
-        rest = pool.copy()
+        rest = _Pool(pool.units)
         last = [rest.fill(width, num_shards, cost) for width in widths]
         if not rest.sizes:
             return filled + last
@@ -268,9 +242,6 @@ class _Pool:
         self.units, self.sizes = units.copy(), [unit.tokens for unit in units]
         self.has_groups = any(len(unit.own) > 1 for unit in units)
 
-    def copy(self) -> _Pool:
-        return _Pool(self.units)
-
     def fill(self, width: int, num_shards: int, cost: PackingCost) -> _MicroBatch:
         """A micro-batch of bins of at most `width` tokens, which takes units until none left fits."""
         bins: list[list[_Unit]] = [[] for _ in range(num_shards)]
@@ -281,7 +252,7 @@ class _Pool:
             bins[k].append(unit)
             rooms[k] -= unit.tokens
             costs[k] += cost.of(unit.tokens, unit.tokens**2)
-        return _MicroBatch(bins, width - min(rooms))
+        return bins, width - min(rooms)
 
     def take(self, room: int) -> _Unit | None:
         """The longest unit that fits; where none does, the part that fits of the longest that has one."""

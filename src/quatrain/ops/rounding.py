@@ -18,16 +18,8 @@ def stochastic_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 
     bfloat16 has the upper 16 of the 32 bits of a float32. Added to the lower 16, uniformly random bits carry
     into the upper with the probability (x - below) / (above - below), as the sign is a bit of its own. A
-    number that bfloat16 has is not changed, nor are infinities and NaN.
-
-    Args:
-        x: float32 of any shape.
-        bits: uint16 of the shape of `x`.
-
-    Returns:
-        bfloat16 of the shape of `x`.
-
-    Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
+    number that bfloat16 has is not changed, nor are infinities and NaN. `x` is float32, `bits` are uint16 of
+    its shape. Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
     """
     assert x.dtype == jnp.float32, x.dtype
     assert bits.dtype == jnp.uint16, bits.dtype
@@ -56,14 +48,10 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def round_tree(exact: Any, like: Any, draw: Any = None) -> Any:
     """The tree `exact` of float32 arrays in the dtypes of the tree `like`.
 
-    With a `draw`, bfloat16 arrays are rounded stochastically, else to the nearest number. The random bits of
-    an element depend only on `draw`, the array's place in the tree and the element's place in the array,
-    however arrays are distributed over devices.
-
-    Args:
-        exact: tree of float32 arrays.
-        like: tree of arrays of the same structure and shapes.
-        draw: [3] uint32: the run's seed, the stream of random numbers, the optimizer step; or None.
+    With a `draw` ([3] uint32: the run's seed, the stream of random numbers, the optimizer step), bfloat16
+    arrays are rounded stochastically, else to the nearest number. The random bits of an element depend only
+    on `draw`, the array's place in the tree and the element's place in the array, however arrays are
+    distributed over devices.
     """
     if draw is None:
         return jax.tree.map(lambda x, other: x.astype(other.dtype), exact, like)
@@ -77,5 +65,4 @@ def round_tree(exact: Any, like: Any, draw: Any = None) -> Any:
 
     leaves, structure = jax.tree.flatten(exact)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    places = enumerate(zip(leaves, dtypes, strict=True))
-    return jax.tree.unflatten(structure, [rounded(place, x, dtype) for place, (x, dtype) in places])
+    return jax.tree.unflatten(structure, map(rounded, range(len(leaves)), leaves, dtypes))

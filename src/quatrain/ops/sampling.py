@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,18 +19,11 @@ BLOCK = 256
 def token_uniforms(
     seed: int | jax.Array, step: int | jax.Array, sequence_ids: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """One uniform number in [0, 1) per row, a function of (seed, step, sequence id, position) alone.
+    """[B] float32 in [0, 1), a function of (seed, step, sequence id, position) alone.
 
-    The slot a sequence runs in, the batch it shares and the number of devices change nothing.
-
-    Args:
-        seed: the run's seed, a scalar.
-        step: training step, a scalar.
-        sequence_ids: [B] integers, unique to a sequence within the step.
-        positions: [B] integers, position of the token to be sampled in its sequence.
-
-    Returns:
-        [B] float32.
+    The slot a sequence runs in, the batch it shares and the number of devices change nothing. `seed` and
+    `step`, the training step, are scalars; `sequence_ids` [B] are unique within the step; `positions` [B]
+    are those of the tokens to be sampled in their sequences.
     """
     step_key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
 
@@ -70,24 +62,16 @@ def sample(
     Exactly k tokens pass top-k; in top-k and top-p, ties go to the lower token id. At least one
     token always passes, and a token that did not, or whose probability is 0, is never drawn.
 
-    Args:
-        logits: [B, V] float32; -inf forbids a token.
-        uniforms: [B] float32 in [0, 1), see `token_uniforms`; not read at temperature 0.
-        temperature: static, >= 0; 0 takes the likeliest token and ignores the filters.
-        top_k: static, >= 0; 0 or >= V: off.
-        top_p: static, in (0, 1]; 1: off.
-        min_p: static, in [0, 1]; 0: off.
-        vocabulary_first: static; whether to work on the transpose of `logits`, in blocks that divide its
-            columns where they can. Sums are then rounded otherwise, in which a uniform that lies between
-            two tokens may choose the other.
+    `logits` [B, V] are float32, -inf forbids a token; `uniforms` [B] are those of `token_uniforms`. Options
+    are static. Temperature 0 takes the likeliest token and ignores the filters; `top_k` 0, `top_p` 1 and
+    `min_p` 0 are off. `vocabulary_first` works on the transpose of `logits`, in blocks that divide its
+    columns where they can: sums are then rounded otherwise, in which a uniform that lies between two tokens
+    may choose the other.
 
-    Returns:
-        (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
-        from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1.
-        A row with a NaN or +inf logit has log-probability NaN.
-
-    Raises:
-        ValueError: for an option out of range or shapes that do not fit.
+    Returns (tokens [B] int32, logprobs [B] float32). The log-probability is that of the distribution drawn
+    from, after temperature and filters; at temperature 0, that of the unfiltered softmax at 1. A row with a
+    NaN or +inf logit has log-probability NaN. Raises ValueError for an option out of range or shapes that do
+    not fit.
     """
     _check(logits, uniforms, temperature, top_k, top_p, min_p)
     num_words = logits.shape[1]
@@ -115,19 +99,10 @@ def sample(
 def sample_each(
     logits: jax.Array, uniforms: jax.Array, each: EachSampling, *, vocabulary_first: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """As `sample`, with parameters of their own for each row, which are data and not static.
+    """As `sample`, with parameters of their own for each row, which are data: not static, and not checked.
 
     A filter costs time only in calls in which a row has it on. Of top-k, the tokens that pass are those of
     `sample`; a uniform chooses among them in the order of the vocabulary.
-
-    Args:
-        logits: [B, V] float32; -inf forbids a token.
-        uniforms: [B] float32 in [0, 1).
-        each: [B] parameters, in range; not checked here.
-        vocabulary_first: as in `sample`.
-
-    Returns:
-        (tokens [B] int32, logprobs [B] float32), as `sample`.
     """
     axis, logits = (0, logits.T) if vocabulary_first else (1, logits)
     size = 128 if vocabulary_first and logits.shape[axis] % BLOCK else BLOCK
@@ -135,8 +110,10 @@ def sample_each(
     scaled = logits / jnp.expand_dims(jnp.where(greedy, 1.0, each.temperature), axis)
 
     def when_any(rows: jax.Array, keep: Callable[[jax.Array], jax.Array], candidates: jax.Array) -> jax.Array:
-        kept = partial(_where_rows, rows, axis)
-        return jax.lax.cond(rows.any(), lambda x: kept(keep(x), x), lambda x: x, candidates)
+        def in_rows(x: jax.Array) -> jax.Array:
+            return jnp.where(jnp.expand_dims(rows, axis), keep(x), x)
+
+        return jax.lax.cond(rows.any(), in_rows, lambda x: x, candidates)
 
     top_k, top_p = (jnp.expand_dims(x, axis) for x in (each.top_k, each.top_p))
     drawn = ~greedy
@@ -147,14 +124,7 @@ def sample_each(
     tokens, logprobs = _invert_cdf(candidates, uniforms, axis, size)
     best = jnp.argmax(logits, axis=axis).astype(jnp.int32)
     best_logprobs = logits.max(axis=axis) - jax.nn.logsumexp(logits, axis=axis)
-    return (
-        jnp.where(greedy, best, tokens).astype(jnp.int32),
-        jnp.where(greedy, best_logprobs, logprobs),
-    )
-
-
-def _where_rows(rows: jax.Array, axis: int, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(jnp.expand_dims(rows, axis), new, old)
+    return jnp.where(greedy, best, tokens).astype(jnp.int32), jnp.where(greedy, best_logprobs, logprobs)
 
 
 def _check(
@@ -162,15 +132,14 @@ def _check(
 ) -> None:
     if logits.ndim != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [B, V] and uniforms [B], got {logits.shape} and {uniforms.shape}")
-    rules = {
-        f"temperature >= 0, got {temperature}": temperature >= 0,
-        f"top_k >= 0 (0: off), got {top_k}": top_k >= 0,
-        f"0 < top_p <= 1 (1: off), got {top_p}": 0 < top_p <= 1,
-        f"0 <= min_p <= 1 (0: off), got {min_p}": 0 <= min_p <= 1,
-    }
-    for rule, holds in rules.items():
+    for rule, value, holds in (
+        ("temperature >= 0", temperature, temperature >= 0),
+        ("top_k >= 0 (0: off)", top_k, top_k >= 0),
+        ("0 < top_p <= 1 (1: off)", top_p, 0 < top_p <= 1),
+        ("0 <= min_p <= 1 (0: off)", min_p, 0 <= min_p <= 1),
+    ):
         if not holds:
-            raise ValueError(f"sampling needs {rule}")
+            raise ValueError(f"sampling needs {rule}, got {value}")
 
 
 # In what follows the vocabulary is along `axis`, 0 or 1, of arrays [W, B] or [B, W], and is split into blocks
@@ -185,8 +154,7 @@ def _keep_likeliest(logits: jax.Array, top_k: jax.Array, axis: int, size: int) -
     least = jnp.take_along_axis(ascending, width - wanted, axis=axis)
     above, tied = logits > least, logits == least
     most = wanted - above.sum(axis=axis, keepdims=True)
-    inside = above | (tied & (_running_count(tied, axis, size) <= most))
-    return jnp.where(inside, logits, -jnp.inf)
+    return _first_of_ties(logits, above, tied, most, axis, size)
 
 
 def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: int) -> jax.Array:
@@ -214,8 +182,7 @@ def _keep_nucleus(logits: jax.Array, top_p: float | jax.Array, axis: int, size: 
     above, tied = weights > least, weights == least
     missing = goal - jnp.where(above, weights, 0.0).sum(axis=axis, keepdims=True)
     most = jnp.ceil(missing / least).astype(jnp.int32)
-    inside = above | (tied & (_running_count(tied, axis, size) <= most))
-    return jnp.where(inside, logits, -jnp.inf)
+    return _first_of_ties(logits, above, tied, most, axis, size)
 
 
 def _blocks(x: jax.Array, axis: int, size: int, fill: float | bool) -> jax.Array:
@@ -227,15 +194,20 @@ def _blocks(x: jax.Array, axis: int, size: int, fill: float | bool) -> jax.Array
     return padded.reshape(*x.shape[:axis], -(-width // size), size, *x.shape[axis + 1 :])
 
 
-def _running_count(flags: jax.Array, axis: int, size: int) -> jax.Array:
-    """Cumulative sum of `flags`, by blocks: half the time of one long sum on a CPU."""
-    inside = jnp.cumsum(_blocks(flags, axis, size, False), axis=axis + 1, dtype=jnp.int32)
+def _first_of_ties(
+    logits: jax.Array, above: jax.Array, tied: jax.Array, most: jax.Array, axis: int, size: int
+) -> jax.Array:
+    """`logits` with -inf but where `above` and at the first `most` of those `tied`.
+
+    The cumulative sum is by blocks: half the time of one long sum on a CPU.
+    """
+    inside = jnp.cumsum(_blocks(tied, axis, size, False), axis=axis + 1, dtype=jnp.int32)
     totals = jax.lax.index_in_dim(inside, size - 1, axis + 1, keepdims=False)
     before = jnp.cumsum(totals, axis=axis) - totals
-    counts = (inside + jnp.expand_dims(before, axis + 1)).reshape(
-        *flags.shape[:axis], -1, *flags.shape[axis + 1 :]
-    )
-    return jax.lax.slice_in_dim(counts, 0, flags.shape[axis], axis=axis)
+    counts = inside + jnp.expand_dims(before, axis + 1)
+    counts = counts.reshape(*tied.shape[:axis], -1, *tied.shape[axis + 1 :])
+    counts = jax.lax.slice_in_dim(counts, 0, tied.shape[axis], axis=axis)
+    return jnp.where(above | (tied & (counts <= most)), logits, -jnp.inf)
 
 
 def _invert_cdf(logits: jax.Array, uniforms: jax.Array, axis: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -43,9 +43,9 @@ class Tokens:
         """The array `name`; raises ValueError where this objective does not have it."""
         if name not in self.columns:
             remedy = f"{name} comes with {BROUGHT_BY[name]}" if name in BROUGHT_BY else "use one of these"
+            known = ", ".join([*self.predictions, "mask", *sorted(self.columns)])
             raise ValueError(
-                f"a loss reads arrays that its micro-batches have: got {name!r}; they have "
-                f"{', '.join([*self.predictions, 'mask', *sorted(self.columns)])}; {remedy}"
+                f"a loss reads arrays that its micro-batches have: got {name!r}; they have {known}; {remedy}"
             )
         return self.columns[name]
 

@@ -16,16 +16,9 @@ def value_loss(tokens: ValuedTokens, *, clip_value: float | None) -> TokenLoss:
 
     With v the value, v_old the value at the start of the training step and R the return:
     loss = max((v - R)^2, (clip(v, v_old - clip_value, v_old + clip_value) - R)^2) / 2. A token whose clipped
-    error is larger has gradient zero. Source: PPO as in OpenAI's baselines (Engstrom et al., arXiv
-    2005.12729); verl has the same formula.
-
-    Args:
-        tokens: reads `values`, `old_values` and `returns`.
-        clip_value: largest distance from the old value, > 0, in the unit of the values; None: not clipped.
-
-    Returns:
-        The token loss, float32, and as means `value_mean`, `return_mean` and `clip_fraction` (tokens whose
-        clipped error is larger).
+    error is larger has gradient zero. `clip_value` > 0 is in the unit of the values; None: not clipped.
+    Means: `value_mean`, `return_mean` and `clip_fraction` (tokens whose clipped error is larger). Source: PPO
+    as in OpenAI's baselines (Engstrom et al., arXiv 2005.12729); verl has the same formula.
     """
     error = jnp.square(tokens.values - tokens.returns)
     clipped = jnp.zeros(error.shape, bool)

@@ -7,29 +7,30 @@ optimizer steps. Micro-batches, exact weights, meshes and memory are those of `t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from quatrain.config.schema import CriticConfig, OptimizerConfig, UpdateConfig
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import CriticSpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
 from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory, unshared
 from quatrain.types.metrics import Metric
-from quatrain.update.gradient import predict_tokens
-from quatrain.update.specs import CriticSpec
-from quatrain.update.table import TokenTable
-from quatrain.update.trainer import (
-    CRITIC_STREAM,
-    ModelState,
-    StepTotals,
-    Trainer,
-    mini_batches_of_step,
-)
+from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step
+
+RENAMED = {
+    "loss": "critic/loss",
+    "update/grad_norm": "critic/grad_norm",
+    "batch/micro_batches": "critic/micro_batches",
+    "batch/padding_fraction": "critic/padding_fraction",
+}
+"""Metrics of `Trainer` that are logged for the critic, and how; others are the policy's alone."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class ValueObjective:
 class Critic:
     """Owns the critic's optimizer; everything that changes is in a `ModelState`.
 
-    The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. `total_steps` is
-    the length of the learning-rate schedule in optimizer steps. The parameters are kept in `memory` while no
-    values are computed and the critic is not trained, the optimizer's state between optimizer steps.
+    The weights of tokens in the loss are those of the policy's `update.loss_aggregation`. The parameters are
+    kept in `memory` while no values are computed and the critic is not trained, the optimizer's state between
+    optimizer steps.
     """
 
     def __init__(
@@ -67,24 +68,21 @@ class Critic:
         assert config.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert config.epochs is not None, "epochs are derived before they come here"
         assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
-        self.model, self.config, self.seed = model, config, seed
+        self.model, self.seed, self.memory = model, seed, memory
+        self.objective = ValueObjective(config.clip_value)
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps
-        self.weighted = partial(
-            TokenTable.weighted, aggregation=update.loss_aggregation, max_new_tokens=max_new_tokens
-        )
-        cut = partial(model.cutting, share_prompts=update.shares_prompts)
-        self.forward_cutting = cut(config.forward_sizes)
+        self.loss_aggregation, self.max_new_tokens = update.loss_aggregation, max_new_tokens
+        self.forward_cutting = model.cutting(config.forward_sizes, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             model,
-            cut(config),
+            model.cutting(config, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
             seed=seed,
             stream=CRITIC_STREAM,
             optimizer_memory=memory,
         )
-        self._memory = memory
 
     def init(self, params: Any) -> ModelState:
         """A state at step 0; `params` belong to the critic from here on (their buffers are donated)."""
@@ -96,13 +94,7 @@ class Critic:
         return predict_tokens(params, table, model=self.model, cutting=self.forward_cutting)
 
     def step(
-        self,
-        state: ModelState,
-        table: TokenTable,
-        totals: StepTotals,
-        *,
-        train_step: int,
-        max_bad_steps: int,
+        self, state: ModelState, table: TokenTable, totals: StepTotals, *, train_step: int, max_bad_steps: int
     ) -> tuple[ModelState, dict[str, Metric]]:
         """All optimizer steps of one rollout batch, whose `table` has columns `old_values` and `returns`.
 
@@ -110,7 +102,6 @@ class Critic:
         a row that were not applied.
         """
         assert table.group_ids is not None
-        objective = ValueObjective(self.config.clip_value)
         state = replace(state, params=to_memory("device", state.params))
         for place, rows in mini_batches_of_step(
             table.group_ids, self.mini_batch_size, epochs=self.epochs, seed=self.seed, train_step=train_step
@@ -118,32 +109,26 @@ class Critic:
             mini = table.take(rows)
             if not mini.completion_mask.any():
                 continue
-            state = self.trainer.step(state, self.weighted(mini), objective, totals, place)
+            mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
+            state = self.trainer.step(state, mini, self.objective, totals, place)
             if totals.bad and state.bad_steps >= max_bad_steps:
                 break
-        return self._put_away(state), self._metrics(table, totals, self.trainer.rate(place))
-
-    def _put_away(self, state: ModelState) -> ModelState:
-        """`state` with its parameters in the memory in which they wait."""
-        return replace(state, params=to_memory(self._memory, state.params))
-
-    def _metrics(self, table: TokenTable, totals: StepTotals, rate: float) -> dict[str, Metric]:
-        mask = table.completion_mask
-        explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
-        renamed = {"loss": "critic/loss", "update/grad_norm": "critic/grad_norm"}
-        metrics = {renamed.get(name, name): metric for name, metric in totals.metrics.items()}
-        metrics = {name: metric for name, metric in metrics.items() if name.startswith("critic/")}
+        logged = {RENAMED.get(name, name): metric for name, metric in totals.metrics.items()}
+        metrics = {name: metric for name, metric in logged.items() if name.startswith("critic/")}
         metrics |= {
-            "critic/learning_rate": Metric(rate),
+            "critic/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "critic/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "critic/bad_steps": Metric(totals.bad, reduction="sum"),
         }
-        if "batch/micro_batches" in totals.metrics:
-            metrics["critic/micro_batches"] = totals.metrics["batch/micro_batches"]
-            metrics["critic/padding_fraction"] = totals.metrics["batch/padding_fraction"]
+        mask = table.completion_mask
+        explained = explained_variance(table.columns["old_values"][mask], table.columns["returns"][mask])
         if explained is not None:
             metrics["critic/explained_variance"] = Metric(explained)
-        return metrics
+        return self._put_away(state), metrics
+
+    def _put_away(self, state: ModelState) -> ModelState:
+        """`state` with its parameters in the memory in which they wait."""
+        return replace(state, params=to_memory(self.memory, state.params))
 
 
 def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Params:

@@ -8,7 +8,6 @@ micro-batches, and nothing is divided afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +17,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.specs import ModelSpec
 from quatrain.ops.rounding import round_tree
 from quatrain.ops.tokens import TokenLoss
 from quatrain.parallel.axes import DATA_AXES, DP
-from quatrain.parallel.collectives import all_gather_shards, shard_mapped
+from quatrain.parallel.collectives import shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
 from quatrain.parallel.mesh import full, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
-from quatrain.update.cuts import Cutting
-from quatrain.update.micro_batch import MicroBatch, micro_batches
 from quatrain.update.residuals import Arrays, HeldGradient, ResidualMemory, per_device_spec
-from quatrain.update.specs import ModelSpec
-from quatrain.update.table import TokenTable
 
 Total = tuple[Any, Any]
 """A gradient of what is trained, and summed metrics."""
@@ -41,54 +38,13 @@ Its metrics have the names they are logged under.
 """
 
 
-def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.Array, jax.Array]:
-    """[R, K] float32: the first prediction of `model` for each scored token, and the mask; forward only.
-
-    Both are on every device.
-    """
-
-    def own(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
-        predicted = jnp.where(batch.mask, model.predict(params, batch)[0], 0.0)
-        return all_gather_shards((predicted, batch.mask))
-
-    in_specs = (model.partition, PartitionSpec(DATA_AXES))
-    return shard_mapped(own, model.mesh, in_specs, PartitionSpec())(params, batch)
-
-
-predict_program = jit_for_backend(_predict, static_argnames=("model",))
-"""`predict_program(backend)` is the jitted `_predict`."""
-
-
-def predict_tokens(params: Any, table: TokenTable, *, model: ModelSpec, cutting: Cutting) -> np.ndarray:
-    """[B, T] float32: log-probability (of a policy) or value (of a critic) of every completion token.
-
-    0 outside the completion mask.
-    """
-    result = np.zeros(table.completion_mask.shape, np.float32)
-    table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, cutting, model.mesh, unpack=model.unpacks):
-        with trim_after_compiling():
-            results = predict_program(model.backend)(params, batch, model=model)
-            predicted, mask = (np.asarray(x) for x in results)
-        part = np.zeros((len(sequences), table.input_ids.shape[1]), np.float32)
-        part[table.completion_mask[sequences]] = predicted[mask]
-        result[sequences] = part
-    return result
-
-
-def _weighted_loss(
-    params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective
-) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
-    return _summed(model.predict(params, batch), batch, model, objective)
-
-
-def _summed(
+def weighted_loss(
     predictions: tuple[jax.Array, ...], batch: MicroBatch, model: ModelSpec, objective: Objective
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
     """The loss of scored tokens [R, K], and what is reported of them: sums and greatest values."""
     columns, mask = dict(batch.columns), batch.mask
     weights = columns.pop("weights")
-    token = objective(model.tokens(predictions, batch, columns))
+    token = objective(model.tokens(*predictions, mask, batch.sequence_ids, columns))
     loss = jnp.sum(jnp.where(mask, weights * token.loss, 0.0))
     sums = {name: jnp.sum(jnp.where(mask, values, 0.0)) for name, values in token.means.items()}
     return loss, {
@@ -123,28 +79,21 @@ def _added(
     asks for the shapes of the arrays first, and tracing the layers a second time would take seconds.
     """
 
-    def own(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
+    def on_shard(params: Any, total: Total, batch: MicroBatch) -> tuple[Total, Arrays]:
         def loss(trained: Any) -> Any:
-            return _weighted_loss(model.with_trained(params, trained), batch, model, objective)
+            predictions = model.predict(model.with_trained(params, trained), batch)
+            return weighted_loss(predictions, batch, model, objective)
 
         grads, stats, arrays = gradient(loss, model.trained(params), (params, batch))
-        stats = {
-            "sum": jax.lax.psum(stats["sum"], DATA_AXES),
-            "max": jax.lax.pmax(stats["max"], DATA_AXES),
-        }
-        return (
-            jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads),
-            {
-                "sum": jax.tree.map(jnp.add, total[1]["sum"], stats["sum"]),
-                "max": jax.tree.map(jnp.maximum, total[1]["max"], stats["max"]),
-            },
-        ), arrays
+        sums, peaks = jax.lax.psum(stats["sum"], DATA_AXES), jax.lax.pmax(stats["max"], DATA_AXES)
+        grads = jax.tree.map(lambda t, g: t + g[None].astype(jnp.float32), total[0], grads)
+        sums = jax.tree.map(jnp.add, total[1]["sum"], sums)
+        peaks = jax.tree.map(jnp.maximum, total[1]["max"], peaks)
+        return (grads, {"sum": sums, "max": peaks}), arrays
 
-    totals = (_copies(model.trained(model.partition)), PartitionSpec())
-    in_specs = (model.partition, totals, PartitionSpec(DATA_AXES))
-    return shard_mapped(own, model.mesh, in_specs, (totals, per_device_spec(model.mesh)))(
-        params, total, batch
-    )
+    totals = _copies(model), PartitionSpec()
+    in_specs, out_specs = (model.partition, totals, PartitionSpec(DATA_AXES)), per_device_spec(model.mesh)
+    return shard_mapped(on_shard, model.mesh, in_specs, (totals, out_specs))(params, total, batch)
 
 
 def _accumulate(
@@ -161,9 +110,9 @@ def _accumulate(
     return _added(params, total, batch, model=model, objective=objective, gradient=gradient)
 
 
-def _copies(specs: Any) -> Any:
+def _copies(model: ModelSpec) -> Any:
     """Specs of a gradient's total [dp, ...]: each copy of the model has its own until the step is applied."""
-    return jax.tree.map(lambda spec: PartitionSpec(DP, *spec), specs)
+    return jax.tree.map(lambda spec: PartitionSpec(DP, *spec), model.trained(model.partition))
 
 
 gradient_program = jit_for_backend(
@@ -178,17 +127,17 @@ gradient_program = jit_for_backend(
 def _zero_total(params: Any, batch: MicroBatch, model: ModelSpec, objective: Objective) -> Total:
     """The total before the first micro-batch, so that the first runs the program of all the others."""
     scored = jax.ShapeDtypeStruct(batch.mask.shape, jnp.float32)
-    summed = partial(_summed, model=model, objective=objective)
-    _, stats = jax.eval_shape(summed, (scored,) * model.num_predictions, batch)
-    copies = model.mesh_shape.dp
-    everywhere = NamedSharding(model.mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda p, sharding: full((copies, *p.shape), 0.0, jnp.float32, sharding),
+    summed = partial(weighted_loss, model=model, objective=objective)
+    _, stats = jax.eval_shape(summed, (scored,) * len(model.tokens.predictions), batch)
+    grads = jax.tree.map(
+        lambda p, sharding: full((model.mesh_shape.dp, *p.shape), 0.0, jnp.float32, sharding),
         model.trained(params),
-        shardings(model.mesh, _copies(model.trained(model.partition))),
-    ), {
-        "sum": {name: full((), 0.0, jnp.float32, everywhere) for name in stats["sum"]},
-        "max": {name: full((), -jnp.inf, jnp.float32, everywhere) for name in stats["max"]},
+        shardings(model.mesh, _copies(model)),
+    )
+    everywhere, least = NamedSharding(model.mesh, PartitionSpec()), {"sum": 0.0, "max": -jnp.inf}
+    return grads, {
+        kind: {name: full((), least[kind], jnp.float32, everywhere) for name in named}
+        for kind, named in stats.items()
     }
 
 
@@ -237,7 +186,7 @@ def sum_gradients(
     static: dict[str, Any] = {"model": model, "objective": objective}
     if residuals is not None:
         program = residuals.reused_by(program, model.mesh)
-        static["gradient"] = HeldGradient(model.held_gradient)
+        static["gradient"] = HeldGradient.of(model.arch)
     total: Total | None = None
     for batch in batches:
         if total is None:

@@ -1,8 +1,8 @@
 """Line 4 of the stanza: advantages to new weights.
 
 Data flow: `AdvantagedBatch` -> mini-batches of whole groups -> micro-batches -> exact gradient ->
-optimizer -> `TrainState`. Old and reference log-probabilities and the critic's values are computed here, when
-needed: before the advantages (`score_tokens`) where these depend on them.
+optimizer -> `TrainState`. Log-probabilities and values come from the pass in `forward/`, before the
+advantages (`score_tokens`) where these depend on them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
+from quatrain.forward.predict import predict_tokens
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.models.lora import adapters_of, has_adapters, with_trained, without_adapters
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
@@ -24,10 +26,7 @@ from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.types.batches import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
-from quatrain.update.gradient import predict_tokens
 from quatrain.update.objective import PolicyObjective
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 from quatrain.update.trainer import ModelState, StepTotals, Trainer, mini_batches_of_step
 
 LOSS_STREAM = 1
@@ -36,11 +35,13 @@ LOSS_STREAM = 1
 
 @dataclass(frozen=True)
 class TrainState(ModelState):
-    """What training changes: the policy's state, and the critic's. `train_step` counts finished batches."""
+    """What training changes: the state of the policy, and of the critic if there is one.
+
+    `train_step` counts finished batches.
+    """
 
     train_step: int = 0
     critic: ModelState | None = None
-    """None without a critic."""
     reward_kl_coef: float = 0.0
     """The coefficient of the KL in the reward, which `reward.kl_target` adapts."""
     place: PromptPlace = field(default_factory=PromptPlace)
@@ -49,16 +50,20 @@ class TrainState(ModelState):
 
     __repr__ = brief
 
+    @property
+    def models(self) -> list[ModelState]:
+        """The states of the policy and of the critic."""
+        return [self] if self.critic is None else [self, self.critic]
+
 
 @dataclass(frozen=True)
 class KLReward:
-    """KL to the reference in the reward: the coefficient at the start, and how it adapts."""
+    """KL to the reference in the reward: its coefficient at the start, which adapts over `horizon` sequences
+    so that the KL comes to `target` nats per token; None: it is fixed."""
 
     coef: float
     target: float | None
-    """Nats per token that the coefficient is adapted to; None: it is fixed."""
     horizon: int
-    """Sequences over which the coefficient adapts."""
 
 
 class TooManyBadSteps(RuntimeError):
@@ -72,20 +77,18 @@ class TooManyBadSteps(RuntimeError):
             f"update.max_bad_steps={limit}: {limit} optimizer steps in a row had a non-finite loss or "
             "gradient and were not applied; lower optimizer.learning_rate or look at the rewards and samples"
         )
-        self.state = state
-        self.batch = batch
+        self.state, self.batch = state, batch
 
 
 class Learner:
     """Owns the optimizer and the frozen reference; everything that changes is in the `TrainState`.
 
-    `max_new_tokens` is the rollout's; `total_steps` are the optimizer steps that the schedule spans.
-    Parameters lie on the mesh of `policy`, over whose data shards every micro-batch is spread. `reference`
-    are the parameters of the reference policy, which must be set before the first step if `update.kl_coef` is
-    not 0 or with `kl_reward`; those of a policy with adapters may have none. They are used on the devices
-    that they lie on, and may be kept in host memory (`parallel.mesh.to_memory`). The optimizer's state is
-    kept in `optimizer_memory` between its steps, the policy's parameters in `policy_memory` while they are
-    neither trained nor compute log-probabilities.
+    `total_steps` and `optimizer_memory` are those of `Trainer`, `max_new_tokens` is the rollout's.
+    `reference` are the parameters of the reference policy, which must be set before the first step if
+    `update.kl_coef` is not 0 or with `kl_reward`; those of a policy with adapters may have none. They are
+    used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
+    `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
+    `score_tokens` returns the policy's log-probabilities, which samples show.
     """
 
     def __init__(
@@ -107,32 +110,24 @@ class Learner:
     ):
         assert update.mini_batch_size is not None, "batch sizes are derived before they come here"
         assert update.loss_aggregation is not None, "the aggregation is derived before it comes here"
-        self.objective = PolicyObjective.of(update, on_policy=True)
-        read = self.objective.check()
-        sampler_ratio = update.old_logprobs == "rollout" and "old_logprobs" in read
-        self.corrects_staleness = sampler_ratio or self.objective.correction is not None
-        """Whether the policy loss takes into account which weights sampled a token."""
-        self.policy = policy
-        self.config = update
         self.mini_batch_size, self.loss_aggregation = update.mini_batch_size, update.loss_aggregation
-        cut = partial(policy.cutting, share_prompts=update.shares_prompts)
-        self.logprob_cutting = cut(logprob)
+        self.objective = PolicyObjective.of(update, on_policy=True)
+        ratio_to_sampler = update.old_logprobs == "rollout" and "old_logprobs" in self.objective.check()
+        self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
+        """Whether the policy loss takes into account which weights sampled a token."""
+        self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
+        self.logprob_cutting = policy.cutting(logprob, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             policy,
-            cut(update),
+            policy.cutting(update, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
             seed=seed,
             optimizer_memory=optimizer_memory,
         )
         self.policy_memory = policy_memory
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.reference = reference
-        self.critic = critic
-        self.kl_reward = kl_reward
+        self.reference, self.critic, self.kl_reward = reference, critic, kl_reward
         self.logs_logprobs = logs_logprobs
-        """Whether `score_tokens` returns the policy's log-probabilities, which samples show."""
 
     def init(self, params: Any, critic_params: Any = None) -> TrainState:
         """A state at step 0; the parameters belong to the learner from here on (their buffers are donated).
@@ -146,12 +141,12 @@ class Learner:
                 "call update.init(params, critic_params)"
             )
         policy = self.trainer.init(params)
-        coef = self.kl_reward.coef if self.kl_reward else 0.0
-        critic = None
-        if self.critic is not None:
-            critic = self.critic.init(critic_params)
-        waiting = to_memory(self.policy_memory, policy.params)
-        return TrainState(waiting, policy.opt_state, critic=critic, reward_kl_coef=coef)
+        return TrainState(
+            to_memory(self.policy_memory, policy.params),
+            policy.opt_state,
+            critic=self.critic.init(critic_params) if self.critic else None,
+            reward_kl_coef=self.kl_reward.coef if self.kl_reward else 0.0,
+        )
 
     @property
     def scores_tokens(self) -> bool:
@@ -164,18 +159,14 @@ class Learner:
         rollouts = rewarded.rollouts
         if self.critic is not None:
             assert state.critic is not None
-            values = self.critic.values(state.critic, _table(rollouts))
-            rewarded = replace(rewarded, values=values)
+            rewarded = replace(rewarded, values=self.critic.values(state.critic, _table(rollouts)))
+        logprobs = dict(rewarded.token_logprobs)
         if self.logs_logprobs:
-            logprobs = {"trainer_logprobs": self._logprobs(state.params, rollouts)}
-            rewarded = replace(rewarded, token_logprobs=logprobs)
+            logprobs["trainer_logprobs"] = self._logprobs(state.params, rollouts)
         if self.kl_reward is None:
-            return rewarded
-        logprobs = {
-            **rewarded.token_logprobs,
-            "old_logprobs": self._old_logprobs(state.params, rollouts),
-            "ref_logprobs": self._reference_logprobs(state.params, rollouts),
-        }
+            return replace(rewarded, token_logprobs=logprobs)
+        logprobs["old_logprobs"] = self._old_logprobs(state.params, rollouts, logprobs)
+        logprobs["ref_logprobs"] = self._reference_logprobs(state.params, rollouts)
         kl = np.where(rollouts.completion_mask, logprobs["old_logprobs"] - logprobs["ref_logprobs"], 0)
         per_token = kl.sum(axis=1) / np.maximum(rollouts.completion_lengths, 1)
         token_rewards = (-state.reward_kl_coef * kl).astype(np.float32)
@@ -198,49 +189,47 @@ class Learner:
         """
         _check_held(state)
         stale = self._num_stale(state, batch.rollouts)
-        compilations = num_compilations()
-        began = time.perf_counter()
+        compilations, began = num_compilations(), time.perf_counter()
         totals, critic_totals = StepTotals(), StepTotals()
-        state, metrics = self._critic_step(state, batch, critic_totals)
-        after_critic = time.perf_counter()
-        resting = self.critic is not None and state.train_step < self.critic.warmup_steps
+        metrics: dict[str, Metric] = {}
+        resting = False
+        if self.critic is not None:
+            state, metrics = self._critic_step(self.critic, state, batch, critic_totals)
+            metrics["time/critic_s"] = Metric(time.perf_counter() - began)
+            resting = state.train_step < self.critic.warmup_steps
         if not resting:
             state, policy_metrics = self._policy_step(state, batch, totals, fresh=not stale)
             metrics |= policy_metrics
-        finished = time.perf_counter()
+        seconds = time.perf_counter() - began
         trained_tokens = float(batch.rollouts.attention_mask.sum()) * self.config.epochs
         metrics |= {
             "update/compilations": Metric(num_compilations() - compilations, reduction="sum"),
-            "throughput/update_tokens_per_s": Metric(trained_tokens / (finished - began)),
+            "throughput/update_tokens_per_s": Metric(trained_tokens / seconds),
         }
         if self.config.mask_truncated:
             masked = int((batch.rollouts.finish_reason == "length").sum())
             metrics["update/masked_sequences"] = Metric(masked, reduction="sum")
-        if self.critic is not None:
-            metrics["time/critic_s"] = Metric(after_critic - began)
         if stale:  # the difference is that of the weights, not of sampler and trainer
             metrics = {k: metric for k, metric in metrics.items() if not k.startswith("rollout/logprob_diff")}
         state = replace(state, metrics=metrics)
         if (totals.bad or critic_totals.bad) and self._too_many_bad_steps(state):
             raise TooManyBadSteps(state, batch, self.config.max_bad_steps)
-        return replace(
-            state, train_step=state.train_step + 1, reward_kl_coef=self._next_kl_coef(state, batch)
-        )
+        coef = self._next_kl_coef(state, batch)
+        return replace(state, train_step=state.train_step + 1, reward_kl_coef=coef)
 
     def _num_stale(self, state: TrainState, rollouts: RolloutBatch) -> int:
         """Number of tokens that other weights sampled; raises ValueError if they are not corrected."""
         versions = rollouts.policy_version[rollouts.completion_mask]
-        stale = versions != state.step
-        if stale.any() and not self.corrects_staleness:
+        stale = versions[versions != state.step]
+        if stale.size and not self.corrects_staleness:
             raise ValueError(
                 "tokens must be sampled from the weights that are trained, unless the difference is "
-                f"corrected: {int(stale.sum())} of {len(stale)} tokens have policy_version "
-                f"{int(versions[stale].min())} to {int(versions[stale].max())}, and the training step begins "
-                f"with version {state.step}; call sync_weights(state.params, state.step) before each "
-                "rollout, or set update.correction to truncate or mask (or update.old_logprobs to rollout, "
-                "for a loss with a ratio)"
+                f"corrected: {len(stale)} of {len(versions)} tokens have policy_version {stale.min()} to "
+                f"{stale.max()}, and the training step begins with version {state.step}; call "
+                "sync_weights(state.params, state.step) before each rollout, or set update.correction to "
+                "truncate or mask (or update.old_logprobs to rollout, for a loss with a ratio)"
             )
-        return int(stale.sum())
+        return len(stale)
 
     def _policy_step(
         self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals, *, fresh: bool
@@ -257,8 +246,7 @@ class Learner:
             resting_steps=self.critic.warmup_steps if self.critic else 0,
         )
         on_policy = self.config.old_logprobs == "auto" and len(mini_batches) == 1
-        table = self._policy_table(state.params, batch, on_policy)
-        table = self._without_zero_signal(table, totals)
+        table = self._without_zero_signal(self._policy_table(state.params, batch, on_policy), totals)
         prepared = time.perf_counter()
         objective = replace(self.objective, on_policy=on_policy)
         for place, rows in mini_batches:
@@ -268,7 +256,7 @@ class Learner:
             if not signal or not mini.completion_mask.any():
                 totals.skipped += 1
                 continue
-            mini = self._with_own_columns(state, mini, totals, fresh=fresh)
+            mini = self._with_mini_batch_columns(state, mini, totals, fresh=fresh)
             mini = mini.weighted(self.loss_aggregation, self.max_new_tokens)
             state = self.trainer.step(state, mini, objective, totals, place)
             if totals.bad and self._too_many_bad_steps(state):
@@ -278,7 +266,7 @@ class Learner:
         base = state.params if self.policy_memory == "device" else waiting
         state = replace(state, params=self.policy.with_trained(base, trained))
         return state, totals.metrics | {
-            "update/learning_rate": Metric(self.trainer.rate(place)),
+            "update/learning_rate": Metric(float(self.trainer.learning_rate(place))),
             "update/optimizer_steps": Metric(totals.applied, reduction="sum"),
             "update/bad_steps": Metric(totals.bad, reduction="sum"),
             "update/skipped_steps": Metric(totals.skipped, reduction="sum"),
@@ -286,7 +274,7 @@ class Learner:
             "time/shard_s": Metric(totals.shard_s),
         }
 
-    def _with_own_columns(
+    def _with_mini_batch_columns(
         self, state: TrainState, mini: TokenTable, totals: StepTotals, *, fresh: bool
     ) -> TokenTable:
         """`mini` with the columns that the loss computes from a whole mini-batch, before it is cut.
@@ -297,42 +285,34 @@ class Learner:
         if columns_of is None:
             return mini
         number = totals.applied + totals.bad + totals.skipped
-        old = mini.columns.get("old_logprobs")
-        known = old if self.config.old_logprobs != "rollout" and not totals.applied else None
-        if known is None:
-            known = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+        old = current = mini.columns.get("old_logprobs")
+        if current is None or self.config.old_logprobs == "rollout" or totals.applied:
+            current = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
         if old is None or (fresh and not totals.applied):
-            old = known  # what the two differ by is rounding
+            old = current  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
-        inputs = known, mini.columns["advantages"], mini.completion_mask, rng
+        inputs = current, mini.columns["advantages"], mini.completion_mask, rng
         return mini.with_columns(**columns_of(*inputs, old_logprobs=old))
 
     def _critic_step(
-        self, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
+        self, critic: Critic, state: TrainState, batch: AdvantagedBatch, totals: StepTotals
     ) -> tuple[TrainState, dict[str, Metric]]:
-        if self.critic is None:
-            return state, {}
         assert state.critic is not None
-        if batch.rewarded.values is None or batch.returns is None:
+        values, returns = batch.rewarded.values, batch.returns
+        if values is None or returns is None:
             missing = "values: call score_tokens before the advantages are estimated"
-            if batch.rewarded.values is not None:
+            if values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
-        table = self._without_truncated(batch.rollouts).with_columns(
-            old_values=batch.rewarded.values, returns=batch.returns
+        table = self._without_truncated(batch.rollouts).with_columns(old_values=values, returns=returns)
+        limit = self.config.max_bad_steps
+        trained, metrics = critic.step(
+            state.critic, table, totals, train_step=state.train_step, max_bad_steps=limit
         )
-        critic, metrics = self.critic.step(
-            state.critic,
-            table,
-            totals,
-            train_step=state.train_step,
-            max_bad_steps=self.config.max_bad_steps,
-        )
-        return replace(state, critic=critic), metrics
+        return replace(state, critic=trained), metrics
 
     def _too_many_bad_steps(self, state: TrainState) -> bool:
-        models = [state] if state.critic is None else [state, state.critic]
-        return any(model.bad_steps >= self.config.max_bad_steps for model in models)
+        return any(model.bad_steps >= self.config.max_bad_steps for model in state.models)
 
     def _next_kl_coef(self, state: TrainState, batch: AdvantagedBatch) -> float:
         if self.kl_reward is None or self.kl_reward.target is None:
@@ -350,8 +330,7 @@ class Learner:
         rollouts, known = batch.rollouts, batch.rewarded.token_logprobs
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         if not on_policy:
-            old = known.get("old_logprobs")
-            columns["old_logprobs"] = self._old_logprobs(params, rollouts) if old is None else old
+            columns["old_logprobs"] = self._old_logprobs(params, rollouts, known)
         if self.config.kl_coef:
             ref = known.get("ref_logprobs")
             columns["ref_logprobs"] = self._reference_logprobs(params, rollouts) if ref is None else ref
@@ -360,10 +339,8 @@ class Learner:
     def _without_truncated(self, rollouts: RolloutBatch) -> TokenTable:
         """The sequences of `rollouts`, with the tokens that are trained on as the completion mask."""
         table = _table(rollouts)
-        if not self.config.mask_truncated:
-            return table
-        complete = rollouts.finish_reason != "length"
-        return replace(table, completion_mask=table.completion_mask & complete[:, None])
+        trained = (rollouts.finish_reason != "length") | (not self.config.mask_truncated)
+        return replace(table, completion_mask=table.completion_mask & trained[:, None])
 
     def _without_zero_signal(self, table: TokenTable, totals: StepTotals) -> TokenTable:
         """`table` without the completion tokens of groups in which every advantage is 0, if configured."""
@@ -375,10 +352,14 @@ class Learner:
         totals.combine({"update/masked_groups": Metric(int((~signal).sum()), reduction="sum")})
         return replace(table, completion_mask=table.completion_mask & signal[groups][:, None])
 
-    def _old_logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
+    def _old_logprobs(
+        self, params: Any, rollouts: RolloutBatch, known: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
+        """What the ratio is taken to: the sampler's, or the policy's, which `known` may have."""
         if self.config.old_logprobs == "rollout":
             return rollouts.rollout_logprobs
-        return self._logprobs(params, rollouts)
+        computed = known.get("old_logprobs", known.get("trainer_logprobs"))
+        return self._logprobs(params, rollouts) if computed is None else computed
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
@@ -413,5 +394,5 @@ def _table(rollouts: RolloutBatch) -> TokenTable:
 
 
 def _check_held(state: TrainState) -> None:
-    arrays = [(model.params, model.opt_state) for model in (state, state.critic) if model is not None]
+    arrays = [(model.params, model.opt_state) for model in state.models]
     check_held(arrays, "the arrays of this state", "go on with the state that update.step returned")

@@ -95,25 +95,18 @@ class PolicyObjective:
         """Token loss [R, K] and its metrics under the names they are logged with."""
         logprobs, entropy = tokens.logprobs, tokens.entropy
         if self.on_policy:
-            tokens = _with_old_logprobs(tokens, jax.lax.stop_gradient(logprobs))
+            old = jax.lax.stop_gradient(logprobs)
+            tokens = replace(tokens, columns={**tokens.columns, "old_logprobs": old})
         policy = self._policy_loss(tokens)
         if self.correction is not None:
             policy = self._corrected(policy, tokens, self.correction)
         loss = policy.loss - self.entropy_coef * entropy
         ratio = jnp.exp(jnp.clip(logprobs - tokens.old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         gap = jnp.abs(logprobs - tokens.rollout_logprobs)
-        means = {
-            "update/policy_loss": policy.loss,
-            "update/entropy": entropy,
-            "update/ratio_mean": ratio,
-            "rollout/logprob_diff_mean": gap,
-            **{f"update/{name}": values for name, values in policy.means.items()},
-        }
-        peaks = {
-            "update/ratio_max": ratio,
-            "rollout/logprob_diff_max": gap,
-            **{f"update/{name}": values for name, values in policy.peaks.items()},
-        }
+        means = {"policy_loss": policy.loss, "entropy": entropy, "ratio_mean": ratio}
+        means = {f"update/{name}": values for name, values in {**means, **policy.means}.items()}
+        peaks = {f"update/{name}": values for name, values in {"ratio_max": ratio, **policy.peaks}.items()}
+        means["rollout/logprob_diff_mean"] = peaks["rollout/logprob_diff_max"] = gap
         if self.kl_coef:
             kl = KL_ESTIMATORS[self.kl_estimator](logprobs, tokens.ref_logprobs)
             loss = loss + self.kl_coef * kl
@@ -166,7 +159,7 @@ class PolicyObjective:
         mask: Any = jax.ShapeDtypeStruct((2, 8), jnp.bool_)
         ids: Any = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         try:
-            columns |= dict.fromkeys(self._names_of_columns(), floats)
+            columns |= dict.fromkeys(self._own_columns(), floats)
             if self.on_policy:  # as `__call__` adds them
                 columns["old_logprobs"] = floats
             jax.eval_shape(traced, ScoredTokens(floats, floats, mask, ids, columns))
@@ -176,9 +169,10 @@ class PolicyObjective:
             raise ValueError(f"{self.name} failed: {type(error).__name__}: {error}") from error
         return frozenset(read)
 
-    def _names_of_columns(self) -> list[str]:
+    def _own_columns(self) -> dict[str, np.ndarray]:
+        """The columns that the loss computes from a mini-batch of zeros."""
         if self.mini_batch_columns is None:
-            return []
+            return {}
         zeros = np.zeros((2, 8), np.float32)
         rng = np.random.default_rng(0)
         columns = self.mini_batch_columns(zeros, zeros, zeros == 0, rng, old_logprobs=zeros)
@@ -188,7 +182,7 @@ class PolicyObjective:
                     f"the columns of a mini-batch must be float32 of its shape {zeros.shape}; {name!r} is "
                     f"{np.asarray(values).dtype} of shape {np.shape(values)}"
                 )
-        return list(columns)
+        return columns
 
 
 class _Recorded(dict[str, jax.Array]):
@@ -201,10 +195,6 @@ class _Recorded(dict[str, jax.Array]):
     def __getitem__(self, name: str) -> jax.Array:
         self._read.add(name)
         return super().__getitem__(name)
-
-
-def _with_old_logprobs(tokens: ScoredTokens, old_logprobs: jax.Array) -> ScoredTokens:
-    return replace(tokens, columns={**tokens.columns, "old_logprobs": old_logprobs})
 
 
 def _refuse_unused(config: UpdateConfig, name: str, loss: Callable[..., TokenLoss]) -> None:

@@ -20,14 +20,14 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     `total_steps` counts optimizer steps, applied or not, warm-up included. Step s (from 0) of a warm-up of W
     steps has learning rate peak · (s + 1) / W, so the first step is never spent at 0.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup, final = config.learning_rate, config.warmup_steps, config.final_fraction
     assert peak is not None, "learning rates are derived before they come here"
     decay_steps = max(total_steps - warmup, 1)
     after = {
-        "constant": lambda: optax.constant_schedule(peak),
-        "linear": lambda: optax.linear_schedule(peak, peak * config.final_fraction, decay_steps),
-        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=config.final_fraction),
-    }[config.schedule]()
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, peak * final, decay_steps),
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=final),
+    }[config.schedule]
     if not warmup:
         return after
     rising = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
@@ -58,11 +58,9 @@ def is_decayed(params: optax.Params) -> Any:
 
     The number of dimensions does not tell: biases of matrices that are stored as one have several.
     """
-
-    def by_name(path: tuple[Any, ...], param: Any) -> bool:
-        return not path or not str(getattr(path[-1], "key", "")).endswith(("norm", "bias"))
-
-    return jax.tree_util.tree_map_with_path(by_name, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(("norm", "bias")), params
+    )
 
 
 def scale_by_schedule(rate: optax.Schedule) -> optax.GradientTransformationExtraArgs:
@@ -72,14 +70,7 @@ def scale_by_schedule(rate: optax.Schedule) -> optax.GradientTransformationExtra
     """
     scale = optax.scale_by_learning_rate(rate)
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        schedule_step: Any = None,
-        **others: Any,
-    ) -> tuple[optax.Updates, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, schedule_step: Any = None, **_: Any) -> Any:
         if schedule_step is not None:
             state = state._replace(count=schedule_step)
         return scale.update(updates, state, params)
@@ -94,14 +85,7 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
     is not computed where `update` is given it as `global_norm`.
     """
 
-    def clip(
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        global_norm: jax.Array | None = None,
-        **others: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def clip(grads: Any, state: Any, params: Any = None, *, global_norm: Any = None, **_: Any) -> Any:
         norm = optax.tree.norm(grads) if global_norm is None else global_norm
         factor = jnp.minimum(1.0, most / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state

@@ -5,7 +5,6 @@ Used by `loop/run.py` between two training steps: policy, reference -> the new r
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,24 +14,23 @@ from quatrain.parallel.mesh import reshard, to_memory, unshared
 
 
 def followed(reference: Any, params: Any, mixup: float) -> Any:
-    """α · `params` + (1 − α) · `reference`, with α = `mixup`, on the devices and in the memory of
-    `reference`.
+    """α · `params` + (1 − α) · `reference`, with α = `mixup`, where `reference` lies: devices and memory.
 
     It is computed in float32, one array at a time, and has the dtypes of `reference`. No array of `params` is
     part of the result, so that a training step may donate them. Source: TR-DPO, arXiv 2404.09656.
     """
-    return jax.tree.map(partial(_followed, mixup=mixup), reference, params)
 
+    def follow(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = to_memory("device", new)
+        on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
+        moved = reshard(new, on_device)
+        if mixup == 1:
+            mixed = unshared(moved.astype(old.dtype), new)
+        else:
+            mixed = _mixed(reshard(old, on_device), moved, mixup)
+        return reshard(mixed, old.sharding)
 
-def _followed(old: jax.Array, new: jax.Array, *, mixup: float) -> jax.Array:
-    new = to_memory("device", new)
-    on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
-    moved = reshard(new, on_device)
-    if mixup == 1:
-        mixed = unshared(moved.astype(old.dtype), new)
-    else:
-        mixed = _mixed(reshard(old, on_device), moved, mixup)
-    return reshard(mixed, old.sharding)
+    return jax.tree.map(follow, reference, params)
 
 
 @jax.jit

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from quatrain.backend import Backend
+from quatrain.models.families import Architecture
 from quatrain.parallel.mesh import full
 
 LEAST_BYTES = 2**17
@@ -37,6 +38,12 @@ class HeldGradient:
 
     output_head: str | None
     """The name of the parameter; None: only residuals are returned."""
+
+    @classmethod
+    def of(cls, arch: Architecture) -> HeldGradient:
+        """With the gradient of the largest parameter; none with adapters, whose gradients are small."""
+        own_head = arch.head == "vocabulary" and not arch.tie_embeddings
+        return cls(None if arch.lora else "lm_head" if own_head else "embed")
 
     def __call__(self, loss: Callable[..., Any], params: Any, known: Any) -> tuple[Any, Any, Arrays]:
         """(gradient, what `loss` returns beside its value, arrays to hold).
@@ -81,7 +88,7 @@ class ResidualMemory:
 
         def call(params: Any, total: Any, batch: Any, **static: Any) -> tuple[Any, Arrays]:
             leaves, structure = jax.tree.flatten(batch)
-            kind = tuple(static.values()), structure, tuple(x.shape for x in leaves)
+            kind = *static.values(), structure, *(x.shape for x in leaves)
             held = self.lend(kind, mesh, lambda: program.eval_shape(params, total, batch, **static)[1])
             total, held = program(params, total, batch, held, **static)
             self.take_back(kind, held)
@@ -107,9 +114,7 @@ class ResidualMemory:
 
 
 def residual_memory(backend: Backend, remat: str) -> ResidualMemory | None:
-    """Memory for the devices of `backend`; None where it saves no time.
-
-    That is on accelerators, and with `model.remat` none, where the weights in the dtype of activations are
-    residuals too.
+    """Memory for the devices of `backend`; None where it saves no time: on accelerators, and with
+    `model.remat` none, where the weights in the dtype of activations are residuals too.
     """
     return ResidualMemory() if backend.holds_residuals and remat != "none" else None

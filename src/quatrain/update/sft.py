@@ -7,17 +7,17 @@ tokens, averaged over the batch's tokens -> optimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.specs import PolicySpec
+from quatrain.forward.table import TokenTable
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
 from quatrain.types.batches import Demonstration
 from quatrain.types.metrics import Metric
-from quatrain.update.cuts import Cutting
-from quatrain.update.specs import PolicySpec
-from quatrain.update.table import TokenTable
 from quatrain.update.trainer import WARM_START_STREAM, ModelState, StepTotals, Trainer
 
 
@@ -60,10 +60,7 @@ class SupervisedLearner:
             stream=WARM_START_STREAM,
             optimizer_memory=optimizer_memory,
         )
-
-    def init(self, params: Any) -> ModelState:
-        """A state at step 0; `params` belong to the learner from here on (their buffers are donated)."""
-        return self.trainer.init(params)
+        self.init = self.trainer.init
 
     def step(
         self, state: ModelState, demonstrations: Sequence[Demonstration]
@@ -83,10 +80,11 @@ class SupervisedLearner:
 
 
 def _table(demonstrations: Sequence[Demonstration]) -> TokenTable:
-    prompts = np.array([len(demonstration.prompt_ids) for demonstration in demonstrations])
-    totals = prompts + np.array([len(demonstration.completion_ids) for demonstration in demonstrations])
-    columns = np.arange(totals.max())
-    attention = columns < totals[:, None]
+    prompts, completions = np.array(
+        [[len(ids) for ids in demonstration] for demonstration in demonstrations]
+    ).T
+    columns = np.arange((prompts + completions).max())
+    attention = columns < (prompts + completions)[:, None]
     input_ids = np.zeros(attention.shape, np.int32)
     input_ids[attention] = np.concatenate([ids for demonstration in demonstrations for ids in demonstration])
     return TokenTable(input_ids, attention, attention & (columns >= prompts[:, None]), {})

@@ -13,16 +13,16 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig
+from quatrain.forward.cuts import Cutting, describe_cuts
+from quatrain.forward.micro_batch import fill
+from quatrain.forward.specs import ModelSpec
+from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import brief
 from quatrain.types.metrics import Metric, combine
-from quatrain.update.cuts import Cutting, describe_cuts
 from quatrain.update.gradient import Objective, init_optimizer, optimizer_step
-from quatrain.update.micro_batch import fill
 from quatrain.update.optimizer import build_optimizer, learning_rate
 from quatrain.update.residuals import residual_memory
-from quatrain.update.specs import ModelSpec
-from quatrain.update.table import TokenTable, mini_batches
 
 logger = logging.getLogger(__name__)
 POLICY_STREAM, CRITIC_STREAM, WARM_START_STREAM = range(3)
@@ -87,8 +87,7 @@ class Trainer:
         stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
-        self.model = model
-        self.cutting = cutting
+        self.model, self.cutting = model, cutting
         self.optimizer = build_optimizer(optimizer, total_steps)
         self.learning_rate = learning_rate(optimizer, total_steps)
         self.optimizer_memory = optimizer_memory
@@ -125,18 +124,11 @@ class Trainer:
             schedule_step=schedule_step,
         )
         totals.add(metrics, applied)
-        state = replace(state, params=params, opt_state=opt_state)
-        if applied:
-            return replace(state, step=state.step + 1, bad_steps=0)
-        state = replace(state, bad_steps=state.bad_steps + 1)
-        logger.warning(
-            "optimizer step not applied: loss or gradient is not finite (%d in a row)", state.bad_steps
-        )
-        return state
-
-    def rate(self, schedule_step: int) -> float:
-        """The learning rate at a place of the schedule."""
-        return float(self.learning_rate(schedule_step))
+        bad = 0 if applied else state.bad_steps + 1
+        if bad:
+            logger.warning("optimizer step not applied: loss or gradient is not finite (%d in a row)", bad)
+        step = state.step + applied
+        return replace(state, params=params, opt_state=opt_state, step=step, bad_steps=bad)
 
 
 def mini_batches_of_step(
@@ -144,14 +136,16 @@ def mini_batches_of_step(
 ) -> list[tuple[int, np.ndarray]]:
     """(place in the learning-rate schedule, rows) of each optimizer step of a training step.
 
-    Every epoch draws its own mini-batches of whole groups. The places follow from the number of the training
-    step, so that they depend neither on which optimizer steps were applied nor on a resume; all training
-    steps have as many groups. `group_ids` [B]; `size` groups per mini-batch at most; in the first
-    `resting_steps` training steps there is no optimizer step.
+    Every epoch draws its own mini-batches of whole groups, ceil(groups / size) of them, whose sizes differ by
+    at most one group. The places follow from the number of the training step, so that they depend neither on
+    which optimizer steps were applied nor on a resume; all training steps have as many groups. `group_ids`
+    [B]; `size` groups per mini-batch at most; in the first `resting_steps` training steps there is no
+    optimizer step.
     """
-    parts = [
-        rows
-        for epoch in range(epochs)
-        for rows in mini_batches(group_ids, size, np.random.default_rng([seed, train_step, epoch]))
-    ]
-    return list(enumerate(parts, (train_step - resting_steps) * len(parts)))
+    groups, membership = np.unique(group_ids, return_inverse=True)
+    orders = (
+        np.random.default_rng([seed, train_step, epoch]).permutation(len(groups)) for epoch in range(epochs)
+    )
+    parts = [part for order in orders for part in np.array_split(order, -(-len(groups) // size))]
+    rows = [np.flatnonzero(np.isin(membership, part)) for part in parts]
+    return list(enumerate(rows, (train_step - resting_steps) * len(rows)))

@@ -1,13 +1,12 @@
 """How a micro-batch becomes numbers for its scored tokens: log-probabilities of a policy, values of a critic.
 
-Data flow: `gradient.py` calls `predict` on parameters and a micro-batch, on each data shard, and passes the
-result of `tokens` to the objective. A spec is a static argument of compiled functions.
+Data flow: `predict.py` (without gradient) and `update/gradient.py` (with it) call `ModelSpec.predict` on
+parameters and a micro-batch, on each data shard. A spec is a static argument of compiled functions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +17,8 @@ from jax.sharding import Mesh
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.forward.cuts import Cutting
+from quatrain.forward.micro_batch import MicroBatch
 from quatrain.models.attention import longest_buffer, unpacks
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
@@ -26,17 +27,14 @@ from quatrain.models.flops import packing_cost
 from quatrain.models.lora import trained_part, with_trained
 from quatrain.models.params import partition
 from quatrain.ops.logprobs import token_logprobs
-from quatrain.ops.packing import PackingCost
-from quatrain.ops.tokens import ScoredTokens, Tokens, ValuedTokens
+from quatrain.ops.tokens import ScoredTokens, ValuedTokens
 from quatrain.parallel.collectives import psum_backward
 from quatrain.parallel.mesh import mesh_shape, one_device
-from quatrain.update.cuts import Cutting
-from quatrain.update.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)
 class ModelSpec(ABC):
-    """A model as the update computes it: architecture, dtype, rematerialisation, attention and devices.
+    """A model and how it is computed: architecture, dtype, rematerialisation, attention and devices.
 
     `backend` holds the settings for the kind of these devices, by default for the devices of this process.
     """
@@ -48,8 +46,8 @@ class ModelSpec(ABC):
     mesh: Mesh = field(default_factory=one_device)
     backend: Backend = field(default_factory=this_backend)
 
-    num_predictions: ClassVar[int]
-    """How many arrays `predict` returns."""
+    tokens: ClassVar[type[Any]]
+    """The `ops.tokens.Tokens` that an objective reads; its `predictions` name the arrays of `predict`."""
 
     @abstractmethod
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
@@ -58,12 +56,6 @@ class ModelSpec(ABC):
         In a function mapped over the mesh: of this data shard's buffers, from this device's parameters.
         """
 
-    @abstractmethod
-    def tokens(
-        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
-    ) -> Tokens:
-        """The scored tokens as the objective reads them: what `predict` returned, and `columns` [R, K]."""
-
     def trained(self, tree: Any) -> Any:
         """The part that is trained of a tree like the parameters: all of it, or the adapters."""
         return trained_part(tree, self.arch)
@@ -71,16 +63,6 @@ class ModelSpec(ABC):
     def with_trained(self, params: Any, trained: Any) -> Any:
         """`params` with their trained part replaced by `trained`."""
         return with_trained(params, trained, self.arch)
-
-    @property
-    def held_gradient(self) -> str | None:
-        """The name of the parameter whose gradient is the largest array beside the residuals.
-
-        None with adapters, whose gradients are small.
-        """
-        if self.arch.lora:
-            return None
-        return "lm_head" if self.arch.head == "vocabulary" and not self.arch.tie_embeddings else "embed"
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -93,23 +75,6 @@ class ModelSpec(ABC):
         return partition(self.arch, self.mesh_shape)
 
     @property
-    def packing_cost(self) -> PackingCost:
-        """Multiplications of a layer for a sequence: what the packer balances over devices."""
-        return packing_cost(self.arch)
-
-    def cutting(
-        self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
-    ) -> Cutting:
-        """How mini-batches are cut for this model and its devices, with the batch `sizes`."""
-        return Cutting.of(
-            sizes,
-            self.packing_cost,
-            num_shards=self.mesh_shape.num_data_shards,
-            share_prompts=share_prompts,
-            line_tokens=longest_buffer(self.kernel, self.backend),
-        )
-
-    @property
     def kernel(self) -> str:
         """The attention implementation."""
         return choose_attention(self.attention, self.arch, platform=self.backend.kind, dtype=self.dtype)
@@ -118,6 +83,22 @@ class ModelSpec(ABC):
     def unpacks(self) -> bool:
         """Whether packed micro-batches need their `layout`."""
         return unpacks(self.kernel)
+
+    def cutting(
+        self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
+    ) -> Cutting:
+        """How tables are cut into micro-batches of `sizes` for this model and its devices.
+
+        Prompts are shared only where `sizes` has a token budget.
+        """
+        return Cutting(
+            sizes.micro_batch_size,
+            sizes.max_tokens_per_device,
+            num_shards=self.mesh_shape.num_data_shards,
+            cost=packing_cost(self.arch),
+            share_prompts=share_prompts and sizes.max_tokens_per_device is not None,
+            line_tokens=longest_buffer(self.kernel, self.backend),
+        )
 
     def hidden(self, params: Any, batch: MicroBatch) -> jax.Array:
         """Hidden states [R, T, D] after the final norm; in a function mapped over the mesh."""
@@ -139,14 +120,14 @@ class ModelSpec(ABC):
 
 @dataclass(frozen=True)
 class PolicySpec(ModelSpec):
-    """A policy: log-probabilities and entropy at a sampling temperature."""
+    """A policy: log-probability and entropy of each scored token at a sampling temperature."""
 
     temperature: float = field(default=1.0, kw_only=True)
 
-    num_predictions = 2
+    tokens = ScoredTokens
 
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
-        """Log-probability and entropy [R, K] of each scored token at the sampling temperature."""
+        """Log-probability and entropy [R, K], in nats."""
         hidden = self.hidden(params, batch)
         axis = vocabulary_axis(self.arch)
         if axis is not None:  # each device has the gradient of its part of the vocabulary
@@ -165,13 +146,6 @@ class PolicySpec(ModelSpec):
         back = jnp.argsort(order)
         logprobs, entropy = (result[back].reshape(batch.mask.shape) for result in results)
         return logprobs, entropy
-
-    def tokens(
-        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
-    ) -> ScoredTokens:
-        """Log-probabilities and entropy with the columns, for a policy loss."""
-        logprobs, entropy = predictions
-        return ScoredTokens(logprobs, entropy, batch.mask, batch.sequence_ids, columns)
 
 
 def head_logprobs(
@@ -198,18 +172,14 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class CriticSpec(ModelSpec):
-    """A critic: a model whose head is `score`, which predicts the value before each scored token is drawn."""
+    """A model whose head is `score`: the number it has for the state before each scored token.
 
-    num_predictions = 1
+    That is the value of a critic, or the score of a reward model (`predict.sequence_scores`).
+    """
+
+    tokens = ValuedTokens
 
     def predict(self, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
         """Values [R, K] of the states in which the scored tokens were drawn."""
         values = scores(params, self.arch, self.hidden(params, batch))
         return (jnp.take_along_axis(values, batch.predictors, axis=1),)
-
-    def tokens(
-        self, predictions: tuple[jax.Array, ...], batch: MicroBatch, columns: Mapping[str, jax.Array]
-    ) -> ValuedTokens:
-        """Values with the columns, for the value loss."""
-        (values,) = predictions
-        return ValuedTokens(values, batch.mask, batch.sequence_ids, columns)

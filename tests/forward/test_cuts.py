@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
+from quatrain.forward.cuts import Cutting, common_prefix_tokens, describe_cuts
+from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.table import TokenTable
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
 from quatrain.ops.packing import DEFAULT_COST
 from quatrain.parallel.mesh import one_device
-from quatrain.update.cuts import Cutting, common_prefix_tokens, describe_cuts
-from quatrain.update.micro_batch import micro_batches
-from quatrain.update.table import TokenTable, mini_batches
 
 
 def _table() -> TokenTable:
@@ -213,21 +213,3 @@ def test_cuts_are_described():
     balanced = describe_cuts(table, Cutting(max_tokens=5, num_shards=2).cut(table), DEFAULT_COST)
     assert balanced["global_seqlen/balanced_max"].result() == 5
     assert balanced["global_seqlen/balanced_min"].result() == 4
-
-
-@pytest.mark.parametrize(("groups", "size", "sizes"), [(60, 40, [30, 30]), (7, 3, [3, 2, 2]), (4, 9, [4])])
-def test_mini_batches_are_whole_groups_of_equal_size(groups, size, sizes):
-    group_ids = np.random.default_rng(0).permutation(np.repeat(np.arange(groups) * 3, 5))
-    parts = mini_batches(group_ids, size, np.random.default_rng(1))
-    assert [len(np.unique(group_ids[part])) for part in parts] == sizes
-    assert sorted(np.concatenate(parts).tolist()) == list(range(groups * 5))
-    assert sum(len(np.unique(group_ids[part])) for part in parts) == groups  # no group is in two parts
-
-
-def test_mini_batch_order_depends_on_the_generator():
-    group_ids = np.repeat(np.arange(20), 2)
-    first, second, again = (
-        [p.tolist() for p in mini_batches(group_ids, 5, np.random.default_rng(s))] for s in (1, 2, 1)
-    )
-    assert first == again
-    assert first != second

@@ -1,8 +1,8 @@
-"""A rollout batch as a table: sequences, and the per-token columns that the objective reads.
+"""A batch as a table: sequences, and the per-token columns that an objective reads.
 
-Data flow: `AdvantagedBatch` -> `TokenTable` -> `mini_batches` (row numbers) -> `cuts` (which sequences share
-a micro-batch) -> `micro_batch` (arrays of static shape). Token weights are computed from the whole mini-batch
-before it is cut, so no cut can change the gradient.
+Data flow: `RolloutBatch` or demonstrations -> `TokenTable` -> `cuts` (which sequences share a micro-batch) ->
+`micro_batch` (arrays of static shape). Token weights are computed from the whole mini-batch before it is cut,
+so no cut can change the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quatrain.ops.losses import token_weights
 
 @dataclass(frozen=True)
 class TokenTable:
-    """B sequences with the per-token columns [B, T] that the objective reads; absent columns are zeros.
+    """B sequences with the per-token columns [B, T] that an objective reads; absent columns are zeros.
 
     Sequences with one of `group_ids` [B] in common may share what they begin with; None: nothing is shared.
     """
@@ -50,14 +50,3 @@ class TokenTable:
 
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-def mini_batches(group_ids: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Row numbers of each mini-batch: whole groups in random order, sizes differing by at most one group.
-
-    `group_ids` [B]; `size` groups per mini-batch at most, so ceil(groups / size) mini-batches.
-    """
-    groups, membership = np.unique(group_ids, return_inverse=True)
-    order = rng.permutation(len(groups))
-    count = -(-len(groups) // size)
-    return [np.flatnonzero(np.isin(membership, part)) for part in np.array_split(order, count)]

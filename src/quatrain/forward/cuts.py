@@ -7,13 +7,12 @@ it (`Cutting.line_tokens`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
+from quatrain.forward.table import TokenTable
 from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import (
     DEFAULT_COST,
@@ -24,9 +23,6 @@ from quatrain.ops.packing import (
     useful_common_prefix,
 )
 from quatrain.types.metrics import Metric
-from quatrain.update.table import TokenTable
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,48 +59,40 @@ class Cutting:
         assert (self.rows is None) != (self.max_tokens is None), "exactly one of rows and max_tokens is set"
         assert self.max_tokens is not None or not self.share_prompts, "sharing prompts needs a token budget"
 
-    @classmethod
-    def of(
-        cls,
-        sizes: UpdateConfig | LogprobConfig | CriticConfig,
-        cost: PackingCost,
-        *,
-        num_shards: int = 1,
-        share_prompts: bool = False,
-        line_tokens: int | None = None,
-    ) -> Cutting:
-        """The cutting that a section of the configuration asks for; only a token budget shares prompts."""
-        rows, max_tokens = sizes.micro_batch_size, sizes.max_tokens_per_device
-        share_prompts = share_prompts and max_tokens is not None
-        return cls(rows, max_tokens, num_shards, cost, share_prompts, line_tokens)
-
     def cut(self, table: TokenTable) -> list[Cut]:
         """The micro-batches of `table` in the order they run; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
-        return self._packed(table, self.max_tokens)
-
-    def _packed(self, table: TokenTable, max_tokens: int) -> list[Cut]:
-        lines = buffers_per_shard(table.lengths, max_tokens, self.line_tokens)
-        max_tokens //= lines
-        shared = _SharedPrefixes.of(table, max_tokens) if self.share_prompts else _SharedPrefixes.none(table)
+        lengths = table.lengths
+        lines = buffers_per_shard(lengths, self.max_tokens, self.line_tokens)
+        max_tokens = self.max_tokens // lines
+        groups, prefixes, by_all = np.arange(len(table)), np.zeros(len(table), np.int64), 0
+        if self.share_prompts and table.group_ids is not None:
+            groups, prefixes, by_all = _shared_prefixes(table, max_tokens)
         packing = plan_packing(
-            table.lengths,
+            lengths,
             max_tokens,
             self.num_shards * lines,
-            groups=shared.groups,
-            prefixes=shared.tokens,
-            shared_prefix=shared.by_all,
+            groups=groups,
+            prefixes=prefixes,
+            shared_prefix=by_all,
             cost=self.cost,
         )
+
+        def segments(rows: np.ndarray) -> Iterator[Segment]:
+            """Of a buffer with the sequences `rows`, of which those that share a prefix are adjacent."""
+            for part in np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1) if len(rows) else []:
+                prefix = int(prefixes[part[0]])
+                yield Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
+
         return [
             Cut(
-                tuple(shared.segments(rows, table.lengths) for rows in bins),
+                tuple(tuple(segments(rows)) for rows in bins),
                 self.num_shards,
                 width,
                 packed=True,
                 shared=self.share_prompts,
-                num_common=shared.by_all,
+                num_common=by_all,
             )
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
@@ -112,88 +100,56 @@ class Cutting:
     def _fixed_rows(self, table: TokenTable) -> list[Cut]:
         """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""
         assert self.rows is not None
-        width = round_up(int(table.lengths.max(initial=1)))
-        shares = [list(share) for share in _split(_whole_sequences(table), self.num_shards)]
-        largest = max(len(share) for share in shares)
+        lengths = table.lengths.tolist()
+        shards = np.array_split(np.arange(len(table)), self.num_shards)
+        largest = len(shards[0])
         rows = min(self.rows, max(largest, 1))
         return [
             Cut(
-                tuple(tuple(share[i : i + 1]) for share in shares for i in range(first, first + rows)),
+                tuple(
+                    tuple(Segment(np.array([row]), 0, lengths[row]) for row in shard[i : i + 1])
+                    for shard in shards
+                    for i in range(first, first + rows)
+                ),
                 self.num_shards,
-                width,
+                round_up(max(lengths)),
             )
             for first in range(0, largest, rows)
         ]
 
 
-@dataclass(frozen=True)
-class _SharedPrefixes:
-    """Which sequences of a table share a prefix that is computed once for them."""
+def _shared_prefixes(table: TokenTable, max_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(groups [B], tokens [B], tokens that all sequences share) of prefixes in buffers of `max_tokens`.
 
-    groups: np.ndarray
-    """[B] integers; sequences with equal numbers share a prefix that is longer than the common prefix."""
-    tokens: np.ndarray
-    """[B] tokens of the longest prefix that a sequence shares with its group, or else with all sequences."""
-    by_all: int
-    """Tokens of the common prefix of all sequences."""
-
-    @classmethod
-    def none(cls, table: TokenTable) -> _SharedPrefixes:
-        return cls(np.arange(len(table)), np.zeros(len(table), np.int64), 0)
-
-    @classmethod
-    def of(cls, table: TokenTable, max_tokens: int) -> _SharedPrefixes:
-        if table.group_ids is None:
-            return cls.none(table)
-        by_all = common_prefix_tokens(table, max_tokens)
-        groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
-        for rows, prefix in shared_prefixes(table):
-            if prefix > by_all:
-                groups[rows], tokens[rows] = rows[0], prefix
-        return cls(groups, tokens, by_all)
-
-    def segments(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[Segment, ...]:
-        """The segments of a buffer with the sequences `rows`; those that share a prefix are adjacent."""
-        starts = np.flatnonzero(np.diff(self.groups[rows])) + 1
-        parts = np.split(rows, starts) if len(rows) else []
-        prefixes = (int(self.tokens[part[0]]) for part in parts)
-        return tuple(
-            Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
-            for part, prefix in zip(parts, prefixes, strict=True)
-        )
-
-
-def _whole_sequences(table: TokenTable) -> list[Segment]:
-    return [Segment(np.array([row]), 0, int(length)) for row, length in enumerate(table.lengths)]
-
-
-def shared_prefixes(table: TokenTable) -> list[tuple[np.ndarray, int]]:
-    """For each group: the row numbers of its sequences, and the tokens of the prefix that they share.
-
-    A shared prefix ends before the first token that the policy sampled in one of the sequences.
+    Sequences with equal numbers in `groups` share a prefix that is longer than that of all; `tokens` is the
+    longest prefix that a sequence shares with its group, or else with all sequences.
     """
     assert table.group_ids is not None
-    groups = (np.flatnonzero(table.group_ids == group) for group in np.unique(table.group_ids))
-    return [(rows, _common_tokens(table, rows)) for rows in groups]
+    by_all = common_prefix_tokens(table, max_tokens)
+    groups, tokens = np.arange(len(table)), np.full(len(table), by_all, np.int64)
+    for group in np.unique(table.group_ids):
+        rows = np.flatnonzero(table.group_ids == group)
+        prefix = common_tokens(table.input_ids[rows, : _num_unsampled(table, rows)])
+        if prefix > by_all:
+            groups[rows], tokens[rows] = rows[0], prefix
+    return groups, tokens, by_all
 
 
 def common_prefix_tokens(table: TokenTable, max_tokens: int) -> int:
     """Tokens of the common prefix of all sequences; 0 where it is too short to be worth sharing."""
     if not len(table) or table.lengths.max() > max_tokens:  # too long: the packer says so
         return 0
-    given = _given_tokens(table, np.arange(len(table)))
-    return useful_common_prefix(table.input_ids[:, :given], table.lengths)
+    unsampled = _num_unsampled(table, np.arange(len(table)))
+    return useful_common_prefix(table.input_ids[:, :unsampled], table.lengths)
 
 
-def _common_tokens(table: TokenTable, rows: np.ndarray) -> int:
-    """Tokens of the prefix that the sequences `rows` share, before any token that the policy sampled."""
-    return common_tokens(table.input_ids[rows, : _given_tokens(table, rows)])
+def _num_unsampled(table: TokenTable, rows: np.ndarray) -> int:
+    """Positions before the first that is sampled, or padding, in one of the sequences `rows`.
 
-
-def _given_tokens(table: TokenTable, rows: np.ndarray) -> int:
-    """Positions before the first that is sampled, or padding, in one of the sequences `rows`."""
-    given = table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
-    return int(np.logical_and.accumulate(given).sum())
+    A shared prefix ends there: what the policy sampled is scored for each sequence.
+    """
+    unsampled = table.attention_mask[rows].all(axis=0) & ~table.completion_mask[rows].any(axis=0)
+    return int(np.logical_and.accumulate(unsampled).sum())
 
 
 @dataclass(frozen=True)
@@ -238,16 +194,13 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
     """The metrics `batch/…` and `global_seqlen/…`: how well `cuts` fill and balance the devices."""
     shards = cuts[0].num_shards
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
-    after, imbalance = np.zeros(shards), [1.0]
+    after, imbalance = np.zeros(shards), 1.0
     for cut in cuts:
-        held = [
-            np.sum([cut.work(buffer) for buffer in buffers], axis=0)
-            for buffers in _split(cut.buffers, shards)
-        ]
-        after += [tokens for tokens, _ in held]
-        costs = np.array([cost.of(*each) for each in held])
+        work = np.array([cut.work(buffer) for buffer in cut.buffers]).reshape(shards, -1, 2).sum(axis=1)
+        after += work[:, 0]
+        costs = cost.of(work[:, 0], work[:, 1])
         if costs.any():
-            imbalance.append(costs.max() / costs.mean())
+            imbalance = max(imbalance, costs.max() / costs.mean())
     computed, filled = sum(cut.num_tokens for cut in cuts), after.sum()
     tokens = float(table.lengths.sum())
     return {
@@ -255,7 +208,7 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
         "batch/tokens": Metric(tokens, reduction="sum"),
         "batch/padding_fraction": Metric(float(computed - filled), computed),
         "batch/shared_fraction": Metric(float(tokens - filled), tokens),
-        "batch/imbalance": Metric(float(max(imbalance)), reduction="max"),
+        "batch/imbalance": Metric(float(imbalance), reduction="max"),
         "global_seqlen/min": Metric(float(min(before)), reduction="min"),
         "global_seqlen/max": Metric(float(max(before)), reduction="max"),
         "global_seqlen/mean": Metric(float(np.mean(before))),
@@ -263,10 +216,3 @@ def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict
         "global_seqlen/balanced_min": Metric(float(after.min()), reduction="min"),
         "global_seqlen/balanced_max": Metric(float(after.max()), reduction="max"),
     }
-
-
-def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """`items` split into `parts` consecutive parts whose sizes differ by at most one."""
-    ends = [len(run) for run in np.array_split(np.arange(len(items)), parts)]
-    stops = np.cumsum(ends)
-    return [items[stop - size : stop] for stop, size in zip(stops, ends, strict=True)]

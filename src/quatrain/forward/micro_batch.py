@@ -1,0 +1,137 @@
+"""One micro-batch as arrays of static shape on the devices.
+
+Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `specs`.
+
+A micro-batch has R buffers of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
+neighbours in a buffer, which holds their shared prompt once; a common prefix of all sequences is at the start
+of each buffer, once. Scored tokens are listed per buffer in K = T entries: unused entries cost nothing, and
+with K = T there is one array shape less to compile for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from quatrain.forward.cuts import Cut, Cutting, Segment
+from quatrain.forward.table import TokenTable
+from quatrain.models.attention.unpacking import Unpacking, unpacking
+from quatrain.models.layers import BRANCHES_PER_GROUP
+from quatrain.parallel.mesh import data_sharding, place
+
+INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward and backward pass.
+
+    Scored tokens are listed per buffer, so that the output head computes only their logits.
+    `predictors[r, k]` is the position in buffer r whose hidden state predicts `targets[r, k]`. `mask` is
+    False on the padding at the end of each list, where all columns are 0. `sequence_ids` number the sequences
+    of a buffer from 0. `columns` are the columns of the token table.
+
+    Segments are numbered from 1 in each buffer, and positions from 0 in each segment. A segment is one
+    sequence, or the shared prefix of several sequences of a group (branch 0) followed by the rest of each
+    sequence (branches 1, 2, ...), whose positions continue those of the prefix.
+    Where all sequences begin with a common prefix, each buffer is one segment: the common prefix is branch 0,
+    the rest of the g-th group's shared prompt is branch b = g * BRANCHES_PER_GROUP, and the completions of
+    that group are branches b + 1, b + 2, ...
+    """
+
+    input_ids: jax.Array  # [R, T] int32
+    positions: jax.Array  # [R, T] int32
+    segment_ids: jax.Array  # [R, T] int32, 0 on padding
+    branch_ids: jax.Array  # [R, T] int32, see `layers.attention_mask`
+    predictors: jax.Array  # [R, K] int32
+    targets: jax.Array  # [R, K] int32
+    mask: jax.Array  # [R, K] bool
+    sequence_ids: jax.Array  # [R, K] int32
+    columns: dict[str, jax.Array]  # [R, K] float32 each
+    layout: Unpacking | None = None  # the sequences of each buffer in rows of their own, for attention
+    packed: bool = field(default=False, metadata={"static": True})
+    """Buffers may hold several segments."""
+    shared: bool = field(default=False, metadata={"static": True})
+    """Segments may have branches."""
+
+
+def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
+    """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
+
+    `unpack`: packed buffers come with their `layout`.
+    """
+    shape = len(cut.buffers), cut.width
+    arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INTEGERS}
+    arrays["mask"] = np.zeros(shape, bool)
+    columns: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in table.columns}
+    for buffer, segments in enumerate(cut.buffers):
+        of_buffer, columns_of_buffer = (
+            {name: array[buffer] for name, array in named.items()} for named in (arrays, columns)
+        )
+        _fill_buffer(of_buffer, columns_of_buffer, segments, cut.num_common, table)
+    layout = None
+    if unpack and cut.packed:
+        layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
+    on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
+    sharding = data_sharding(mesh)
+    return jax.tree.map(lambda x: place(x, sharding), on_host)
+
+
+def _fill_buffer(
+    arrays: dict[str, np.ndarray],
+    columns: dict[str, np.ndarray],
+    segments: tuple[Segment, ...],
+    num_common: int,
+    table: TokenTable,
+) -> None:
+    """Writes `segments` into the row of one buffer in `arrays` and `columns`."""
+    used = num_scored = num_sequences = 0
+
+    def write(number: int, branch: int, ids: np.ndarray, first_position: int) -> None:
+        nonlocal used
+        here = slice(used, used + len(ids))
+        arrays["input_ids"][here] = ids
+        arrays["positions"][here] = first_position + np.arange(len(ids))
+        arrays["segment_ids"][here] = number
+        arrays["branch_ids"][here] = branch
+        used += len(ids)
+
+    for number, segment in enumerate(segments, start=1):
+        shared, first = segment.num_shared, segment.rows[0]
+        prompt_branch = 0
+        if num_common:  # all of the buffer is one segment
+            number, prompt_branch = 1, number * BRANCHES_PER_GROUP
+            if not used:
+                write(number, 0, table.input_ids[first, :num_common], 0)
+        prompt_start = used
+        write(number, prompt_branch, table.input_ids[first, num_common:shared], num_common)
+        for branch, row in enumerate(segment.rows, start=prompt_branch + (1 if shared else 0)):
+            start = used - shared
+            length = int(table.attention_mask[row].sum())
+            write(number, branch, table.input_ids[row, shared:length], shared)
+            places = np.flatnonzero(table.completion_mask[row])
+            before = places - 1
+            ahead = np.select([before < num_common, before < shared], [0, prompt_start - num_common], start)
+            here = slice(num_scored, num_scored + len(places))
+            arrays["predictors"][here] = before + ahead
+            arrays["targets"][here] = table.input_ids[row, places]
+            arrays["mask"][here] = True
+            arrays["sequence_ids"][here] = num_sequences
+            for name, values in table.columns.items():
+                columns[name][here] = values[row, places]
+            num_scored += len(places)
+            num_sequences += len(places) > 0
+
+
+def micro_batches(
+    table: TokenTable, cutting: Cutting, mesh: Mesh, *, unpack: bool = False
+) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+    """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
+    for cut in cutting.cut(table):
+        yield cut.sequences, fill(cut, table, mesh, unpack=unpack)
