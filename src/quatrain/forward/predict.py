@@ -19,10 +19,10 @@ from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import MicroBatch, micro_batches
 from quatrain.forward.specs import CriticSpec, ModelSpec
 from quatrain.forward.table import TokenTable
+from quatrain.parallel.axes import DATA_AXES
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
-from quatrain.parallel.mesh import DATA_AXES
 
 
 def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.Array, jax.Array]:
