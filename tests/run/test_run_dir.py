@@ -43,7 +43,7 @@ def test_a_taken_name_is_refused_with_both_remedies(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "auto", "a\\b"])
 def test_a_name_is_one_folder(tmp_path, name):
-    with pytest.raises(ValueError, match="run.name must be a folder name"):
+    with pytest.raises(ValueError, match=r"run\.name must be a folder name"):
         RunDir.create(tmp_path, name)
 
 
