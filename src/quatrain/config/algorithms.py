@@ -8,7 +8,7 @@ it would load JAX; `ops/losses` and `ops/advantages` import the same files.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +49,6 @@ def _algorithm(path: Path) -> Algorithm:
 
 LOSSES = _read(OPS / "losses")
 ESTIMATORS = _read(OPS / "advantages")
-
-
-def in_words(names: Iterable[str]) -> str:
-    """The names in a sentence of a description: `a`, `b` and `c`."""
-    *first, last = (f"`{name}`" for name in names)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def takes(estimator: str, name: str) -> bool:

@@ -1,7 +1,7 @@
 """Derived values for configuration keys that are null.
 
-Data flow: merged layers -> `Config` -> `derived_values` fills nulls. This module reads no
-data set and queries no device, so `run.steps` stays null if it depends on the length of the data.
+Data flow: merged layers -> `Config` -> `derived_values` fills nulls. This module reads no data set and
+queries no device, so `run.steps` stays null if it depends on the length of the data.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from quatrain.config.algorithms import ESTIMATORS, LOSSES, takes
 from quatrain.config.errors import ConfigError
 from quatrain.config.fields import value_at
-from quatrain.config.schema import Config
+from quatrain.config.schema import Config, fields
 from quatrain.config.warnings import LORA_RATE, RATE, SFT_LORA_RATE, SFT_RATE, WANDB_MODES
 
 # Token budget of one forward/backward pass per data shard if the user sets no micro-batch size.
@@ -32,38 +32,34 @@ def derived_values(config: Config, stem: str, environ: Mapping[str, str], now: d
     ConfigError if a token budget set by the user cannot hold the longest possible sequence.
     """
     _budgets_hold_a_sequence(config)
-    sizes = _micro_batches(config)
     estimator, loss = ESTIMATORS.get(config.advantage.estimator), LOSSES.get(config.update.loss)
+    adapters, random = config.lora.rank > 0, config.model.path.startswith(BUILTIN)
+    sft_rates = (RANDOM_RATE, RANDOM_LORA_RATE) if random else (SFT_RATE, SFT_LORA_RATE)
+    masks = config.update.correction == "mask"
     values = {
         "run.name": f"{_folder_name(stem)}-{now:%Y%m%d-%H%M%S}",
         "model.tokenizer": config.model.path,
         "lora.alpha": float(config.lora.rank) or None,
         "data.eval": _heldout(config.data.train),
         "sft.data": config.data.train,
-        **_learning_rates(config),
+        "optimizer.learning_rate": (RATE, LORA_RATE)[adapters],
+        "sft.learning_rate": sft_rates[adapters],
         "advantage.scale": estimator.scales[0] if estimator else None,
         "rollout.max_environment_tokens": environment_tokens(config) or None,
         "rollout.greedy_baseline": takes(config.advantage.estimator, "baseline_rewards"),
-        **_overlong(config),
-        "update.mini_batch_size": config.update.mini_batch_size or config.size_of_mini_batches,
-        "update.loss_aggregation": (loss.aggregation if loss else None)
-        or (estimator.aggregation if estimator else None)
+        "update.mini_batch_size": config.size_of_mini_batches,
+        "update.loss_aggregation": (loss and loss.aggregation)
+        or (estimator and estimator.aggregation)
         or "token_mean",
         "update.correction": _correction(config),
-        "update.correction_floor": _correction_floor(config),
-        **_critic(config),
-        **sizes,
-        "reward.model_max_tokens_per_device": _reward_model_tokens(config, sizes),
+        "update.correction_floor": 1 / config.update.correction_cap if masks else None,
         "logging.wandb": _wandb(environ),
+        **_sizes(config),
     }
+    if "overlong" in config.reward.functions:
+        values["reward.overlong_limit"] = config.overlong_limit
+        values["reward.overlong_buffer"] = max(config.overlong_limit // 5, 1)
     return {k: v for k, v in values.items() if v is not None and value_at(config, k) is None}
-
-
-def _overlong(config: Config) -> dict[str, int]:
-    if "overlong" not in config.reward.functions:
-        return {}
-    limit = config.overlong_limit
-    return {"reward.overlong_limit": limit, "reward.overlong_buffer": max(limit // 5, 1)}
 
 
 def _correction(config: Config) -> str:
@@ -72,16 +68,6 @@ def _correction(config: Config) -> str:
         return "none"
     differs = config.rollout.differs_from_trainer or config.model.dtype == "bfloat16"
     return "truncate" if differs else "none"
-
-
-def _correction_floor(config: Config) -> float | None:
-    return 1 / config.update.correction_cap if config.update.correction == "mask" else None
-
-
-def _learning_rates(config: Config) -> dict[str, float]:
-    adapters, random = config.lora.rank > 0, config.model.path.startswith(BUILTIN)
-    sft = (RANDOM_RATE, RANDOM_LORA_RATE) if random else (SFT_RATE, SFT_LORA_RATE)
-    return {"optimizer.learning_rate": (RATE, LORA_RATE)[adapters], "sft.learning_rate": sft[adapters]}
 
 
 def environment_tokens(config: Config) -> int:
@@ -95,63 +81,51 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_length + config.rollout.max_new_tokens + environment_tokens(config)
 
 
-def _micro_batches(config: Config) -> dict[str, int]:
-    """Derived micro-batch sizes or token budgets of `update` and `logprob`.
+class _Size(NamedTuple):
+    """The size of micro-batches: in sequences or in tokens."""
 
-    A section without a setting follows the update's mode: sequences per micro-batch, or a token budget. The
-    forward-only passes of `logprob` get twice the update's size.
+    rows: int | None
+    tokens: int | None
+
+    def by_key(self, prefix: str) -> dict[str, int | None]:
+        return {f"{prefix}micro_batch_size": self.rows, f"{prefix}max_tokens_per_device": self.tokens}
+
+    def or_like(self, other: _Size, factor: int = 1) -> _Size:
+        """This size if it is set, else `factor` times the other."""
+        if self != (None, None):
+            return self
+        return _Size(other.rows and factor * other.rows, other.tokens and factor * other.tokens)
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    """Sizes of micro-batches and, with a critic, its mini-batches: what is not set follows the update's.
+
+    Forward-only passes get twice the size.
     """
-    update, logprob = config.update, config.logprob
-    own = logprob.micro_batch_size or logprob.max_tokens_per_device
-    if update.micro_batch_size is not None:
-        return {} if own else {"logprob.micro_batch_size": 2 * update.micro_batch_size}
-    budget = update.max_tokens_per_device or max(MICRO_BATCH_TOKENS, longest_sequence(config))
-    values = {"update.max_tokens_per_device": budget}
-    return values if own else values | {"logprob.max_tokens_per_device": 2 * budget}
-
-
-def _critic(config: Config) -> dict[str, Any]:
-    """Derived values of the section `critic`; none of its sizes without a critic."""
-    critic, update = config.critic, config.update
-    enabled = critic.enabled
-    if enabled is None:
-        enabled = takes(config.advantage.estimator, "values")
-    values: dict[str, Any] = {"critic.enabled": enabled}
-    if not enabled:
-        return values
-    values |= {
-        "critic.mini_batch_size": config.update.mini_batch_size or config.size_of_mini_batches,
-        "critic.epochs": update.epochs,
-    }
-    rows, tokens = critic.micro_batch_size, critic.max_tokens_per_device
-    if rows is None and tokens is None:
-        rows = update.micro_batch_size
-        tokens = _micro_batches(config).get("update.max_tokens_per_device") if rows is None else None
-        values |= {"critic.micro_batch_size": rows, "critic.max_tokens_per_device": tokens}
-    if critic.forward_micro_batch_size is None and critic.forward_max_tokens_per_device is None:
-        values["critic.forward_micro_batch_size"] = rows and 2 * rows
-        values["critic.forward_max_tokens_per_device"] = tokens and 2 * tokens
+    update, logprob, critic = config.update, config.logprob, config.critic
+    budget = max(MICRO_BATCH_TOKENS, longest_sequence(config))
+    size = _Size(update.micro_batch_size, update.max_tokens_per_device).or_like(_Size(None, budget))
+    forward = _Size(logprob.micro_batch_size, logprob.max_tokens_per_device).or_like(size, 2)
+    values: dict[str, Any] = size.by_key("update.") | forward.by_key("logprob.")
+    if config.reward.models:
+        values["reward.model_max_tokens_per_device"] = forward.tokens or 2 * budget
+    values["critic.enabled"] = enabled = critic.enabled or (
+        critic.enabled is None and takes(config.advantage.estimator, "values")
+    )
+    if enabled:
+        own = _Size(critic.micro_batch_size, critic.max_tokens_per_device).or_like(size)
+        passes = critic.forward_sizes
+        own_forward = _Size(passes.micro_batch_size, passes.max_tokens_per_device).or_like(own, 2)
+        values |= own.by_key("critic.") | own_forward.by_key("critic.forward_")
+        values["critic.mini_batch_size"] = update.mini_batch_size or config.size_of_mini_batches
+        values["critic.epochs"] = update.epochs
     return values
-
-
-def _reward_model_tokens(config: Config, sizes: Mapping[str, int]) -> int | None:
-    """The derived token budget of reward models, a forward-only pass like those of `logprob`."""
-    if not config.reward.models:
-        return None
-    logprob = config.logprob.max_tokens_per_device or sizes.get("logprob.max_tokens_per_device")
-    return logprob or 2 * max(MICRO_BATCH_TOKENS, longest_sequence(config))
 
 
 def _budgets_hold_a_sequence(config: Config) -> None:
     longest, added = longest_sequence(config), environment_tokens(config)
     more = f" + rollout.max_environment_tokens ({added})" if added else ""
-    budgets = {
-        "update.max_tokens_per_device": config.update.max_tokens_per_device,
-        "logprob.max_tokens_per_device": config.logprob.max_tokens_per_device,
-        "critic.max_tokens_per_device": config.critic.max_tokens_per_device,
-        "critic.forward_max_tokens_per_device": config.critic.forward_max_tokens_per_device,
-        "reward.model_max_tokens_per_device": config.reward.model_max_tokens_per_device,
-    }
+    budgets = {key: value_at(config, key) for key in fields() if key.endswith("max_tokens_per_device")}
     problems = [
         f"{key}={budget} cannot hold one sequence of data.max_prompt_length "
         f"({config.data.max_prompt_length}) + rollout.max_new_tokens ({config.rollout.max_new_tokens}){more} "

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.layers import parse_yaml
+from quatrain.config.layers import SCALARS
 from quatrain.config.load import Resolved
 from quatrain.config.secrets import redact, redact_values
 
@@ -61,34 +61,33 @@ def _lines(values: dict[str, Any], provenance: dict[str, str], prefix: str, dept
         if isinstance(value, dict) and value and key not in provenance:
             if depth == 0:
                 yield ""
-            yield f"{indent}{_scalar(name)}:"
+            yield f"{indent}{_inline(name)}:"
             yield from _lines(value, provenance, f"{key}.", depth + 1)
         else:
-            text = f"{indent}{_scalar(name)}: {_inline(value)}"
+            text = f"{indent}{_inline(name)}: {_inline(value)}"
             yield f"{text:<{COMMENT_COLUMN}}  # {provenance[key]}"
 
 
 def _inline(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_scalar(name)}: {_inline(each)}' for name, each in value.items())}}}"
-    return f"[{', '.join(map(_inline, value))}]" if isinstance(value, list) else _scalar(value)
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
-def _scalar(value: Any) -> str:
-    """One value on one line, quoted only if the unquoted text would not be read back as the same value."""
-    if not isinstance(value, str):
-        return yaml.safe_dump(value, width=math.inf).removesuffix("...\n").strip()
-    if not set(value) & set(",[]{}\"'\n") and _reads_back(value):
-        return value
-    quoted = yaml.safe_dump(value, default_style='"', width=math.inf, allow_unicode=True)
-    return quoted.rstrip("\n")
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that YAML 1.1, which other readers follow, or YAML 1.2 would read as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-def _reads_back(text: str) -> bool:
-    # Other YAML readers follow YAML 1.1, where `no` is false and `1:30` is 90. A value stays unquoted only if
-    # YAML 1.1 and 1.2 agree on it.
-    line = f"{text}: {text}  # comment"
-    try:
-        return parse_yaml(line, "") == yaml.safe_load(line) == {text: text}
-    except (ValueError, yaml.YAMLError):
-        return False
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # In double quotes, a text of several lines stays on one.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+for _tag, (_pattern, _first) in SCALARS.items():
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)

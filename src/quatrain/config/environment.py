@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from dotenv.parser import parse_stream
-from pydantic import BaseModel
 
 from quatrain.config.errors import ConfigError
 from quatrain.config.secrets import remember_dotenv
@@ -74,9 +73,10 @@ def load_dotenv(environ: MutableMapping[str, str], directory: Path | None = None
 
 def values_of_keys() -> set[str]:
     """The texts that configuration keys have by default or offer for a choice: no secrets."""
-    from quatrain.config.schema import Config  # only with a file: commands without one start faster
+    from quatrain.config.schema import Config, fields  # only with a file: commands without one start faster
 
-    return _texts(Config().model_dump()) | _choices(Config)
+    choices = (_choices(field.annotation) for field in fields().values())
+    return _texts(Config().model_dump()).union(*choices)
 
 
 def _texts(value: Any) -> set[str]:
@@ -88,8 +88,6 @@ def _texts(value: Any) -> set[str]:
 def _choices(annotation: Any) -> set[str]:
     if get_origin(annotation) is Literal:
         return {value for value in get_args(annotation) if isinstance(value, str)}
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {text for field in annotation.model_fields.values() for text in _choices(field.annotation)}
     return {text for inner in get_args(annotation) for text in _choices(inner)}
 
 

@@ -7,7 +7,7 @@ below it, and a rule of its value that no type expresses is a `must` in its anno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -79,8 +79,16 @@ def must(rule: str, holds: Callable[[Any], object], *, before: bool = False) -> 
     return BeforeValidator(check) if before else AfterValidator(check)
 
 
-def function_name(builtin: Any) -> Any:
-    """A validator of text that is a name in `builtin` or the location of a user's function."""
+def function_choice(what: str, builtin: Iterable[str], formulas: str) -> str:
+    """The description of a key whose value `function_name` checks."""
+    return (
+        f"{what}: {', '.join(f'`{name}`' for name in builtin)} (formulas: [algorithms.md]({formulas})), or a "
+        "function of your own as `path/file.py:function` or `package.module:function`."
+    )
+
+
+def function_name(builtin: Collection[str]) -> Any:
+    """For an annotation: text that is a name in `builtin` or the location of a user's function."""
     return must(
         f"be one of {', '.join(builtin)}, or a function of your own as path/file.py:function",
         lambda name: name in builtin or ":" in name,

@@ -79,18 +79,25 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_SCALARS = {
+_EXPONENT = r"(?:[eE][-+]?[0-9]+)?"
+_PATTERNS = {
     "merge": (r"<<", "<"),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)", "-+0123456789"),
     "float": (
-        r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        rf"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?){_EXPONENT}"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         "-+.0123456789",
     ),
 }
-for _name, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list(_first))
+SCALARS = {
+    f"tag:yaml.org,2002:{name}": (re.compile(f"(?:{pattern})$"), list(first))
+    for name, (pattern, first) in _PATTERNS.items()
+}
+"""The scalars of YAML 1.2 that are no texts: tag -> form, first characters."""
+for _tag, (_pattern, _first) in SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 

@@ -43,12 +43,18 @@ def no_effect(
     return [Rule(key, unused(key), sentence) for key in keys]
 
 
-def _keys(section: str, kind: Any, *besides: str) -> list[str]:
-    return [f"{section}.{key}" for key in kind.model_fields if key not in besides]
+def without(*needed: str) -> tuple[Callable[[Any], object], str, str]:
+    """For `no_effect`: the keys have no effect where all keys in `needed` have their defaults."""
+    remedy = "set that" if len(needed) == 1 else "set one of these"
+    return lambda c: not all(is_default(c, key) for key in needed), f"without {' or '.join(needed)}", remedy
+
+
+def _takes(c: Any, name: str) -> bool:
+    return takes(c.advantage.estimator, name)
 
 
 def _has_critic(c: Any) -> bool:
-    return takes(c.advantage.estimator, "values") or bool(c.critic.enabled)
+    return _takes(c, "values") or bool(c.critic.enabled)
 
 
 def _is_corrected(c: Any) -> bool:
@@ -70,6 +76,11 @@ def _of_micro_batches(section: str) -> Rule:
         f"must be null if {tokens} ({{c.{tokens}}}) is set: the size of micro-batches is given in sequences "
         "or in tokens, not both; set one of the two to null",
     )
+
+
+def _of_in_flight(needed: str, lacking: Callable[[Any], object]) -> Rule:
+    sentence = f"needs {needed}; set that, or false"
+    return Rule("rollout.in_flight", lambda c: c.rollout.in_flight and lacking(c), sentence)
 
 
 def _of_optimizer(section: str) -> list[Rule]:
@@ -102,12 +113,7 @@ def _of_estimator(name: str, scales: Sequence[str]) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    *no_effect(
-        ["data.pass_rate_column"],
-        lambda c: (c.data.min_pass_rate, c.data.max_pass_rate) != (None, None),
-        "without data.min_pass_rate or data.max_pass_rate",
-        "set one of these",
-    ),
+    *no_effect(["data.pass_rate_column"], *without("data.min_pass_rate", "data.max_pass_rate")),
     Rule(
         "data.min_pass_rate",
         lambda c: c.data.max_pass_rate is not None and (c.data.min_pass_rate or 0) > c.data.max_pass_rate,
@@ -139,31 +145,20 @@ RULES: tuple[Rule, ...] = (
         "without a reference",
         "set update.kl_coef or reward.kl_coef above 0",
     ),
-    *no_effect(
-        ["update.reference_mixup"],
-        lambda c: c.update.reference_sync_steps is not None,
-        "without update.reference_sync_steps",
-        "set that",
-    ),
-    *no_effect(
-        ["checkpoint.best_mode"],
-        lambda c: c.checkpoint.best_metric is not None,
-        "without checkpoint.best_metric",
-        "set that",
-    ),
+    *no_effect(["update.reference_mixup"], *without("update.reference_sync_steps")),
+    *no_effect(["checkpoint.best_mode"], *without("checkpoint.best_metric")),
     *map(_of_micro_batches, ("update", "logprob", "critic")),
     Rule(
         "critic.enabled",
-        lambda c: takes(c.advantage.estimator, "values") and c.critic.enabled is False,
+        lambda c: _takes(c, "values") and c.critic.enabled is False,
         "must not be false for advantage.estimator {c.advantage.estimator}, which needs a critic; set true "
         "or null",
     ),
     *no_effect(
         [
-            *_keys("critic", CriticConfig, "enabled"),
-            *_keys("critic_optimizer", CriticOptimizerConfig),
-            "placement.critic",
-            "offload.critic",
+            *(f"critic.{key}" for key in CriticConfig.model_fields if key != "enabled"),
+            *(f"critic_optimizer.{key}" for key in CriticOptimizerConfig.model_fields),
+            *("placement.critic", "offload.critic"),
         ],
         _has_critic,
         "without a critic",
@@ -188,7 +183,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rollout.greedy_baseline",
-        lambda c: takes(c.advantage.estimator, "baseline_rewards") and c.rollout.greedy_baseline is False,
+        lambda c: _takes(c, "baseline_rewards") and c.rollout.greedy_baseline is False,
         "must not be false for advantage.estimator {c.advantage.estimator}, whose baseline it is; set true "
         "or null",
     ),
@@ -218,14 +213,10 @@ RULES: tuple[Rule, ...] = (
     ),
     *no_effect(
         [
-            "rollout.max_turns",
-            "rollout.max_environment_tokens",
-            "rollout.environment_timeout_s",
-            "rollout.environment_workers",
+            *("rollout.max_turns", "rollout.max_environment_tokens"),
+            *("rollout.environment_timeout_s", "rollout.environment_workers"),
         ],
-        lambda c: c.rollout.has_episodes,
-        "without rollout.environment or rollout.tools",
-        "set one of these",
+        *without("rollout.environment", "rollout.tools"),
     ),
     Rule(
         "rollout.servers",
@@ -261,35 +252,15 @@ RULES: tuple[Rule, ...] = (
         "must be false with rollout.workers and rollout.servers: each of their groups is sampled from one "
         "version of the weights; set false, or sample on devices of this run",
     ),
-    *no_effect(
-        ["rollout.weights_dir"],
-        lambda c: c.rollout.has_fleet,
-        "without rollout.workers or rollout.servers",
-        "set one of these",
-    ),
+    *no_effect(["rollout.weights_dir"], *without("rollout.workers", "rollout.servers")),
     Rule(
         "rollout.weights_dir",
         lambda c: c.rollout.weights_dir is not None and c.lora.rank and c.rollout.workers,
         "must be null with lora.rank: adapters reach rollout workers through Ray's object store",
     ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: c.rollout.in_flight and not c.rollout.max_staleness,
-        "needs rollout.max_staleness of 1 or more; set that, or false",
-    ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: c.rollout.in_flight and c.rollout.dynamic_sampling_rounds > 1,
-        "needs rollout.dynamic_sampling_rounds 1; set that, or false",
-    ),
-    Rule(
-        "rollout.in_flight",
-        lambda c: (
-            c.rollout.in_flight
-            and (c.rollout.greedy_baseline or takes(c.advantage.estimator, "baseline_rewards"))
-        ),
-        "needs no greedy baseline; set that, or false",
-    ),
+    _of_in_flight("rollout.max_staleness of 1 or more", lambda c: not c.rollout.max_staleness),
+    _of_in_flight("rollout.dynamic_sampling_rounds 1", lambda c: c.rollout.dynamic_sampling_rounds > 1),
+    _of_in_flight("no greedy baseline", lambda c: c.rollout.greedy_baseline or _takes(c, "baseline_rewards")),
     Rule(
         "update.correction",
         lambda c: _is_corrected(c) and c.update.old_logprobs == "rollout",

@@ -163,44 +163,26 @@ class RolloutBatch:
             check.rule(same, "group_ids", "one prompt per group", f"two different prompts in group {group}")
 
     def _check_masks(self, check: _Checker) -> None:
-        outside = ~self.completion_mask
-        padded = np.sort(~self.attention_mask, axis=1)
-        check.rule(
-            bool((padded == ~self.attention_mask).all()),
-            "attention_mask",
-            "right padding only",
-            "a gap in a row",
+        sampled, attention = self.completion_mask, self.attention_mask
+        others, versions = "another value there", self.policy_version
+        oldest = versions[sampled].min(initial=0)
+        a_token = bool(attention[:, :1].all()) and (len(self) == 0 or attention.shape[1] > 0)
+        rules = (
+            ("attention_mask", attention[:, 1:] > attention[:, :-1], "right padding only", "a gap in a row"),
+            (
+                "attention_mask",
+                not a_token,
+                "a prompt of at least one token in each row",
+                "a row without one",
+            ),
+            ("completion_mask", sampled & ~attention, "True only where attention_mask is", "True on padding"),
+            ("completion_mask", sampled[:, :1], "False on the first token, of the prompt", "True there"),
+            ("rollout_logprobs", self.rollout_logprobs[~sampled], "0 outside completion_mask", others),
+            ("policy_version", versions[~sampled] != -1, "-1 outside completion_mask", others),
+            ("policy_version", oldest < 0, ">= 0 on completions", f"{oldest}"),
         )
-        check.rule(
-            bool(self.attention_mask[:, :1].all()) and (len(self) == 0 or self.attention_mask.shape[1] > 0),
-            "attention_mask",
-            "a prompt of at least one token in each row",
-            "a row without a token",
-        )
-        nested = not (self.completion_mask & ~self.attention_mask).any()
-        check.rule(nested, "completion_mask", "True only where attention_mask is", "True on padding")
-        check.rule(
-            not self.completion_mask[:, :1].any(),
-            "completion_mask",
-            "False on the first token, which belongs to the prompt",
-            "True there",
-        )
-        check.rule(
-            not self.rollout_logprobs[outside].any(),
-            "rollout_logprobs",
-            "0 outside completion_mask",
-            "another value there",
-        )
-        check.rule(
-            bool((self.policy_version[outside] == -1).all()),
-            "policy_version",
-            "-1 outside completion_mask",
-            "another value there",
-        )
-        versions = self.policy_version[self.completion_mask]
-        check.rule(
-            bool((versions >= 0).all()), "policy_version", ">= 0 on completions", f"{versions.min(initial=0)}"
-        )
+        for name, wrong, expected, got in rules:
+            check.rule(not np.any(wrong), name, expected, got)
 
     def __len__(self) -> int:
         return len(self.input_ids)

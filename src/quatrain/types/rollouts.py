@@ -7,7 +7,7 @@ Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,24 +35,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("n", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"sampling needs rollout.{name} of 1 or more, got {getattr(self, name)}; "
-                    f"set rollout.{name} to at least 1"
-                )
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, got {value}; set it to 1 or more")
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling parameters of training, from the section `rollout` of the configuration."""
-        return cls(
-            n=config.n,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop=config.stop,
-        )
+        return cls(**{key.name: getattr(config, key.name) for key in fields(cls)})
 
     def of_one_token(self) -> Sampling:
         """This sampling with n = 1 and no `stop`: they do not affect the distribution of a token."""

@@ -21,10 +21,6 @@ class RewardEntry(Section):
     """Values of the column `data_source` whose rows the function scores; None: all rows."""
 
 
-def _is_number(entry: object) -> bool:
-    return isinstance(entry, int | float) and not isinstance(entry, bool)
-
-
 WeightOrEntry = Annotated[
     Annotated[float, Tag("weight")] | Annotated[RewardEntry, Tag("entry")],
     Discriminator(lambda entry: "weight" if isinstance(entry, int | float) else "entry"),
@@ -35,7 +31,7 @@ WeightOrEntry = Annotated[
     ),
     must(
         "be a number, or a mapping as {weight: 1.0, args: {name: value}, data_source: [name]}",
-        lambda entry: _is_number(entry) or isinstance(entry, dict | RewardEntry),
+        lambda entry: type(entry) in (int, float) or isinstance(entry, dict | RewardEntry),
         before=True,
     ),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "{weight: …, args: {…}, data_source: […]}"}]}),

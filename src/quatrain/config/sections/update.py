@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quatrain.config.algorithms import ESTIMATORS, LOSSES, Algorithm, in_words
-from quatrain.config.fields import Argument, Count, Fraction, MustAgreeOnResume, Section, Text, function_name
+from quatrain.config.algorithms import LOSSES
+from quatrain.config.fields import (
+    Argument,
+    Count,
+    Fraction,
+    MustAgreeOnResume,
+    Section,
+    Text,
+    function_choice,
+    function_name,
+)
 
 SHARED_LOSS_ARGUMENTS = ("clip_low", "clip_high", "dual_clip")
 """Keys of `update` that are passed to a policy loss if it has a parameter of that name without a default."""
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-
-
-def _of_papers(algorithms: Mapping[str, Algorithm], key: str) -> str:
-    """The aggregations of the papers of `algorithms`, where they are not `token_mean`, in words."""
-    by_aggregation: dict[str, list[str]] = {}
-    for name, algorithm in algorithms.items():
-        if algorithm.aggregation:
-            by_aggregation.setdefault(algorithm.aggregation, []).append(name)
-    return ", ".join(f"`{name}` {key} {in_words(users)}" for name, users in by_aggregation.items())
 
 
 class UpdateConfig(Section):
@@ -47,10 +46,7 @@ class UpdateConfig(Section):
     common prefix of all prompts once per packed row. `auto`: yes, if micro-batches have a token budget. The
     result does not change."""
     loss: Annotated[str, function_name(LOSSES)] = Field(
-        "ppo_clip",
-        description=f"Policy loss: {', '.join(f'`{name}`' for name in LOSSES)} (formulas: "
-        "[algorithms.md](algorithms.md#policy-losses)), or a function of your own as "
-        "`path/file.py:function` or `package.module:function`.",
+        "ppo_clip", description=function_choice("Policy loss", LOSSES, "algorithms.md#policy-losses")
     )
     loss_args: dict[Text, Argument] = Field({})
     """Arguments of the loss by name, beside the tokens; checked when a run starts."""
@@ -60,13 +56,9 @@ class UpdateConfig(Section):
     """The probability ratio is clipped at 1 + `clip_high`."""
     dual_clip: float | None = Field(None, gt=1)
     """Upper bound on the loss of a token with negative advantage A, as a multiple of |A|; null: no bound."""
-    loss_aggregation: Aggregation | None = Field(
-        None,
-        description="How the token losses are weighted; formulas: "
-        f"[algorithms.md](algorithms.md#aggregation); derived: {_of_papers(LOSSES, 'for `update.loss`')}; "
-        f"with another loss, {_of_papers(ESTIMATORS, 'for `advantage.estimator`')}, as in their papers; else "
-        "`token_mean`.",
-    )
+    loss_aggregation: Aggregation | None = None
+    """How the token losses are weighted; formulas, and what is derived from `update.loss` and
+    `advantage.estimator`: [algorithms.md](algorithms.md#aggregation)."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the frozen reference in the loss; 0: no reference is loaded."""
     reference_sync_steps: Annotated[Count | None, MustAgreeOnResume()] = None

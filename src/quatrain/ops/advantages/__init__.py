@@ -3,6 +3,17 @@
 Data flow: rewards -> here (host-side numpy) -> `advantage/estimate.py`, which gives each completion token the
 advantage of its sequence where an estimator returns one advantage per sequence.
 
+Inputs, of which each estimator names some:
+- `rewards` [B] floats, NaN where nothing was scored; `baseline_rewards` [B], those of greedy completions;
+- `group_ids` [B] integers, equal where the prompt is the same;
+- `completion_mask` [B, T] bool, True on completion tokens;
+- `token_rewards` [B, T] floats, rewards of single tokens beside that of the sequence;
+- `values` [B, T] floats, a critic's estimate of the return at each completion token.
+
+Arguments: `scale` says which standard deviation divides; `gamma`, the discount per completion token, and
+`lam` are in [0, 1]. Estimators return [B] or [B, T] float32, or `TokenAdvantages`, and raise ValueError for
+another `scale`, an argument out of range, and shapes that do not fit.
+
 All of them: group ids may be any integers, in any order, with any number of rows each. A row whose reward
 is NaN (every reward function abstained) is left out of all statistics and has advantage 0. Computed in
 float64, returned as float32. Permuting the rows permutes the result and renaming the ids changes nothing,

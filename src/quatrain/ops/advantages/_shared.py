@@ -71,13 +71,7 @@ def rewards_of_tokens(
     """rho_t: the token's own reward and, at the last completion token, the reward of the sequence.
 
     A sequence without completion tokens has no rho; a sequence without a reward (NaN) has its token rewards
-    alone. Arguments as `reinforce_pp`.
-
-    Returns:
-        [B, T] float64, 0 outside the mask.
-
-    Raises:
-        ValueError: for shapes that do not fit.
+    alone. [B, T] float64, 0 outside the mask.
     """
     mask = completion_mask
     if rewards.shape != mask.shape[:1] or mask.ndim != 2 or token_rewards.shape != mask.shape:

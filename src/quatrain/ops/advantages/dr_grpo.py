@@ -15,7 +15,7 @@ AGGREGATION = "seq_mean_token_sum_norm"
 def dr_grpo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> np.ndarray:
     """A = r - mean_g, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783).
 
-    Arguments, result and errors as `grpo`; `scale` can only be `none`. A group of one has advantage 0.
+    A group of one has advantage 0.
     """
     check_scale("dr_grpo", scale, SCALES)
     return by_rows(lambda rewards, groups, _: rewards - segment_means(rewards, groups), rewards, group_ids)

@@ -32,22 +32,8 @@ def gae(
     `rewards_of_tokens`. The value after the last completion token is 0. The returns are A + v before
     whitening: (A - mean) / (std + 1e-4) over all completion tokens of the batch whose sequence has a reward.
     A sequence without a reward has advantage 0 and so returns v: a critic that is trained on them stays
-    where it is. Deviations from verl: population standard deviation, 1e-4 added to it.
-
-    Args:
-        rewards: [B] floats, NaN where nothing was scored.
-        completion_mask: [B, T] bool, True on completion tokens; holes are skipped.
-        token_rewards: [B, T] floats, rewards of single tokens beside that of the sequence.
-        values: [B, T] floats, the critic's estimate of the return at each completion token.
-        gamma: discount per completion token, in [0, 1].
-        lam: weight of later deltas, in [0, 1]: 1 is the return minus v, 0 is delta.
-        scale: `batch` (whitened, as above) or `none` (not whitened).
-
-    Returns:
-        Advantages and returns, each [B, T] float32, 0 outside the mask.
-
-    Raises:
-        ValueError: for another `scale`, a `gamma` or `lam` outside [0, 1], or shapes that do not fit.
+    where it is. With `lam` 1, A is the return minus v, with 0 it is delta; with `scale` `none`, it is not
+    whitened. Both are 0 outside the mask. Deviations from verl: population standard deviation, 1e-4 added.
     """
     check_scale("gae", scale, SCALES)
     check_fraction("gamma", gamma)

@@ -15,9 +15,8 @@ def gpg(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> np.n
     """A = (r - mean_g) x (number of groups / number of groups with unequal rewards).
 
     Group policy gradient (GPG, arXiv 2504.02546): the factor makes up for the groups without signal, whose
-    tokens count in the loss but add no gradient. Arguments, result and errors as `grpo`; `scale` can only be
-    `none`. A group of one has advantage 0 and counts as a group without signal; without any signal the
-    factor is irrelevant, because every advantage is 0.
+    tokens count in the loss but add no gradient. A group of one has advantage 0 and counts as a group without
+    signal; without any signal the factor is irrelevant, because every advantage is 0.
 
     Deviations: the paper counts samples, which is the same for groups of equal size. verl counts the samples
     whose reward is not 0 instead, which depends on the choice of the rewards' zero.

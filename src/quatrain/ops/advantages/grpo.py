@@ -17,17 +17,6 @@ def grpo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "group") -> np
     `scale` chooses std: `group` is the population standard deviation of the rewards of the row's group, as
     in the paper; `batch` that of all rewards (arXiv 2508.08221); `none` divides by 1, which is Dr. GRPO. A
     group of one, and a group of equal rewards, has advantage 0.
-
-    Args:
-        rewards: [B] floats, NaN where nothing was scored.
-        group_ids: [B] integers; equal where the prompt is the same.
-        scale: `group`, `batch` or `none`.
-
-    Returns:
-        [B] float32.
-
-    Raises:
-        ValueError: for another `scale`, or shapes that do not fit.
     """
 
     def formula(rewards: np.ndarray, groups: np.ndarray, _: np.ndarray) -> np.ndarray:

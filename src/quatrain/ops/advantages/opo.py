@@ -17,11 +17,8 @@ def opo(
     """A_i = r_i - sum_j n_j r_j / sum_j n_j over the group, n the number of completion tokens.
 
     On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585): the baseline of least variance, if the
-    squared norm of a sequence's gradient is proportional to its length. Arguments, result and errors as
-    `grpo`; `scale` can only be `none`. A group of one has advantage 0 (verl: its reward).
-
-    Args:
-        completion_mask: [B, T] bool, True on completion tokens.
+    squared norm of a sequence's gradient is proportional to its length. A group of one has advantage 0 (verl:
+    its reward).
     """
     check_scale("opo", scale, SCALES)
     return by_rows(

@@ -16,9 +16,9 @@ def passk(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "group") -> n
 
     Policy gradient of the expected maximum reward of a group (arXiv 2503.19595), which for rewards of 0 and 1
     is pass@k with k = n. `scale` is `group` (population standard deviation of the group's rewards; the
-    default, as in verl) or `none` (not divided, as in the paper). Other arguments, result and errors as
-    `grpo`. Where several rows share the maximum all advantages of the group are 0, so the order of rows
-    decides nothing. A group of one has advantage 0 (verl: an error).
+    default, as in verl) or `none` (not divided, as in the paper). Where several rows share the maximum all
+    advantages of the group are 0, so the order of rows decides nothing. A group of one has advantage 0 (verl:
+    an error).
     """
 
     def formula(rewards: np.ndarray, groups: np.ndarray, _: np.ndarray) -> np.ndarray:

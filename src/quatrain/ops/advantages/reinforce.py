@@ -13,8 +13,8 @@ SCALES = ("batch", "none")
 def reinforce(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "batch") -> np.ndarray:
     """A = (r - mean) / (std + 1e-4) over the whole batch, or A = r (REINFORCE; Williams, 1992).
 
-    Arguments, result and errors as `grpo`; `scale` is `batch` (whitened) or `none` (the raw reward). Groups
-    play no part: this is not a group-relative estimator, and a group of one keeps its advantage.
+    `scale` is `batch` (whitened) or `none` (the raw reward). Groups play no part: a group of one keeps its
+    advantage.
     """
 
     def formula(rewards: np.ndarray, groups: np.ndarray, _: np.ndarray) -> np.ndarray:

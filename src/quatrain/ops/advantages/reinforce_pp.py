@@ -26,21 +26,8 @@ def reinforce_pp(
     """G_t = sum_l gamma^l rho_{t+l} over completion tokens, and A = (G - mean) / (std + 1e-4).
 
     REINFORCE++ (arXiv 2501.03262). rho is `rewards_of_tokens`. Mean and standard deviation are over all
-    completion tokens of the batch whose sequence has a reward, so a long sequence counts more. Groups play no
-    part. Deviations from verl: population standard deviation, 1e-4 added to it.
-
-    Args:
-        rewards: [B] floats, NaN where nothing was scored.
-        completion_mask: [B, T] bool, True on completion tokens; holes are skipped.
-        token_rewards: [B, T] floats, rewards of single tokens beside that of the sequence.
-        gamma: discount per completion token, in [0, 1].
-        scale: `batch` (whitened, as above) or `none` (A = G).
-
-    Returns:
-        [B, T] float32.
-
-    Raises:
-        ValueError: for another `scale`, a `gamma` outside [0, 1], or shapes that do not fit.
+    completion tokens of the batch whose sequence has a reward, so a long sequence counts more; with `scale`
+    `none`, A = G. Groups play no part. Deviations from verl: population standard deviation, 1e-4 added to it.
     """
     check_scale("reinforce_pp", scale, SCALES)
     check_fraction("gamma", gamma)

@@ -22,10 +22,9 @@ def reinforce_pp_baseline(
 ) -> np.ndarray:
     """`reinforce_pp` of r - mean_g in place of the reward r (REINFORCE++-baseline, arXiv 2501.03262).
 
-    Arguments, result and errors as `reinforce_pp`, with `group_ids` as in `grpo`. A group of one is left out
-    of the whitening and has advantage 0 (verl: its reward). A group of equal rewards has a small advantage
-    all the same, because the mean over tokens that whitening subtracts is rarely 0. Token rewards are not
-    centred (verl centres their sum over the sequence).
+    A group of one is left out of the whitening and has advantage 0 (verl: its reward). A group of equal
+    rewards has a small advantage all the same, because the mean over tokens that whitening subtracts is
+    rarely 0. Token rewards are not centred (verl centres their sum over the sequence).
     """
 
     def formula(rewards: np.ndarray, groups: np.ndarray, _: np.ndarray) -> np.ndarray:

@@ -14,14 +14,6 @@ def remax(rewards: np.ndarray, baseline_rewards: np.ndarray, scale: str = "none"
 
     A row whose reward or greedy reward is NaN has advantage 0. Groups play no part: a group of one keeps its
     advantage.
-
-    Args:
-        rewards: [B] floats, NaN where nothing was scored.
-        baseline_rewards: [B] floats, NaN where the greedy completion was not scored.
-        scale: `none`.
-
-    Returns:
-        [B] float32.
     """
     check_scale("remax", scale, SCALES)
     difference = rewards.astype(np.float64) - baseline_rewards

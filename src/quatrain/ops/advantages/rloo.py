@@ -14,8 +14,8 @@ COMPARES_SAMPLES = True
 def rloo(rewards: np.ndarray, group_ids: np.ndarray, scale: str = "none") -> np.ndarray:
     """A_i = r_i - mean of the other rewards in the group = n / (n - 1) (r_i - mean_g).
 
-    REINFORCE with a leave-one-out baseline (RLOO, arXiv 2402.14740). Arguments, result and errors as
-    `grpo`; `scale` can only be `none`. A group of one has no others and advantage 0.
+    REINFORCE with a leave-one-out baseline (RLOO, arXiv 2402.14740). A group of one has no others and
+    advantage 0.
     """
 
     def formula(rewards: np.ndarray, groups: np.ndarray, _: np.ndarray) -> np.ndarray:
