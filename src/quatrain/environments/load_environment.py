@@ -66,7 +66,13 @@ def load_environment(spec: str | Callable[[], Any]) -> Environments:
             f"{name} must be made without arguments; it needs {listed(needed)}; give them default values, or "
             "name a function that makes the environment"
         )
-    made = None if inspect.isclass(found) and not issubclass(found, Tools) else _made(name, found)
+    made = None
+    if not inspect.isclass(found) or issubclass(found, Tools):
+        try:
+            made = found()
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
+        CheckedEnvironment(name, made).close()
     form: Any = found if inspect.isclass(found) else type(made)
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     for method in ("reset", "step", "get_reward", "close"):
@@ -130,16 +136,6 @@ def _found(spec: str | Callable[..., Any], what: str) -> Callable[..., Any]:
             f"{what} {spec!r} must be `path/file.py:name` or `package.module:name`; add a colon and the name"
         )
     return find_function(spec, {}, what)
-
-
-def _made(name: str, make: Callable[[], Any]) -> Any:
-    """One environment, closed again."""
-    try:
-        made = make()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
-    CheckedEnvironment(name, made).close()
-    return made
 
 
 def _columns(form: type) -> tuple[frozenset[str] | None, tuple[str, ...]]:

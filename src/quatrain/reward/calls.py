@@ -78,36 +78,19 @@ class Samples:
         return {name: [self.arguments[name][row] for row in rows] for name in names}
 
     def of_sources(self, sources: Collection[str] | None) -> list[int]:
-        """The rows whose `data_source` is one of `sources`; None: all rows."""
+        """The rows whose `data_source` is one of `sources` (None: all rows), but for FAULTS."""
+        rows = [row for row, reason in enumerate(self.arguments["finish_reasons"]) if reason not in FAULTS]
         if sources is None:
-            return list(range(len(self)))
-        values = enumerate(self.arguments[DATA_SOURCE])
-        return [row for row, value in values if isinstance(value, str) and value in sources]
+            return rows
+        values = self.arguments[DATA_SOURCE]
+        return [row for row in rows if isinstance(values[row], str) and values[row] in sources]
 
-    @property
-    def faults(self) -> frozenset[int]:
-        """The rows of episodes that a fault of their environment ended."""
-        reasons = enumerate(self.arguments["finish_reasons"])
-        return frozenset(row for row, reason in reasons if reason in FAULTS)
-
-    def part(self, rows: Rows) -> Samples:
-        """The samples `rows`."""
-        arguments = {name: [values[row] for row in rows] for name, values in self.arguments.items()}
-        return Samples(arguments, [self.group_ids[row] for row in rows])
-
-    def pieces(self, per_call: PerCall) -> list[Rows]:
-        """The rows of each first call of a function."""
-        rows = range(len(self))
+    def pieces(self, rows: Rows, per_call: PerCall) -> list[Rows]:
+        """The rows of each call."""
         if per_call == "sample" or not rows:
             return [[row] for row in rows]
-        return [rows] if per_call == "batch" else self._groups(rows)
-
-    def split(self, rows: Rows) -> list[Rows]:
-        """The groups of `rows`; the single samples if they are of one group."""
-        groups = self._groups(rows)
-        return groups if len(groups) > 1 else [[row] for row in rows]
-
-    def _groups(self, rows: Rows) -> list[Rows]:
+        if per_call == "batch":
+            return [rows]
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.group_ids[row], []).append(row)
@@ -180,15 +163,12 @@ def score_function(
     failing group. After a call that took too long, these further calls have little time, so that a function
     that hangs does not hold the step. Raises ValueError for a wrong number of values, or no numbers.
     """
-    values, faults = np.full(len(samples), np.nan, np.float32), samples.faults
-    rows = [row for row in samples.of_sources(function.sources) if row not in faults]
-    scored = samples.part(rows) if len(rows) < len(samples) else samples
-    scoring = _Scoring(function, scored)
+    rows = samples.of_sources(function.sources)
+    scoring = _Scoring(function, samples, rows)
     try:
-        values[rows], errors = scoring.run(scored.pieces(per_call))
+        return scoring.run(samples.pieces(rows, per_call))
     finally:  # also if the run is interrupted
         scoring.cancel()
-    return values, errors
 
 
 def try_function(function: Function, samples: Samples) -> str | None:
@@ -212,9 +192,10 @@ class _Call(NamedTuple):
 class _Scoring:
     """The calls of one function on one batch."""
 
-    def __init__(self, function: Function, samples: Samples):
-        self._function, self._samples = function, samples
-        self._values = np.full(len(samples), ERROR_REWARD, np.float32)
+    def __init__(self, function: Function, samples: Samples, rows: Rows):
+        self._function, self._samples, self._num_samples = function, samples, len(rows)
+        self._values = np.full(len(samples), np.nan, np.float32)
+        self._values[rows] = ERROR_REWARD
         self._kinds: dict[int, Kind] = {}  # of the samples that failed
         self._failures: list[Failure] = []
         self._calls: list[_Call] = []
@@ -233,7 +214,7 @@ class _Scoring:
             if too_long and self._limit_s > SEARCH_S:
                 self._limit_s, self._in_a_row = SEARCH_S, 0
         errors = Counter(self._kinds.values())
-        _report(self._function, self._failures, errors, len(self._samples))
+        _report(self._function, self._failures, errors, self._num_samples)
         if self._failures and not errors:  # it failed on several samples, and on none of them alone
             errors[self._failures[0].kind] = 1
         return self._values, errors
@@ -264,22 +245,19 @@ class _Scoring:
     def _settled(self, call: _Call) -> list[Rows]:
         """Takes the values of a call; what to call again if it failed."""
         outcome = _outcome(call.future)
-        if not isinstance(outcome, Failure):
-            self._take(call.rows, outcome)
+        if not isinstance(outcome, Failure):  # a built-in function may return one in the place of a value
+            self._failures += [value for value in outcome if isinstance(value, Failure)]
+            self._values[call.rows], kinds = _checked(self._function, outcome, len(call.rows))
+            self._kinds |= {call.rows[index]: kind for index, kind in kinds.items()}
             return []
         self._failures.append(outcome)
         if call.future.cancelled() and self._limit_s > SEARCH_S:
             return [call.rows]
         if len(call.rows) > 1:
-            return self._samples.split(call.rows)
+            groups = self._samples.pieces(call.rows, "group")
+            return groups if len(groups) > 1 else self._samples.pieces(call.rows, "sample")
         self._kinds[call.rows[0]] = outcome.kind
         return []
-
-    def _take(self, rows: Rows, values: Any) -> None:
-        """Takes the values of `rows`; a built-in function may return a `Failure` in the place of one."""
-        self._failures += [value for value in values if isinstance(value, Failure)]
-        self._values[rows], kinds = _checked(self._function, values, len(rows))
-        self._kinds |= {rows[index]: kind for index, kind in kinds.items()}
 
 
 def _outcome(future: Future[Any | Failure]) -> Any | Failure:

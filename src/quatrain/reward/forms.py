@@ -53,10 +53,12 @@ def _in_lists(function: Callable[..., Any], bound: frozenset[str]) -> Callable[.
 
     def score(completions: list[str], **columns: list[Any]) -> list[Any]:
         rows = ({name: values[row] for name, values in columns.items()} for row in range(len(completions)))
-        return [
-            _score_of(function(solution_str=text, **_sample(row, needed)))
+        returned = (
+            function(solution_str=text, **_sample(row, needed))
             for text, row in zip(completions, rows, strict=True)
-        ]
+        )
+        # The other entries of a mapping with a score are not used.
+        return [r["score"] if isinstance(r, Mapping) and "score" in r else r for r in returned]
 
     taken = {"completions": True}
     for name, required in needed.items():
@@ -87,8 +89,3 @@ def _sample(row: Mapping[str, Any], needed: Mapping[str, bool]) -> dict[str, Any
         if truth is not None or "answer" in row:
             given["ground_truth"] = truth if row.get("answer") is None else row["answer"]
     return given
-
-
-def _score_of(returned: Any) -> Any:
-    """The reward: the value, or the entry `score` of a mapping, whose other entries are not used."""
-    return returned["score"] if isinstance(returned, Mapping) and "score" in returned else returned
