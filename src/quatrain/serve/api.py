@@ -1,6 +1,6 @@
-"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of a `Service`.
+"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of the engine.
 
-Data flow: a request -> checked (`requests.py`) -> token ids -> `Service.submit` -> `Progress` -> JSON, whole
+Data flow: a request -> checked (`requests.py`) -> token ids -> `EngineService` -> `Progress` -> JSON, whole
 or as a stream of events. The event loop only passes these on: text is encoded, decoded and written as JSON in
 threads.
 """
@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from quatrain.data.tokenizer import render
 from quatrain.engine.scoring import Scores
-from quatrain.engine.service import Progress, Service, ServiceFailed
+from quatrain.engine.service import EngineService, Progress, ServiceFailed
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
@@ -77,7 +77,7 @@ class Api:
 
     def __init__(
         self,
-        service: Service,
+        service: EngineService,
         tokenizer: Any,
         *,
         model: str,

@@ -1,6 +1,6 @@
 """Loads a model and serves it: `quatrain serve`.
 
-Data flow: configuration -> `load_policy` -> `RolloutEngine` -> `Service` -> `Api` -> uvicorn, until a signal.
+Data flow: configuration -> `RolloutEngine` -> `EngineService` -> `Api` -> uvicorn, until a signal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import uvicorn
 
 from quatrain.config.schema import Config
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import Service
+from quatrain.engine.service import EngineService
 from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
 from quatrain.models.architecture import Architecture
 from quatrain.rollout.server_kinds import TOKEN
@@ -45,7 +45,7 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
     with _bound(host, port) as bound:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
         engine = serving_engine(config, loaded)
-        service = Service(engine, weights_of(loaded.arch, config, engine))
+        service = EngineService(engine, weights_of(loaded.arch, config, engine))
         try:
             api = Api(
                 service,
