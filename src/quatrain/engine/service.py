@@ -17,14 +17,14 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quatrain.engine.engine import RolloutEngine, Ticket, work_metrics
+from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import OwnSampling
 from quatrain.engine.scoring import Scores
 from quatrain.engine.session import Tally
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
-from quatrain.types.rollouts import Completion, Sampling
+from quatrain.types.rollouts import Completion, Rollouts, Sampling
 
 T = TypeVar("T")
 CLOSED = "the engine's thread has ended: it was closed"
@@ -112,7 +112,7 @@ class EngineService:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Rollouts,
         read: Callable[[Any], Any] = lambda weights: weights,
         *,
         version: int = 0,
@@ -125,7 +125,8 @@ class EngineService:
         """Whether sampling waits for `resume`."""
         self.error: str | None = None
         """Why nothing can be answered any more; None as long as all is well."""
-        self._engine, self._read = engine, read
+        self._engine: Any = engine  # all but `run` and `close` need a RolloutEngine
+        self._read = read
         self._changed = threading.Condition()
         self._loading = threading.Lock()
         self._closed = False
@@ -268,7 +269,6 @@ class EngineService:
                 command.result.set_result(command.do())
             except BaseException as error:  # raised where the result is asked for
                 command.result.set_exception(error)
-            del command  # it may hold weights
 
     def _advance(self) -> None:
         """A round of the engine, and some of the sequences that are to be scored."""
