@@ -11,6 +11,7 @@ from scipy import stats
 from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
@@ -539,3 +540,22 @@ def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine
     np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-6)
     wasted, least = (x.metrics["rollout/wasted_decode_fraction"].result() for x in (batch, expected))
     assert wasted > least
+
+
+def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_engine, monkeypatch):
+    engine, live = make_engine(max_new_tokens=24), []
+    advance = Session.advance
+    monkeypatch.setattr(Session, "advance", lambda self, *args: (advance(self, *args), live.append(self)))
+    parts, sampling = (
+        [_prompts([ids] * 2, 2 * i) for i, ids in enumerate(PROMPTS)],
+        replace(engine.sampling, n=2),
+    )
+    expected = [engine.generate(part, sampling=sampling) for part in parts]
+    alone = len(live)
+    together = list(engine.generate_each(parts, sampling=sampling, at_once=4))
+    for one, other in zip(together, expected, strict=True):
+        assert _completion_ids(one) == _completion_ids(other)
+        np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-6)
+    assert len(live) - alone < alone
+    assert live[-1].tally.slot_steps <= live[-1].tally.widest_slot_steps
+    assert live[-1]._most_slots == 4

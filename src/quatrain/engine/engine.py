@@ -225,6 +225,22 @@ class RolloutEngine:
         with closing(self._new_session(sampling)) as session:
             return self._collect(Ticket(session, session.submit(prompts, step)))
 
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, in order; samples share `at_once` slots.
+
+        A slot that becomes free is given to the next prompt of whatever batch. Episodes of a batch begin when
+        those of the batch before have ended, so that few environments exist at once.
+        """
+        if self._episodes is not None:
+            yield from (self._generated(prompts, 0, sampling) for prompts in batches)
+            return
+        with closing(self._new_session(sampling, at_once)) as session:
+            tickets = [Ticket(session, session.submit(prompts, 0)) for prompts in batches]
+            for ticket in tickets:
+                yield self._collect(ticket)
+
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
         """Queue `prompts`; `wait` returns their completions for the ticket that this returns.
 
@@ -342,7 +358,7 @@ class RolloutEngine:
                 if not self._paused:
                     self._running.set()
 
-    def _new_session(self, sampling: Sampling) -> AnySession:
+    def _new_session(self, sampling: Sampling, at_once: int | None = None) -> AnySession:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._weights() if self._copies_base else adapters_of(self._weights())
@@ -359,7 +375,8 @@ class RolloutEngine:
             self._usual_prompt,
         )
         if self._episodes is None:
-            return Session(sampler, sampling, self._max_concurrency, own_sampling=self._own_sampling)
+            own = self._own_sampling
+            return Session(sampler, sampling, self._max_concurrency, at_once=at_once, own_sampling=own)
         between_turns = sampling.max_new_tokens + self._episodes.max_environment_tokens
         sampler = replace(sampler, more_context=between_turns)
         return self._episodes.session(partial(Session, sampler, sampling, self._max_concurrency))

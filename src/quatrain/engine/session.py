@@ -134,7 +134,7 @@ class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
     With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
-    `max_concurrency` sequences does not fit.
+    `max_concurrency` sequences does not fit. At most `at_once` run, of those, if it is given.
 
     With `own_sampling`, groups have one sample each with a sampling of its own (`submit_own`); `sampling` is
     not used. Fewer than `max_concurrency` run where the cache has no room for more.
@@ -150,6 +150,7 @@ class Session:
         max_concurrency: int | None,
         goes_on: GoesOn | None = None,
         *,
+        at_once: int | None = None,
         own_sampling: bool = False,
     ):
         self.sampling, self.tally = sampling, Tally()
@@ -157,7 +158,7 @@ class Session:
         self._most_tokens = 1 if own_sampling else sampling.max_new_tokens
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
-        self._sampler, self._limit = sampler, max_concurrency
+        self._sampler, self._limit, self._at_once = sampler, max_concurrency, at_once
         self._program = sampler.program(None if own_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
         self._scheduler = Scheduler(int(own_sampling), sampler.num_replicas, varying=own_sampling)
@@ -234,7 +235,11 @@ class Session:
         Raises ValueError if the cache does not fit.
         """
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        self._scheduler.max_slots = self._max_concurrent(longest, demand)
+        most = demand if self._at_once is None else min(demand, self._at_once)
+        slots = self._max_concurrent(longest, most)
+        self._scheduler.max_slots = (
+            slots if self._at_once is None else min(slots, -(-self._at_once // self._sampler.num_replicas))
+        )
 
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""

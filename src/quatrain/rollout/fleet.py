@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -162,6 +162,14 @@ class Fleet:
             greedy = replace(self.sampling, n=1, temperature=0.0)
             batch = replace(batch, baseline=self.generate(prompts, step=step, sampling=greedy))
         return batch
+
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, in order; workers decode as many as they can."""
+        tickets = [self.submit(prompts, sampling=sampling) for prompts in batches]
+        for ticket in tickets:
+            yield self.wait(ticket)
 
     def submit(
         self,
