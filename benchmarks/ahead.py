@@ -3,7 +3,7 @@
     python benchmarks/ahead.py schedule
     python benchmarks/ahead.py overlap --steps 12 --figure timeline.svg
 
-`schedule` runs `Ahead` with stages that sleep, for constant and for random times, and compares the
+`schedule` runs `AsyncRollouts` with stages that sleep, for constant and for random times, and compares the
 time of the whole run with that of the ideal schedule for the times that were drawn (`ideal_makespan`).
 
 `overlap` trains the quickstart on two simulated CPU devices with one thread each, rollout and training on a
@@ -31,7 +31,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from quatrain.loop.asynchronous import Ahead
+from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.report.plot import can_plot, style_axes
 from quatrain.run.metrics import read_metrics
 from quatrain.types.batches import PromptPlace, RewardedBatch, RolloutBatch
@@ -148,9 +148,10 @@ class Sleeping:
 
 
 def sleeping_run(rollout: Sequence[float], update: Sequence[float], lag: int, fence_every: int) -> float:
-    """Measured seconds of a run of `Ahead` with these stages; checks which weights sample each batch."""
-    stages: Any = Sleeping(rollout)
-    ahead = Ahead(stages, stages, stages, lag=lag, steps=len(rollout), fence_every=fence_every)
+    """Measured seconds of `AsyncRollouts` with these stages; checks which weights sample each batch."""
+    sleeping: Any = Sleeping(rollout)
+    stages: Any = SimpleNamespace(rollout=sleeping, reward=sleeping)
+    ahead = AsyncRollouts(stages, sleeping, max_staleness=lag, steps=len(rollout), barrier_every=fence_every)
     began = time.perf_counter()
     for t in range(len(rollout)):
         state: Any = SimpleNamespace(params={"w": jnp.zeros(1)}, step=t, train_step=t, place=PromptPlace(t))

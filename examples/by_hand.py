@@ -29,8 +29,6 @@ state = stages.update.init(policy.params)
 
 for step in range(5):
     stages.rollout.sync_weights(state.params, state.step)
-    rollouts = stages.rollout.generate(prompts.batch(step, config.data.batch_size), step=step)
-    rewarded = stages.reward.score(rollouts)
-    advantaged = stages.advantage.estimate(rewarded)
-    state = stages.update.step(state, advantaged)
+    rewarded = quatrain.collect(stages, prompts.batch(step, config.data.batch_size), step=step)
+    state, advantaged = quatrain.learn(stages, state, rewarded)
     print(f"step {step}: reward {rewarded.metrics['reward/mean'].result():.3f}")

@@ -50,13 +50,15 @@ def test_the_reward_function_in_the_readme_scores(tmp_path):
 
 
 def test_the_four_lines_in_the_readme_are_those_of_the_training_step():
-    from quatrain.loop.asynchronous import Ahead
-    from quatrain.loop.train import train_step
+    from quatrain.loop.step import collect, learn
 
     (stanza,) = [block for block in blocks(README, "python") if "def " not in block]
     shown = [line.split("#")[0].strip() for line in stanza.splitlines()]
-    source = inspect.getsource(Ahead._sample) + inspect.getsource(train_step)
-    done = [re.sub(r"\b(stages\.|self\._)", "", line.strip()) for line in source.splitlines()]
+    source = inspect.getsource(collect) + inspect.getsource(learn)
+    done = [
+        line.strip().removesuffix(" if ticket is None else rollout.wait(ticket)")
+        for line in source.splitlines()
+    ]
     assert len(shown) == 4
     assert [line for line in done if line in shown] == shown
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from quatrain.loop.export import export_policy as export_policy
     from quatrain.loop.stages import Stages as Stages
     from quatrain.loop.stages import build_stages as build_stages
+    from quatrain.loop.step import collect as collect
+    from quatrain.loop.step import learn as learn
     from quatrain.loop.train import train as train
     from quatrain.ops.advantages import TokenAdvantages as TokenAdvantages
     from quatrain.ops.tokens import ScoredTokens as ScoredTokens
@@ -50,6 +52,7 @@ _MODULES = {
     "loop.evaluate": ("Evaluator",),
     "loop.export": ("export_policy",),
     "loop.stages": ("Stages", "build_stages"),
+    "loop.step": ("collect", "learn"),
     "loop.train": ("train",),
     "ops.advantages": ("TokenAdvantages",),
     "ops.tokens": ("ScoredTokens", "TokenLoss", "with_mini_batch_columns"),

@@ -13,8 +13,8 @@ import pytest
 from quatrain.config.schema import DataConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.loop.asynchronous import Ahead, staleness
-from quatrain.loop.prompts import Draws
+from quatrain.loop.asynchronous import AsyncRollouts, staleness
+from quatrain.loop.prompts import PromptSampler
 from quatrain.types.batches import PromptPlace, RewardedBatch
 from quatrain.types.rollouts import Completion, rollout_batch
 
@@ -100,14 +100,13 @@ def make(source):
 
     def make(lag, *, steps=12, fence_every=0, in_flight=False):
         stages = SimpleNamespace(rollout=Rollout(load_tokenizer("builtin:tiny")), reward=Reward())
-        draws = Draws(source, batch_size=3, rounds=1)
-        ahead = Ahead(
-            stages.rollout,
-            stages.reward,
-            draws,
-            lag=lag,
+        sampler = PromptSampler(source, batch_size=3, rounds=1)
+        ahead = AsyncRollouts(
+            stages,
+            sampler,
+            max_staleness=lag,
             steps=steps,
-            fence_every=fence_every,
+            barrier_every=fence_every,
             in_flight=in_flight,
         )
         opened.append(ahead)

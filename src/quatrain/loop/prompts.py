@@ -1,7 +1,7 @@
 """The prompts that each training step is trained on, with dynamic sampling.
 
-Data flow: `PromptSource` -> `Draws.take`, which has prompts completed and scored -> `RewardedBatch`, for the
-rest of the training step in `train.py`.
+Data flow: `PromptSource` -> `PromptSampler.take`, which has prompts completed and scored (`step.collect`) ->
+`RewardedBatch`, for `step.learn`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoSignal(RuntimeError):
         )
 
 
-class Draws:
+class PromptSampler:
     """Which prompts a training step is trained on: the stream of `prompts`, and dynamic sampling.
 
     A step has `batch_size` groups. With one round they are the next prompts of the stream. With several

@@ -29,11 +29,11 @@ from quatrain.config.schema import Config
 from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
-from quatrain.loop.asynchronous import Ahead, Taken
+from quatrain.loop.asynchronous import AsyncRollouts, TrainBatch
 from quatrain.loop.build import build_engine, build_scorer, load_policy
 from quatrain.loop.evaluate import Evaluation, Evaluator, finite_numbers, result, results
 from quatrain.loop.export import ADAPTER, export_policy
-from quatrain.loop.prompts import Draws
+from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.sft import warm_start, warm_start_data
 from quatrain.loop.stages import Stages, build_advantage, build_learner
 from quatrain.models.lora import trained_part, with_trained, without_adapters
@@ -215,7 +215,8 @@ class Run:
             on_progress=self._show_decoding,
             usual_prompt=self.prompts.usual_longest(config.data.batch_size),
         )
-        self.ahead = self._ahead()
+        self.stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
+        self.batches = self._batches()
         self._tracing = False
         self.before: dict[str, float] = {}
         self.accuracy: float | None = None
@@ -285,33 +286,32 @@ class Run:
         found += self.scorer.check_answers(name, self.prompts)
         return [warning for warning in found if warning not in self.evaluator.warnings]  # of the same data
 
-    def _ahead(self) -> Ahead:
+    def _batches(self) -> AsyncRollouts:
         config = self.config
-        draws = Draws(
+        sampler = PromptSampler(
             self.prompts,
             batch_size=config.data.batch_size,
             rounds=config.rollout.dynamic_sampling_rounds,
         )
-        return Ahead(
-            self.engine,
-            self.scorer,
-            draws,
-            lag=config.rollout.max_staleness,
+        return AsyncRollouts(
+            self.stages,
+            sampler,
+            max_staleness=config.rollout.max_staleness,
             steps=self.steps,
-            fence_every=config.checkpoint.every_steps,
+            barrier_every=config.checkpoint.every_steps,
             in_flight=config.rollout.in_flight,
             on_stage=self._show_ahead,
         )
 
-    def take(self, state: TrainState) -> Taken:
+    def take(self, state: TrainState) -> TrainBatch:
         """The batch of the training step that begins with `state`."""
         if self.config.rollout.max_staleness:
             self.progress.stage("waiting for the rollout")
         with self.stop.interruptible():
-            taken = self.ahead.take(state)
-        for stage, seconds in taken.seconds.items():
+            batch = self.batches.take(state)
+        for stage, seconds in batch.seconds.items():
             self.timer.add(stage, seconds)
-        return taken
+        return batch
 
     def announce(self, plan: str) -> None:
         """Log a summary of the run, its batch plan, and the numbers of skipped and truncated prompts."""
@@ -341,7 +341,7 @@ class Run:
     def close(self) -> None:
         """End the workers of reward functions, the rollout's thread and the writing of checkpoints."""
         try:
-            with closing(self.ahead):
+            with closing(self.batches):
                 # First, because the rollout's thread may wait for a reward function.
                 self.evaluator.close()
                 self.scorer.close()
@@ -351,16 +351,15 @@ class Run:
             except SaveFailed as error:
                 logger.error("%s", error)  # `export` raises it in a run that comes to its end
 
-    def begin(self) -> tuple[TrainState, Stages]:
-        """The initial training state (after the warm start, or from a checkpoint) and the stages."""
+    def begin(self) -> TrainState:
+        """The initial training state: after the warm start, or from a checkpoint."""
         config = self.config
         if self.folder.restarted:
             self.folder.start_over()
             self.folder.write_config(dump_yaml(self.resolved))
         params = self.loaded.params if self.folder.resumed else self.warm_start()
         self.loaded = replace(self.loaded, params=None)
-        stages = Stages(self.engine, self.scorer, self.advantage, self.learner)
-        state = stages.update.init(params, self._critic_params(params))
+        state = self.learner.init(params, self._critic_params(params))
         del params  # they may wait in the host's memory from here on
         if config.needs_reference or self._saves_reference:
             self.learner.reference = self._reference(state.params)
@@ -370,7 +369,7 @@ class Run:
             self._compare_servers(state)
         if not self.folder.resumed:
             self.evaluate_first(state.params)
-        return state, stages
+        return state
 
     def _compare_servers(self, state: TrainState) -> None:
         """Raises ValueError if a server and the trainer give the same tokens other log-probabilities."""
@@ -608,7 +607,7 @@ class Run:
             )
 
         with self.stop.interruptible(), self.timer.stage("eval"):
-            found = self.ahead.run(job)
+            found = self.batches.run(job)
         self._evaluated = step
         self.report.log(step, {**found.metrics, **self.timer.metrics()})
         self.report.evaluation(step, found.samples)
@@ -827,7 +826,7 @@ class Run:
             )
             self.before = {}
         self._evaluated = None if host["evaluation_due"] else step
-        self._announce_moved_fence(step)
+        self._announce_moved_barrier(step)
         if self._saves_reference:
             reference = arrays.pop("reference")
             self.learner.reference = with_trained(self.learner.reference, reference, self.loaded.arch)
@@ -847,7 +846,7 @@ class Run:
             place=PromptPlace(**host["place"]),
         )
 
-    def _announce_moved_fence(self, step: int) -> None:
+    def _announce_moved_barrier(self, step: int) -> None:
         every = self.config.checkpoint.every_steps
         if self.config.rollout.max_staleness and (not every or step % every):
             self.report.event(

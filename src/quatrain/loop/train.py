@@ -1,4 +1,4 @@
-"""The training loop: rollout, reward, advantages, update.
+"""The training loop: a batch, `step.learn`, and then the evaluation and the checkpoint that are due.
 
 Called by `quatrain train` and `quatrain sft`. Run folder, resuming, evaluation, checkpoints and logging are
 in `run.py`.
@@ -7,7 +7,7 @@ in `run.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,40 +21,16 @@ from quatrain.config.derive import value_at
 from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
-from quatrain.loop.asynchronous import Taken
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.run import Run, Summary, open_run
-from quatrain.loop.stages import Stages
+from quatrain.loop.step import learn
 from quatrain.plan import device_memory
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
 from quatrain.run.run_dir import RunDir
-from quatrain.types.batches import AdvantagedBatch
 from quatrain.update.learner import TooManyBadSteps, TrainState
-
-
-def train_step(
-    stages: Stages,
-    state: TrainState,
-    taken: Taken,
-    timed: Callable[[str], AbstractContextManager[None]],
-) -> tuple[TrainState, AdvantagedBatch]:
-    """Lines 3 and 4 of a training step; returns the new state and the batch.
-
-    `taken` comes from lines 1 and 2, rollout and reward, which `Ahead` runs. Each stage runs in a context
-    `timed(name)`.
-    """
-    rewarded = taken.rewarded
-    if stages.update.scores_tokens:
-        with timed("token_scores"):
-            rewarded = stages.update.score_tokens(state, rewarded)
-    with timed("advantage"):
-        advantaged = stages.advantage.estimate(rewarded)
-    with timed("update"):
-        state = stages.update.step(state, advantaged)
-    return replace(state, place=taken.place), advantaged
 
 
 def train(
@@ -74,21 +50,21 @@ def train(
     with open_run(resolved, resume, reward_functions) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         with Progress(run.steps) as run.progress:
-            state, stages = run.begin()
-            state = _train(run, state, stages)
+            state = _train(run, run.begin())
             after = run.evaluate_last(state.params, state.train_step, version=state.step)
             run.export(state.params)
         return run.conclude(state.train_step, after)
 
 
-def _train(run: Run, state: TrainState, stages: Stages) -> TrainState:
+def _train(run: Run, state: TrainState) -> TrainState:
     run.progress.phase("train")
     run.evaluate_when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:
             with run.profiled(state.train_step + 1), run.timed_step():
-                taken = run.take(state)
-                state, advantaged = train_step(stages, state, taken, run.timed)
+                batch = run.take(state)
+                state, advantaged = learn(run.stages, state, batch.rewarded, timed=run.timed)
+                state = replace(state, place=batch.place)
             run.move_reference_when_due(state)
             run.record(state.train_step, state.metrics, advantaged)
             run.evaluate_when_due(state)

@@ -8,7 +8,7 @@ import pytest
 from quatrain.config.schema import DataConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
-from quatrain.loop.prompts import Draws, NoSignal, groups_with_signal
+from quatrain.loop.prompts import NoSignal, PromptSampler, groups_with_signal
 from quatrain.types.batches import PromptPlace, RewardedBatch
 from quatrain.types.join import join_groups
 from quatrain.types.metrics import Metric
@@ -72,7 +72,7 @@ def source(tokenizer):
 
 def make_training(source, tokenizer, signal, *, batch_size=4, rounds=5, greedy=False):
     given = Given(signal, tokenizer, greedy)
-    return Training(Draws(source, batch_size=batch_size, rounds=rounds), given), given
+    return Training(PromptSampler(source, batch_size=batch_size, rounds=rounds), given), given
 
 
 class Training:
