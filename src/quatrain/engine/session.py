@@ -188,9 +188,7 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
-        finished = self._scheduler.is_finished
-        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
-        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
+        self._reserve_with(prompts)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
@@ -241,6 +239,12 @@ class Session:
             slots if self._at_once is None else min(slots, -(-self._at_once // self._sampler.num_replicas))
         )
 
+    def _reserve_with(self, prompts: Sequence[Prompt]) -> None:
+        """`reserve` for the unfinished groups and for `prompts`."""
+        finished = self._scheduler.is_finished
+        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
+        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
+
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""
         ends, self._ends = self._ends, []
@@ -284,6 +288,8 @@ class Session:
         for ticket in tickets:
             self._scheduler.take(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
+        if self._goes_on is None and not self._own_sampling:
+            self._reserve_with(())  # those that are left may be shorter, so that more of them fit
         return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
     def advance(self, params: Any, version: int) -> None:

@@ -128,7 +128,7 @@ class Crew:
         """Since when no worker could sample; until one has loaded weights, because it may fail to."""
         self._posts = [_Post(place_of(number), factory) for number, factory in enumerate(factories)]
         for post in self._posts:
-            self._start_thread(post)
+            in_thread("worker of the fleet", self._work, post, post.term)
 
     @property
     def num_workers(self) -> int:
@@ -219,12 +219,9 @@ class Crew:
                 post.term += 1
                 post.worker = None
             self.changed.notify_all()
-        closing = [_in_thread(_close_quietly, worker) for worker in workers]
+        closing = [in_thread("end of a worker", _close_quietly, worker) for worker in workers]
         for thread in closing:
             thread.join(CLOSE_S)
-
-    def _start_thread(self, post: _Post) -> None:
-        _in_thread(self._work, post, post.term)
 
     def _work(self, post: _Post, term: int) -> None:
         """The life of one worker: started, and kept at work until it is lost."""
@@ -375,7 +372,7 @@ class Crew:
         _stop_clock(post)
         post.loaded, post.num_finished, post.worked_s = False, 0, 0.0
         if worker is not None:
-            _in_thread(_close_quietly, worker)
+            in_thread("end of a worker", _close_quietly, worker)
         if self._none_since is None and not self._any_fit():
             self._none_since = time.monotonic()
         try:
@@ -385,7 +382,7 @@ class Crew:
             return
         what = f"{regiven} groups are given to others, and it is" if post.started else "it is"
         logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
-        self._start_thread(post)
+        in_thread("worker of the fleet", self._work, post, post.term)
         self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -439,12 +436,8 @@ def _close_quietly(worker: Worker) -> None:
         worker.close()
 
 
-def _in_thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(
-        target=copy_context().run,
-        args=(function, *arguments),
-        daemon=True,
-        name=f"fleet {function.__name__}",
-    )
+def in_thread(name: str, function: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """A thread that runs `function` with the caller's context variables, and does not keep the process."""
+    thread = threading.Thread(target=copy_context().run, args=(function, *arguments), daemon=True, name=name)
     thread.start()
     return thread

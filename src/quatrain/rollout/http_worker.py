@@ -21,7 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 
-from quatrain.rollout.crew import WorkerFactory
+from quatrain.rollout.crew import WorkerFactory, in_thread
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,
@@ -124,7 +124,7 @@ class HttpWorker:
         queued = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None, read=None)
         self._requests = httpx.AsyncClient(**{**options, "timeout": queued}, limits=limits)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name=f"requests to {address}", daemon=True).start()
+        in_thread(f"requests to {address}", self._run_loop)
         try:
             self._kind: ServerKind = kind_of(self._call)
             self.name = f"{self._kind.name} at {address}"
