@@ -461,7 +461,7 @@ def test_after_a_refusal_the_server_stops_decoding_the_others_of_the_group(
     while service.num_running:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert service.totals.cancelled == 3
+    assert service.totals.sequences_cancelled == 3
     service.resume()
     monkeypatch.undo()
     worker.submit([replace(spec, number=1)], 4)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import OwnSampling
@@ -55,7 +55,7 @@ class Totals:
     """What the service has done so far."""
 
     requests: int = 0
-    cancelled: int = 0
+    sequences_cancelled: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     scored_tokens: int = 0
@@ -72,31 +72,21 @@ class _Sequence:
     reported: int = 0
 
 
-@dataclass
-class _Command:
-    """Something to do between two rounds."""
-
-    do: Callable[[], Any]
-    result: Future[Any] = field(default_factory=Future)
-
-
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     """Prompts whose samples are asked for."""
 
+    result: Future[Samples]
     prompts: Sequence[Prompt]
     step: int
     sampling: Sampling
-    result: Future[Samples] = field(default_factory=Future)
 
 
-@dataclass
-class _Scoring:
+class _Scoring(NamedTuple):
     """Sequences to score, some of them between any two rounds."""
 
+    result: Future[list[Scores]]
     parts: Iterator[list[Scores]]
-    scores: list[Scores] = field(default_factory=list)
-    result: Future[list[Scores]] = field(default_factory=Future)
+    scores: list[Scores]
 
 
 class ServiceFailed(RuntimeError):
@@ -130,7 +120,7 @@ class EngineService:
         self._changed = threading.Condition()
         self._loading = threading.Lock()
         self._closed = False
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._sequences: dict[int, _Sequence] = {}
         self._next_key = 0
         self._waiting: deque[_Batch] = deque()
@@ -161,7 +151,7 @@ class EngineService:
 
     def run(self, job: Callable[[], T]) -> Future[T]:
         """What `job` returns or raises, run between two rounds, in the order of these calls."""
-        return self._queue(self._commands, _Command(job))
+        return self._queue(lambda result: self._commands.append((result, job)))
 
     def submit(
         self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
@@ -171,11 +161,28 @@ class EngineService:
         The future has a ValueError if the KV cache has no room for one of them, and ServiceFailed if the
         engine has failed.
         """
-        return self.run(lambda: self._submit(prompts, owners, listener))
 
-    def cancel(self, keys: Iterable[int]) -> None:
+        def submit() -> list[int]:
+            tickets = self._engine.submit_own(prompts, owners)
+            keys = list(range(self._next_key, self._next_key + len(tickets)))
+            self._next_key += len(keys)
+            for number, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
+                self._sequences[key] = _Sequence(ticket, number, listener)
+            self.totals.requests += 1
+            self.totals.prompt_tokens += sum(len(prompt.input_ids) for prompt in prompts)
+            return keys
+
+        return self.run(submit)
+
+    def cancel(self, keys: Sequence[int]) -> None:
         """Forget sequences; those that have finished are ignored."""
-        self.run(lambda: self._cancel(tuple(keys)))
+
+        def cancel() -> None:
+            for sequence in [self._sequences.pop(key) for key in keys if key in self._sequences]:
+                self._engine.cancel(sequence.ticket)
+                self.totals.sequences_cancelled += 1
+
+        self.run(cancel)
 
     def sample(self, prompts: Sequence[Prompt], *, step: int, sampling: Sampling) -> Future[Samples]:
         """The samples of `prompts`, whose groups share the slots with others of the same `sampling`.
@@ -183,14 +190,15 @@ class EngineService:
         Groups of another sampling than those in flight wait until these have finished. The future has a
         ValueError if the KV cache has no room for them.
         """
-        return self._queue(self._waiting, _Batch(prompts, step, sampling))
+        return self._queue(lambda result: self._waiting.append(_Batch(result, prompts, step, sampling)))
 
     def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
         """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
 
         Others decode meanwhile; a future that is cancelled ends the work.
         """
-        return self._queue(self._scoring, _Scoring(self._engine.score(sequences, num_likeliest)))
+        parts = self._engine.score(sequences, num_likeliest)
+        return self._queue(lambda result: self._scoring.append(_Scoring(result, parts, [])))
 
     def load(self, weights: Any, version: int, *, free_first: bool = False) -> int:
         """Sample from `weights`, as `read` makes them, from the next round on; the version of the weights.
@@ -203,15 +211,22 @@ class EngineService:
             if free_first and not self.num_running:
                 self.run(self._engine.release).result()
             params = self._read(weights)
-            return self.run(lambda: self._set_weights(params, version)).result()
+
+            def use() -> int:
+                self._engine.sync_weights(params, version)
+                self.version = version
+                self.totals.weight_loads += 1
+                return version
+
+            return self.run(use).result()
 
     def pause(self) -> None:
         """Returns when no round runs; the next runs after `resume`. What is asked for waits."""
-        self.run(lambda: self._pause(True)).result()
+        self.run(lambda: setattr(self, "paused", True)).result()
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        self.run(lambda: self._pause(False)).result()
+        self.run(lambda: setattr(self, "paused", False)).result()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close the engine and end the thread; what is in flight gets an error.
@@ -226,14 +241,15 @@ class EngineService:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _queue(self, queue: deque[Any], item: _Command | _Batch | _Scoring) -> Future[Any]:
+    def _queue(self, put: Callable[[Future[Any]], None]) -> Future[Any]:
+        result: Future[Any] = Future()
         with self._changed:
             if self._closed or self.error is not None:
-                item.result.set_exception(ServiceFailed(self.error or CLOSED))
+                result.set_exception(ServiceFailed(self.error or CLOSED))
             else:
-                queue.append(item)
+                put(result)
                 self._changed.notify_all()
-        return item.result
+        return result
 
     def _work(self) -> None:
         error = CLOSED
@@ -262,13 +278,13 @@ class EngineService:
 
     def _carry_out(self) -> None:
         while self._commands and not self._closed:
-            command = self._commands.popleft()
-            if not command.result.set_running_or_notify_cancel():
+            result, job = self._commands.popleft()
+            if not result.set_running_or_notify_cancel():
                 continue
             try:
-                command.result.set_result(command.do())
+                result.set_result(job())
             except BaseException as error:  # raised where the result is asked for
-                command.result.set_exception(error)
+                result.set_exception(error)
 
     def _advance(self) -> None:
         """A round of the engine, and some of the sequences that are to be scored."""
@@ -313,34 +329,6 @@ class EngineService:
         if scoring.result.set_running_or_notify_cancel():
             scoring.result.set_result(scoring.scores)
 
-    def _submit(
-        self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
-    ) -> list[int]:
-        tickets = self._engine.submit_own(prompts, owners)
-        keys = list(range(self._next_key, self._next_key + len(tickets)))
-        self._next_key += len(keys)
-        for number, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
-            self._sequences[key] = _Sequence(ticket, number, listener)
-        self.totals.requests += 1
-        self.totals.prompt_tokens += sum(len(prompt.input_ids) for prompt in prompts)
-        return keys
-
-    def _cancel(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            sequence = self._sequences.pop(key, None)
-            if sequence is not None:
-                self._engine.cancel(sequence.ticket)
-                self.totals.cancelled += 1
-
-    def _set_weights(self, params: Any, version: int) -> int:
-        self._engine.sync_weights(params, version)
-        self.version = version
-        self.totals.weight_loads += 1
-        return version
-
-    def _pause(self, paused: bool) -> None:
-        self.paused = paused
-
     def _report_sequences(self) -> None:
         """Tells the listeners what the last round added, and forgets finished sequences."""
         for key, sequence in list(self._sequences.items()):
@@ -370,13 +358,13 @@ class EngineService:
     def _fail(self, error: str) -> None:
         with self._changed:
             self.error, self._round = error, None
-        waiting: list[_Command | _Batch | _Scoring] = [*self._commands, *self._waiting, *self._scoring]
-        for item in (*waiting, *self._batches.values()):
-            if item.result.running() or item.result.set_running_or_notify_cancel():
-                item.result.set_exception(ServiceFailed(error))
+        asked: list[tuple[Any, ...]] = [*self._commands, *self._waiting, *self._scoring]
+        for result, *_ in (*asked, *self._batches.values()):
+            if result.running() or result.set_running_or_notify_cancel():
+                result.set_exception(ServiceFailed(error))
         for sequence in self._sequences.values():
             sequence.listener(sequence.number, Progress(error=error))
-        for done in (self._sequences, self._commands, self._waiting, self._batches, self._scoring):
-            done.clear()
+        for items in (self._sequences, self._commands, self._waiting, self._batches, self._scoring):
+            items.clear()
         if not self._closed:
             self._engine.close()

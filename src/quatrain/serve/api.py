@@ -179,17 +179,12 @@ class Api:
         }
 
     async def _metrics(self, request: Request) -> Response:
-        service, totals = self._service, self._service.totals
+        service = self._service
         numbers = {
             "sequences_running": ("gauge", service.num_running),
             "weight_version": ("gauge", service.version),
             "paused": ("gauge", int(service.paused)),
-            "requests_total": ("counter", totals.requests),
-            "sequences_cancelled_total": ("counter", totals.cancelled),
-            "prompt_tokens_total": ("counter", totals.prompt_tokens),
-            "sampled_tokens_total": ("counter", totals.sampled_tokens),
-            "scored_tokens_total": ("counter", totals.scored_tokens),
-            "weight_loads_total": ("counter", totals.weight_loads),
+            **{f"{name}_total": ("counter", number) for name, number in vars(service.totals).items()},
         }
         lines = [
             f"# TYPE quatrain_{name} {kind}\nquatrain_{name} {value}\n"
