@@ -55,15 +55,17 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
                 max_positions=loaded.arch.max_position,
                 token=token,
             )
+            address, number = bound.getsockname()[:2]
+            name = f"[{address}]" if ":" in address else address
             settings = uvicorn.Config(
-                api.app((*LOOPBACK, _name(bound)) if local else ("*",)),
+                api.app((*LOOPBACK, name) if local else ("*",)),
                 log_level="error",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=CLOSE_S,
             )
             bound.listen()
-            ready(_url(bound))
+            ready(f"http://{name}:{number}")
             with suppress(KeyboardInterrupt):  # the way to end it
                 uvicorn.Server(settings).run(sockets=[bound])
         finally:
@@ -119,13 +121,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _name(bound: socket.socket) -> str:
-    """The host of the address, as a URL has it."""
-    host = bound.getsockname()[0]
-    return f"[{host}]" if ":" in host else host
-
-
-def _url(bound: socket.socket) -> str:
-    return f"http://{_name(bound)}:{bound.getsockname()[1]}"
