@@ -145,8 +145,8 @@ class GroupTable:
             raise GroupFailed(
                 f"group {spec.prompt.group_id} of step {spec.step} failed {entry.failures} times, last on "
                 f"{worker}: {why}; its prompt ends with {end!r}; if other groups fail with the same error, "
-                "mend the workers or servers; otherwise see what this prompt or its environment does to them: "
-                "mend it or take it out of the data"
+                "mend the workers or servers; otherwise see what this prompt or its environment does to "
+                "them, and mend it or take it out of the data"
             )
 
     def finished(self, numbers: Sequence[int]) -> bool:
