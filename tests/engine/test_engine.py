@@ -318,8 +318,9 @@ def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 columns each
 
     def slots_and_compilations(length):
-        batch = engine.wait(engine.submit(_prompts([[7] * length, *[[9] * length]] * 6)))
-        return engine._session._scheduler.max_slots, batch.metrics["rollout/compilations"].result()
+        ticket = engine.submit(_prompts([[7] * length, *[[9] * length]] * 6))
+        slots = engine._session._scheduler.max_slots
+        return slots, engine.wait(ticket).metrics["rollout/compilations"].result()
 
     assert slots_and_compilations(20)[0] == 20
     assert slots_and_compilations(500)[0] == 1
