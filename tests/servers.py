@@ -8,7 +8,7 @@ import uvicorn
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import Service
+from quatrain.engine.service import EngineService
 from quatrain.serve.api import Api
 from quatrain.serve.server import LOOPBACK
 from quatrain.weights.hf import load_hf
@@ -29,7 +29,7 @@ def service_of(arch, params, tokenizer, *, seed=11, cache_bytes=1 << 26, **confi
             raise ValueError(f"{path} has another architecture")
         return new
 
-    return Service(engine, read)
+    return EngineService(engine, read)
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
 
 def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     resolved = small_run(tmp_path, "early", "run.steps=1", "sft.steps=0")
-    evaluation = (RolloutEngine, "generate", lambda *arguments: True)
+    evaluation = (RolloutEngine, "generate_each", lambda *arguments: True)
     with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(resolved)
     assert str(stopped.value) == (

@@ -11,6 +11,7 @@ from scipy import stats
 from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
+from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
@@ -317,8 +318,9 @@ def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
     engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 columns each
 
     def slots_and_compilations(length):
-        batch = engine.wait(engine.submit(_prompts([[7] * length, *[[9] * length]] * 6)))
-        return engine._session._scheduler.max_slots, batch.metrics["rollout/compilations"].result()
+        ticket = engine.submit(_prompts([[7] * length, *[[9] * length]] * 6))
+        slots = engine._session._scheduler.max_slots
+        return slots, engine.wait(ticket).metrics["rollout/compilations"].result()
 
     assert slots_and_compilations(20)[0] == 20
     assert slots_and_compilations(500)[0] == 1
@@ -539,3 +541,22 @@ def test_a_decode_call_that_does_not_end_early_gives_the_same_tokens(make_engine
     np.testing.assert_allclose(batch.rollout_logprobs, expected.rollout_logprobs, atol=1e-6)
     wasted, least = (x.metrics["rollout/wasted_decode_fraction"].result() for x in (batch, expected))
     assert wasted > least
+
+
+def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_engine, monkeypatch):
+    engine, live = make_engine(max_new_tokens=24), []
+    advance = Session.advance
+    monkeypatch.setattr(Session, "advance", lambda self, *args: (advance(self, *args), live.append(self)))
+    parts, sampling = (
+        [_prompts([ids] * 2, 2 * i) for i, ids in enumerate(PROMPTS)],
+        replace(engine.sampling, n=2),
+    )
+    expected = [engine.generate(part, sampling=sampling) for part in parts]
+    alone = len(live)
+    together = list(engine.generate_each(parts, sampling=sampling, at_once=4))
+    for one, other in zip(together, expected, strict=True):
+        assert _completion_ids(one) == _completion_ids(other)
+        np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-6)
+    assert len(live) - alone < alone
+    assert live[-1].tally.slot_steps <= live[-1].tally.widest_slot_steps
+    assert live[-1]._most_slots == 4

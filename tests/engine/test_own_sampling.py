@@ -183,3 +183,20 @@ def test_any_mixture_of_lengths_fits_and_gives_what_each_gives_alone(limited):
     for prompt, own, tokens in zip(prompts[:8], owners[:8], together):
         [alone] = finish(engine, engine.submit_own([prompt], [own]))
         assert alone.tokens == tokens
+
+
+def test_a_long_group_of_a_shared_sampling_does_not_lower_the_number_of_slots_for_good(engine_of):
+    engine = engine_of(own=False, max_new_tokens=12)
+    engine._cache_bytes = MEMORY * 256
+
+    def one(size):
+        return Prompt(size, np.arange(size, dtype=np.int32) % 250, "")
+
+    [long, *short] = [engine.submit([one(size)]) for size in (100, *[5] * 19)]
+    scheduler = engine._session._scheduler
+    assert scheduler.max_slots == MEMORY // 144
+    while not engine.finished(long):
+        engine.advance()
+    engine.take(long)
+    assert scheduler.max_slots == MEMORY // 48
+    assert all(completion.tokens for completion in finish(engine, short))

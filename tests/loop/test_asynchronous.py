@@ -208,8 +208,9 @@ def test_steps_are_taken_in_order(make):
 def test_a_thread_that_does_not_end_is_told(make, monkeypatch, caplog):
     monkeypatch.setattr("quatrain.loop.asynchronous.END_TIMEOUT_S", 0.05)
     ahead, _ = make(1)
-    release = threading.Event()
-    ahead._worker.submit(release.wait)
+    began, release = threading.Event(), threading.Event()
+    ahead._service.run(lambda: (began.set(), release.wait()))
+    assert began.wait(20)
     ahead.close()
     assert "did not end within 0.05 seconds and is left behind" in caplog.text
     release.set()

@@ -70,6 +70,9 @@ def test_a_fleet_of_engines_samples_what_one_engine_does(make_engine, small_para
     assert_same(batch, expected)
     greedy = Sampling(n=1, max_new_tokens=5, temperature=0.0)
     assert_same(fleet.generate(PROMPTS, sampling=greedy), whole.generate(PROMPTS, sampling=greedy))
+    each = fleet.generate_each([PROMPTS[:2], PROMPTS[2:]], sampling=greedy, at_once=2)
+    for part, prompts in zip(each, (PROMPTS[:2], PROMPTS[2:]), strict=True):
+        assert_same(part, whole.generate(prompts, sampling=greedy))
     assert 0 < batch.metrics["rollout/slot_utilisation"].result() <= 1
     assert batch.metrics["rollout/decode_s"].result() > 0
     fleet.close()

@@ -305,7 +305,7 @@ def _without(kind):
 def test_a_client_that_leaves_frees_its_slots(server, http):
     service = server[1]
     http.post("/pause", json={}).raise_for_status()
-    cancelled = service.totals.cancelled
+    cancelled = service.totals.sequences_cancelled
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60}
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json=body, timeout=0.3)
@@ -318,7 +318,7 @@ def test_a_client_that_leaves_frees_its_slots(server, http):
     while service.num_running and time.monotonic() < deadline:
         time.sleep(0.05)
     assert service.num_running == 0
-    assert service.totals.cancelled == cancelled + 2
+    assert service.totals.sequences_cancelled == cancelled + 2
     http.post("/resume", json={}).raise_for_status()
 
 
@@ -334,14 +334,14 @@ def test_a_client_that_leaves_frees_its_slots_while_tokens_come(server, http, mo
         advance()
 
     monkeypatch.setattr(service._engine, "advance", slowly)
-    cancelled = service.totals.cancelled
+    cancelled = service.totals.sequences_cancelled
     with http.stream("POST", "/v1/completions", json=body) if stream else pytest.raises(httpx.ReadTimeout):
         if not stream:
             http.post("/v1/completions", json=body, timeout=0.3)
     deadline = time.monotonic() + 4  # all tokens take 7 seconds
     while service.num_running and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert service.totals.cancelled == cancelled + 1
+    assert service.totals.sequences_cancelled == cancelled + 1
     assert service.num_running == 0
 
 

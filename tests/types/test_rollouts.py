@@ -119,7 +119,16 @@ def train_on(small_arch):
 
 def test_the_engine_has_the_verbs_of_the_protocol():
     verbs = {name for name in vars(Rollouts) if not name.startswith("_")}
-    assert verbs == {"place", "sync_weights", "generate", "submit", "wait", "release", "close"}
+    assert verbs == {
+        "place",
+        "sync_weights",
+        "generate",
+        "generate_each",
+        "submit",
+        "wait",
+        "release",
+        "close",
+    }
     assert all(callable(getattr(RolloutEngine, name)) for name in verbs)
 
 

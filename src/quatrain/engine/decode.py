@@ -141,26 +141,36 @@ class Program:
         return jnp.isin(tokens, jnp.asarray(self.stop_ids, jnp.int32))
 
 
+def sharded_program(
+    per_shard: Callable[..., Any],
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: Any,
+    *,
+    statics: tuple[str, ...] = (),
+    donated: tuple[int, ...] = (),
+) -> Callable[[Backend], Any]:
+    """A function of a backend; what it returns, jitted, runs `per_shard` on every replica.
+
+    Its arguments are those of `per_shard`: parameters, arrays with `in_specs`, and by name `program` and
+    `statics`, which are static. `donated` counts from the parameters.
+    """
+
+    def run(params: dict, *arrays: Any, program: Program, **static: Any) -> Any:
+        function = partial(per_shard, program=program, **static)
+        mapped = shard_mapped(function, program.mesh, (program.params, *in_specs), out_specs)
+        return mapped(params, *arrays)
+
+    run.__name__ = run.__qualname__ = per_shard.__name__
+    return jit_for_backend(run, static_argnames=("program", *statics), donate_argnums=donated)
+
+
 def _prefill(
-    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, *, program: Program
+    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
     """(prompt cache with the new prompts in their rows, first tokens [N, n], their log-probabilities [N, n]).
 
     Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
-    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
-    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
-    per_shard = partial(_prefill_shard, program=program)
-    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, packed, seed)
-
-
-prefill_program = jit_for_backend(_prefill, static_argnames=("program",), donate_argnames=("prompts",))
-"""`prefill_program(backend)` is the jitted `_prefill`."""
-
-
-def _prefill_shard(
-    params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array]:
     hidden_TD, new = program.hidden(params, packed)
     columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common
     columns_NS = jnp.where(columns_S < packed.num_common, columns_S, after_N[:, None] + columns_S)
@@ -187,6 +197,10 @@ def _prefill_shard(
     return prompts, *all_gather_shards((tokens.reshape(-1, n), logprobs.reshape(-1, n)))
 
 
+_SPECS = (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
+prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
+
+
 class Extended(NamedTuple):
     """N sequences that go on after rows of the prompt cache: tokens, and what one more is drawn from."""
 
@@ -197,22 +211,9 @@ class Extended(NamedTuple):
 
 
 def _extend(
-    params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, *, program: Program
-) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the tokens in their rows, next tokens [N], their log-probabilities [N])."""
-    in_specs = (program.params, CACHE_SPEC, EACH_REPLICA, EVERYWHERE)
-    out_specs = (CACHE_SPEC, EVERYWHERE, EVERYWHERE)
-    per_shard = partial(_extend_shard, program=program)
-    return shard_mapped(per_shard, program.mesh, in_specs, out_specs)(params, prompts, extended, seed)
-
-
-extend_program = jit_for_backend(_extend, static_argnames=("program",), donate_argnames=("prompts",))
-"""`extend_program(backend)` is the jitted `_extend`."""
-
-
-def _extend_shard(
     params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
+    """(prompt cache with the tokens in their rows, next tokens [N], their log-probabilities [N])."""
     hidden_ND, prompts = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
@@ -224,6 +225,9 @@ def _extend_shard(
         extended.offsets,
     )
     return prompts, *all_gather_shards((tokens, logprobs))
+
+
+extend_program = sharded_program(_extend, *_SPECS, donated=(1,))
 
 
 class Slots(NamedTuple):
@@ -262,9 +266,8 @@ def _decode(
     prompts: CachePart,
     slots: Slots,
     sharing: Sharing,
-    column: jax.Array | np.int32,
+    column: jax.Array,
     seed: jax.Array,
-    *,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
     """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
@@ -273,27 +276,6 @@ def _decode(
     has ended compute on, and what they sample does not count. The first decode step writes `column` of the
     ring buffer `generated`, which must have enough columns for the tokens that a slot has and will get.
     """
-    in_specs = (program.params, CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE)
-    run = shard_mapped(
-        partial(_decode_shard, program=program), program.mesh, in_specs, (CACHE_SPEC, EVERYWHERE)
-    )
-    return run(params, generated, prompts, slots, sharing, column, seed)
-
-
-decode_program = jit_for_backend(_decode, static_argnames=("program",), donate_argnames=("generated",))
-"""`decode_program(backend)` is the jitted `_decode`."""
-
-
-def _decode_shard(
-    params: dict,
-    generated: CachePart,
-    prompts: CachePart,
-    slots: Slots,
-    sharing: Sharing,
-    column: jax.Array,
-    seed: jax.Array,
-    program: Program,
-) -> tuple[CachePart, Decoded]:
     arch = program.arch
     shape = (len(slots.tokens), TOKENS_PER_CALL)
     zeros = jnp.zeros(shape, jnp.int32)
@@ -337,6 +319,10 @@ def _decode_shard(
     generated, _, _, decoded = _repeated(advance, begin, program)
     tokens, logprobs, counts = all_gather_shards((decoded.tokens, decoded.logprobs, decoded.counts))
     return generated, Decoded(tokens, logprobs, counts, decoded.num_steps)
+
+
+_SPECS_OF_DECODE = CACHE_SPEC, CACHE_SPEC, EACH_REPLICA, EACH_REPLICA, EVERYWHERE, EVERYWHERE
+decode_program = sharded_program(_decode, _SPECS_OF_DECODE, (CACHE_SPEC, EVERYWHERE), donated=(1,))
 
 
 def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Program) -> _Carry:

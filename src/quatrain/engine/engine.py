@@ -183,14 +183,16 @@ class RolloutEngine:
         """As `place`, but arrays that have that sharding and dtype already are not copied."""
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
-        placed = jax.block_until_ready(jax.tree.map(self._place, params, self._places))
-        self._copies_base |= not _same_arrays(placed["embed"], params["embed"])
-        return placed
 
-    def _place(self, array: jax.Array, place: NamedSharding) -> jax.Array:
-        here = to_memory("device", array)
-        placed = reshard(here.astype(self.dtype) if here.ndim > 1 else here, place)
-        return placed if here is array else jax.block_until_ready(placed)
+        def place(array: jax.Array, target: NamedSharding) -> jax.Array:
+            here = to_memory("device", array)
+            moved = reshard(here.astype(self.dtype) if here.ndim > 1 else here, target)
+            return moved if here is array else jax.block_until_ready(moved)
+
+        placed = jax.block_until_ready(jax.tree.map(place, params, self._places))
+        to, of = placed["embed"], params["embed"]  # without a copy, their shardings, memory included, agree
+        self._copies_base |= to.dtype != of.dtype or not to.sharding.is_equivalent_to(of.sharding, of.ndim)
+        return placed
 
     def release(self) -> None:
         """Free the weights until the next `sync_weights`.
@@ -224,6 +226,22 @@ class RolloutEngine:
     def _generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> RolloutBatch:
         with closing(self._new_session(sampling)) as session:
             return self._collect(Ticket(session, session.submit(prompts, step)))
+
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, in order; samples share `at_once` slots.
+
+        A slot that becomes free is given to the next prompt of whatever batch. Episodes of a batch begin when
+        those of the batch before have ended, so that few environments exist at once.
+        """
+        if self._episodes is not None:
+            yield from (self._generated(prompts, 0, sampling) for prompts in batches)
+            return
+        with closing(self._new_session(sampling, at_once)) as session:
+            tickets = [Ticket(session, session.submit(prompts, 0)) for prompts in batches]
+            for ticket in tickets:
+                yield self._collect(ticket)
 
     def submit(self, prompts: Sequence[Prompt], *, step: int = 0, sampling: Sampling | None = None) -> Ticket:
         """Queue `prompts`; `wait` returns their completions for the ticket that this returns.
@@ -342,24 +360,17 @@ class RolloutEngine:
                 if not self._paused:
                     self._running.set()
 
-    def _new_session(self, sampling: Sampling) -> AnySession:
+    def _new_session(self, sampling: Sampling, at_once: int | None = None) -> AnySession:
         if self._cache_bytes is None:
             # Versions of a model with adapters beside a base that is not copied differ in the adapters alone.
             version = self._weights() if self._copies_base else adapters_of(self._weights())
-            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * _bytes_here(version))
-        sampler = Sampler(
-            self.arch,
-            self.tokenizer,
-            self.stop_ids,
-            self._seed,
-            self.dtype,
-            self._attention,
-            self.mesh,
-            self._cache_bytes,
-            self._usual_prompt,
-        )
+            on_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(version))
+            self._cache_bytes = _memory_for_cache(self.mesh, self._more_copies * on_device)
+        model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
+        sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
         if self._episodes is None:
-            return Session(sampler, sampling, self._max_concurrency, own_sampling=self._own_sampling)
+            own = self._own_sampling
+            return Session(sampler, sampling, self._max_concurrency, at_once=at_once, own_sampling=own)
         between_turns = sampling.max_new_tokens + self._episodes.max_environment_tokens
         sampler = replace(sampler, more_context=between_turns)
         return self._episodes.session(partial(Session, sampler, sampling, self._max_concurrency))
@@ -411,17 +422,6 @@ class RolloutEngine:
         return replace(batch, metrics={**batch.metrics, **timings})
 
 
-def _same_arrays(placed: jax.Array, source: jax.Array) -> bool:
-    """Whether `placed` was not copied from `source`: dtype and sharding, memory included, are the same."""
-    same = placed.sharding.is_equivalent_to(source.sharding, source.ndim)
-    return same and placed.dtype == source.dtype
-
-
-def _bytes_here(params: Any) -> int:
-    """Bytes of the parameters on one device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-
-
 def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     """Bytes that the KV cache may use on each device of `mesh`; a CPU device uses memory of the host.
 
@@ -429,14 +429,12 @@ def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     all must compute the same schedule.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own = [CACHE_SHARE / 2 * host / jax.local_device_count()]
+    room = CACHE_SHARE / 2 * host / jax.local_device_count()
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    if all("bytes_limit" in found for found in stats):
-        own = [
-            CACHE_SHARE * max(found["bytes_limit"] - found.get("bytes_in_use", 0) - reserved, 0)
-            for found in stats
-        ]
-    return min(int(x) for x in gather_objects(min(own)))
+    if all("bytes_limit" in stat for stat in stats):
+        free = min(stat["bytes_limit"] - stat.get("bytes_in_use", 0) for stat in stats)
+        room = CACHE_SHARE * max(free - reserved, 0)
+    return min(int(x) for x in gather_objects(room))
 
 
 def work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:

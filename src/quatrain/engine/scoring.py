@@ -6,7 +6,6 @@ Data flow: token ids -> packed like prompts (`groups.py`) -> one forward pass ->
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from quatrain.engine.decode import EACH_REPLICA, EVERYWHERE, Program
+from quatrain.engine.decode import EACH_REPLICA, EVERYWHERE, Program, sharded_program
 from quatrain.engine.groups import Admitted, Group, Pack, as_jit_arguments, pack_prompts, split_into_packs
 from quatrain.models.attention import unpacks
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.decoder import logits
 from quatrain.ops.logprobs import even_parts
-from quatrain.parallel.collectives import all_gather_shards, shard_mapped
-from quatrain.parallel.compilations import jit_for_backend
+from quatrain.parallel.collectives import all_gather_shards
 from quatrain.types.batches import Prompt
 
 MOST_LIKELIEST = 5
@@ -100,21 +98,9 @@ def score_packs(program: Program, params: Any, packs: list[Pack], num_likeliest:
 
 
 def _score(
-    params: dict, packed: PackedRow, *, program: Program, num_likeliest: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`Scores` of each of the packed tokens of all replicas."""
-    per_shard = partial(_score_shard, program=program, num_likeliest=num_likeliest)
-    run = shard_mapped(per_shard, program.mesh, (program.params, EACH_REPLICA), EVERYWHERE)
-    return run(params, packed)
-
-
-score_program = jit_for_backend(_score, static_argnames=("program", "num_likeliest"))
-"""`score_program(backend)` is the jitted `_score`."""
-
-
-def _score_shard(
     params: dict, packed: PackedRow, program: Program, num_likeliest: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`Scores` of each of the packed tokens of all replicas."""
     hidden_TD, _ = program.hidden(params, packed)
     num_tokens = len(hidden_TD)
     most = max(LOGITS_AT_ONCE // program.arch.vocab_size, 1)
@@ -135,3 +121,6 @@ def _score_shard(
     found = lax.map(of_chunk, (before, targets))
     whole = (x.reshape(num_chunks * size, *x.shape[2:])[:num_tokens] for x in found)
     return all_gather_shards(tuple(whole))
+
+
+score_program = sharded_program(_score, (EACH_REPLICA,), EVERYWHERE, statics=("num_likeliest",))

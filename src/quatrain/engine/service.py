@@ -1,24 +1,35 @@
-"""Runs an engine for requests that come at any time: one thread uses the engine, others ask it.
+"""The one thread that owns an engine: it runs rounds, and between two rounds what other threads ask for.
 
-Data flow: `Service.submit` -> `RolloutEngine.submit_own` -> rounds, in the service's thread -> `Progress`, to
-the listener of each sequence. Weights are read in the thread that asks, and set between two rounds.
+Data flow: `EngineService.submit` or `sample` -> `RolloutEngine` -> rounds, in the service's thread ->
+`Progress`, to the listener of each sequence; or the samples of a batch, to the future that `sample` returned.
+`quatrain serve`, the workers of a fleet and training that samples ahead are its clients. Training of several
+processes without it calls the engine from the main thread: all processes must make the same calls.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
-from quatrain.engine.engine import RolloutEngine, Ticket
+from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import OwnSampling
 from quatrain.engine.scoring import Scores
+from quatrain.engine.session import Tally
+from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.batches import Prompt
+from quatrain.types.metrics import Metrics
+from quatrain.types.rollouts import Completion, Rollouts, Sampling
 
 T = TypeVar("T")
+CLOSED = "the engine's thread has ended: it was closed"
+Samples = tuple[list[tuple[Prompt, Completion]], Metrics]
+"""The samples of a batch of prompts, in order, and metrics of the work since the batch before."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class Totals:
     """What the service has done so far."""
 
     requests: int = 0
-    cancelled: int = 0
+    sequences_cancelled: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     scored_tokens: int = 0
@@ -52,7 +63,7 @@ class Totals:
 
 
 @dataclass
-class _Running:
+class _Sequence:
     """A sequence in the engine: its ticket, its number in the request, and how many tokens were reported."""
 
     ticket: Ticket
@@ -61,138 +72,195 @@ class _Running:
     reported: int = 0
 
 
-@dataclass(frozen=True)
-class _Command:
-    """Something to do between two rounds, and where its result goes."""
+class _Batch(NamedTuple):
+    """Prompts whose samples are asked for."""
 
-    do: Callable[[], Any]
-    result: Future[Any] = field(default_factory=Future)
+    result: Future[Samples]
+    prompts: Sequence[Prompt]
+    step: int
+    sampling: Sampling
 
 
-@dataclass(frozen=True)
-class _Scoring:
-    """Sequences to score, some of them between any two rounds, and where their scores go."""
+class _Scoring(NamedTuple):
+    """Sequences to score, some of them between any two rounds."""
 
+    result: Future[list[Scores]]
     parts: Iterator[list[Scores]]
-    scores: list[Scores] = field(default_factory=list)
-    result: Future[list[Scores]] = field(default_factory=Future)
+    scores: list[Scores]
 
 
 class ServiceFailed(RuntimeError):
-    """The engine failed, or the service was closed; no request can be answered any more."""
+    """The engine failed, or the service was closed; nothing can be answered any more."""
 
 
-class Service:
-    """Sequences share the slots of `engine`, which has `own_sampling` and weights of `version`.
+class EngineService:
+    """Owns `engine`, which has weights of `version`; its methods may be called from any thread.
 
-    `read` makes parameters of the path of a folder. Every method may be called from any thread.
+    `read` makes parameters of what `load` gets. The thread keeps the context variables of the caller. It is a
+    daemon, so that a job that hangs does not keep the process alive.
     """
 
-    def __init__(self, engine: RolloutEngine, read: Callable[[str], Any], *, version: int = 0):
+    def __init__(
+        self,
+        engine: Rollouts,
+        read: Callable[[Any], Any] = lambda weights: weights,
+        *,
+        version: int = 0,
+        name: str = "engine",
+    ):
         self.totals = Totals()
-        self._engine, self._read, self._version = engine, read, version
+        self.version = version
+        """The version of the weights that the next token is sampled from."""
+        self.paused = False
+        """Whether sampling waits for `resume`."""
+        self.error: str | None = None
+        """Why nothing can be answered any more; None as long as all is well."""
+        self._engine: Any = engine  # all but `run` and `close` need a RolloutEngine
+        self._read = read
         self._changed = threading.Condition()
-        self._commands: deque[_Command] = deque()
-        self._running: dict[int, _Running] = {}
-        self._scoring: deque[_Scoring] = deque()
-        self._next = 0
-        self._paused = self._closed = False
-        self._error: str | None = None
         self._loading = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._closed = False
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_key = 0
+        self._waiting: deque[_Batch] = deque()
+        self._batches: dict[Ticket, _Batch] = {}
+        self._since, self._tally = 0.0, Tally()
+        self._scoring: deque[_Scoring] = deque()
+        self._round: tuple[float, int] | None = None
+        """When the round that runs began, and how many programs had been compiled then."""
+        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name=name, daemon=True)
         self._thread.start()
 
     @property
-    def version(self) -> int:
-        """The version of the weights that the next token is sampled from."""
-        return self._version
-
-    @property
     def num_running(self) -> int:
-        """Sequences that are not finished."""
-        return len(self._running)
+        """Sequences and batches that are not finished."""
+        return len(self._sequences) + len(self._batches) + len(self._waiting)
 
     @property
-    def paused(self) -> bool:
-        """Whether sampling waits for `resume`."""
-        return self._paused
+    def round_s(self) -> float:
+        """Seconds since the round that runs began; 0 if none does."""
+        began = self._round
+        return 0.0 if began is None else time.monotonic() - began[0]
 
     @property
-    def error(self) -> str | None:
-        """Why no request can be answered any more; None as long as all is well."""
-        return self._error
+    def compiles(self) -> bool:
+        """Whether a program was compiled in the round that runs, or is being compiled."""
+        began = self._round
+        return began is not None and (num_compilations() > began[1] or compiling_for_s() is not None)
+
+    def run(self, job: Callable[[], T]) -> Future[T]:
+        """What `job` returns or raises, run between two rounds, in the order of these calls."""
+        return self._queue(lambda result: self._commands.append((result, job)))
 
     def submit(
         self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
     ) -> Future[list[int]]:
-        """Queue a sequence for each prompt; the keys by which `cancel` knows them.
+        """Queue a sequence for each prompt, in an engine with `own_sampling`; the keys for `cancel`.
 
         The future has a ValueError if the KV cache has no room for one of them, and ServiceFailed if the
         engine has failed.
         """
-        return self._between_rounds(lambda: self._submit(prompts, owners, listener))
 
-    def cancel(self, keys: Iterable[int]) -> None:
+        def submit() -> list[int]:
+            tickets = self._engine.submit_own(prompts, owners)
+            keys = list(range(self._next_key, self._next_key + len(tickets)))
+            self._next_key += len(keys)
+            for number, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
+                self._sequences[key] = _Sequence(ticket, number, listener)
+            self.totals.requests += 1
+            self.totals.prompt_tokens += sum(len(prompt.input_ids) for prompt in prompts)
+            return keys
+
+        return self.run(submit)
+
+    def cancel(self, keys: Sequence[int]) -> None:
         """Forget sequences; those that have finished are ignored."""
-        self._between_rounds(lambda: self._cancel(tuple(keys)))
+
+        def cancel() -> None:
+            for sequence in [self._sequences.pop(key) for key in keys if key in self._sequences]:
+                self._engine.cancel(sequence.ticket)
+                self.totals.sequences_cancelled += 1
+
+        self.run(cancel)
+
+    def sample(self, prompts: Sequence[Prompt], *, step: int, sampling: Sampling) -> Future[Samples]:
+        """The samples of `prompts`, whose groups share the slots with others of the same `sampling`.
+
+        Groups of another sampling than those in flight wait until these have finished. The future has a
+        ValueError if the KV cache has no room for them.
+        """
+        return self._queue(lambda result: self._waiting.append(_Batch(result, prompts, step, sampling)))
 
     def score(self, sequences: Sequence[Sequence[int]], num_likeliest: int) -> Future[list[Scores]]:
         """Log-probabilities of given tokens and the likeliest in their place, of each sequence.
 
         Others decode meanwhile; a future that is cancelled ends the work.
         """
-        return self._queue(self._scoring, _Scoring(self._engine.score(sequences, num_likeliest)))
+        parts = self._engine.score(sequences, num_likeliest)
+        return self._queue(lambda result: self._scoring.append(_Scoring(result, parts, [])))
 
-    def load(self, path: str, version: int) -> int:
-        """Sample from the weights in the folder `path` from the next round on; the version of the weights.
+    def load(self, weights: Any, version: int, *, free_first: bool = False) -> int:
+        """Sample from `weights`, as `read` makes them, from the next round on; the version of the weights.
 
-        Sequences in flight go on with them. Blocks until they are in use. Raises ValueError if the folder has
-        no weights of the same architecture, and ServiceFailed if the engine has failed.
+        Sequences in flight go on with them. Blocks until they are in use; `read` runs in the caller's thread.
+        `free_first`: without anything in flight, the device has room for one version while it is read. Raises
+        what `read` raises, and ServiceFailed if the engine has failed.
         """
         with self._loading:
-            params = self._read(path)
-            return self._between_rounds(lambda: self._set_weights(params, version)).result()
+            if free_first and not self.num_running:
+                self.run(self._engine.release).result()
+            params = self._read(weights)
+
+            def use() -> int:
+                self._engine.sync_weights(params, version)
+                self.version = version
+                self.totals.weight_loads += 1
+                return version
+
+            return self.run(use).result()
 
     def pause(self) -> None:
-        """Returns when no round runs; the next runs after `resume`. Requests wait."""
-        self._between_rounds(lambda: self._pause(True)).result()
+        """Returns when no round runs; the next runs after `resume`. What is asked for waits."""
+        self.run(lambda: setattr(self, "paused", True)).result()
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        self._between_rounds(lambda: self._pause(False)).result()
+        self.run(lambda: setattr(self, "paused", False)).result()
 
-    def close(self) -> None:
-        """End the thread and free the engine; requests in flight get an error."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Close the engine and end the thread; what is in flight gets an error.
+
+        Whether the thread has ended within `timeout_s`; a job that it runs may take longer.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._engine.close()  # ends what waits for its completions
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
-    def _between_rounds(self, do: Callable[[], T]) -> Future[T]:
-        return self._queue(self._commands, _Command(do))
-
-    def _queue(self, queue: deque[Any], item: _Command | _Scoring) -> Future[Any]:
+    def _queue(self, put: Callable[[Future[Any]], None]) -> Future[Any]:
+        result: Future[Any] = Future()
         with self._changed:
-            if self._error is not None:
-                item.result.set_exception(ServiceFailed(self._error))
+            if self._closed or self.error is not None:
+                result.set_exception(ServiceFailed(self.error or CLOSED))
             else:
-                queue.append(item)
+                put(result)
                 self._changed.notify_all()
-        return item.result
+        return result
 
     def _work(self) -> None:
-        error = "the server was closed"
+        error = CLOSED
         try:
             while self._wait():
                 self._carry_out()
-                if self._scoring and not self._paused:
-                    self._score_some()
-                if self._running and not self._paused:
-                    self._engine.advance()
-                    self._report()
+                if not self.paused:
+                    self._advance()
         except Exception as failure:
-            error = f"the engine failed: {type(failure).__name__}: {failure}"
+            if not self._closed:
+                error = f"the engine failed: {type(failure).__name__}: {failure}"
         finally:
             self._fail(error)
 
@@ -201,20 +269,53 @@ class Service:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._closed or self._commands or ((self._running or self._scoring) and not self._paused)
+                    self._closed
+                    or self._commands
+                    or ((self.num_running or self._scoring) and not self.paused)
                 )
             )
             return not self._closed
 
     def _carry_out(self) -> None:
-        while self._commands:
-            command = self._commands.popleft()
-            if not command.result.set_running_or_notify_cancel():
+        while self._commands and not self._closed:
+            result, job = self._commands.popleft()
+            if not result.set_running_or_notify_cancel():
                 continue
             try:
-                command.result.set_result(command.do())
-            except Exception as error:
-                command.result.set_exception(error)
+                result.set_result(job())
+            except BaseException as error:  # raised where the result is asked for
+                result.set_exception(error)
+
+    def _advance(self) -> None:
+        """A round of the engine, and some of the sequences that are to be scored."""
+        if self._scoring:
+            self._score_some()
+        self._round = time.monotonic(), num_compilations()
+        self._begin_batches()
+        if self._sequences or self._batches:
+            self._engine.advance()
+            self._report_sequences()
+            self._report_batches()
+        self._round = None
+
+    def _begin_batches(self) -> None:
+        """Submits the batches that wait, as long as they have the sampling of those in flight."""
+        if not self._batches:
+            self._since = time.perf_counter()
+        while self._waiting:
+            batch, others = self._waiting[0], next(iter(self._batches.values()), None)
+            if others is not None and others.sampling != batch.sampling:
+                return
+            if batch.result.set_running_or_notify_cancel():
+                try:
+                    ticket = self._engine.submit(batch.prompts, step=batch.step, sampling=batch.sampling)
+                except Exception as error:  # of these prompts alone, e.g. if there is no room
+                    batch.result.set_exception(error)
+                else:
+                    self._batches[ticket] = batch
+                    if others is None:
+                        self._tally = self._engine.tally
+            self._waiting.popleft()
 
     def _score_some(self) -> None:
         """Scores the next sequences of the request that waits the longest, in one call of the device."""
@@ -228,60 +329,42 @@ class Service:
         if scoring.result.set_running_or_notify_cancel():
             scoring.result.set_result(scoring.scores)
 
-    def _submit(
-        self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
-    ) -> list[int]:
-        tickets = self._engine.submit_own(prompts, owners)
-        keys = list(range(self._next, self._next + len(tickets)))
-        self._next += len(keys)
-        for number, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
-            self._running[key] = _Running(ticket, number, listener)
-        self.totals.requests += 1
-        self.totals.prompt_tokens += sum(len(prompt.input_ids) for prompt in prompts)
-        return keys
-
-    def _cancel(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            running = self._running.pop(key, None)
-            if running is not None:
-                self._engine.cancel(running.ticket)
-                self.totals.cancelled += 1
-
-    def _set_weights(self, params: Any, version: int) -> int:
-        self._engine.sync_weights(params, version)
-        self._version = version
-        self.totals.weight_loads += 1
-        return version
-
-    def _pause(self, paused: bool) -> None:
-        self._paused = paused
-
-    def _report(self) -> None:
+    def _report_sequences(self) -> None:
         """Tells the listeners what the last round added, and forgets finished sequences."""
-        for key, running in list(self._running.items()):
-            completion = self._engine.completion(running.ticket)
-            finished = self._engine.finished(running.ticket)
-            new = slice(running.reported, None)
+        for key, sequence in list(self._sequences.items()):
+            completion = self._engine.completion(sequence.ticket)
+            finished = self._engine.finished(sequence.ticket)
+            new = slice(sequence.reported, None)
             tokens = completion.tokens[new]
             if finished:
-                self._engine.take(running.ticket)
-                del self._running[key]
+                self._engine.take(sequence.ticket)
+                del self._sequences[key]
             if tokens or finished:
-                running.reported += len(tokens)
+                sequence.reported += len(tokens)
                 self.totals.sampled_tokens += len(tokens)
                 reason = completion.finish_reason if finished else None
                 progress = Progress(tokens, completion.logprobs[new], completion.versions[new], reason)
-                running.listener(running.number, progress)
+                sequence.listener(sequence.number, progress)
+
+    def _report_batches(self) -> None:
+        """Gives finished batches to those who wait for them, with metrics of the work since the last one."""
+        for ticket in [ticket for ticket in self._batches if self._engine.finished(ticket)]:
+            samples, metrics = self._engine.take(ticket)
+            now, tally = time.perf_counter(), self._engine.tally
+            metrics = {**metrics, **work_metrics(tally - self._tally, now - self._since)}
+            self._tally, self._since = tally, now
+            self._batches.pop(ticket).result.set_result((samples, metrics))
 
     def _fail(self, error: str) -> None:
         with self._changed:
-            self._error = error
-        unanswered: list[_Command | _Scoring] = [*self._commands, *self._scoring]
-        for waiting in unanswered:
-            if waiting.result.set_running_or_notify_cancel():
-                waiting.result.set_exception(ServiceFailed(error))
-        for running in self._running.values():
-            running.listener(running.number, Progress(error=error))
-        for done in (self._running, self._commands, self._scoring):
-            done.clear()
-        self._engine.close()
+            self.error, self._round = error, None
+        asked: list[tuple[Any, ...]] = [*self._commands, *self._waiting, *self._scoring]
+        for result, *_ in (*asked, *self._batches.values()):
+            if result.running() or result.set_running_or_notify_cancel():
+                result.set_exception(ServiceFailed(error))
+        for sequence in self._sequences.values():
+            sequence.listener(sequence.number, Progress(error=error))
+        for items in (self._sequences, self._commands, self._waiting, self._batches, self._scoring):
+            items.clear()
+        if not self._closed:
+            self._engine.close()

@@ -12,7 +12,7 @@ next turn computes them again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -134,7 +134,7 @@ class Session:
     """Groups with the same `Sampling`, of which at most `max_concurrency` sequences run at once.
 
     With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
-    `max_concurrency` sequences does not fit.
+    `max_concurrency` sequences does not fit. At most `at_once` run, of those, if it is given.
 
     With `own_sampling`, groups have one sample each with a sampling of its own (`submit_own`); `sampling` is
     not used. Fewer than `max_concurrency` run where the cache has no room for more.
@@ -150,6 +150,7 @@ class Session:
         max_concurrency: int | None,
         goes_on: GoesOn | None = None,
         *,
+        at_once: int | None = None,
         own_sampling: bool = False,
     ):
         self.sampling, self.tally = sampling, Tally()
@@ -157,7 +158,7 @@ class Session:
         self._most_tokens = 1 if own_sampling else sampling.max_new_tokens
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
-        self._sampler, self._limit = sampler, max_concurrency
+        self._sampler, self._limit, self._at_once = sampler, max_concurrency, at_once
         self._program = sampler.program(None if own_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
         self._scheduler = Scheduler(int(own_sampling), sampler.num_replicas, varying=own_sampling)
@@ -187,9 +188,7 @@ class Session:
     def submit(self, prompts: Sequence[Prompt], step: int) -> tuple[int, ...]:
         """Queue a group for each prompt; their tickets. Raises ValueError if the cache does not fit."""
         limit, numbers = self.sampling.max_new_tokens, range(self.sampling.n)
-        finished = self._scheduler.is_finished
-        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
-        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
+        self._reserve_with(prompts)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
     def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
@@ -233,8 +232,31 @@ class Session:
 
         Raises ValueError if the cache does not fit.
         """
+        replicas = self._sampler.num_replicas
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        self._scheduler.max_slots = self._max_concurrent(longest, demand)
+        columns = self._room.columns(longest, self._most_tokens)
+        fitting = self._room.fitting(columns)
+        most = self._limit // replicas if self._limit else max(fitting, 1)
+        at_once = demand if self._at_once is None else self._at_once
+        together = min(most, -(-min(demand, at_once) // replicas))
+        if together > fitting:
+            each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
+            remedy = "lower rollout.max_new_tokens or data.max_prompt_length"
+            if fitting:
+                remedy = f"set rollout.max_concurrency to {fitting * replicas} or fewer"
+            raise ValueError(
+                "the KV cache of all sequences that decode at once must fit into the memory for it: "
+                f"{together} sequences{each_of} of up to {columns} tokens need "
+                f"{self._room.share(together * columns)}, which is enough for {fitting}; {remedy}"
+            )
+        slots = min(most, max(fitting, 1))
+        self._scheduler.max_slots = slots if self._at_once is None else min(slots, -(-at_once // replicas))
+
+    def _reserve_with(self, prompts: Sequence[Prompt]) -> None:
+        """`reserve` for the unfinished groups and for `prompts`."""
+        finished = self._scheduler.is_finished
+        before = [group.prompt for ticket, group in self._groups.items() if not finished(ticket)]
+        self.reserve([*before, *prompts], self._scheduler.demand + len(prompts) * self.sampling.n)
 
     def take_ends(self) -> list[TurnEnd]:
         """The turns that have ended since this was last called."""
@@ -279,6 +301,8 @@ class Session:
         for ticket in tickets:
             self._scheduler.take(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
+        if self._goes_on is None and not self._own_sampling:
+            self._reserve_with(())  # those that are left may be shorter, so that more of them fit
         return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
     def advance(self, params: Any, version: int) -> None:
@@ -287,8 +311,13 @@ class Session:
         began = time.perf_counter()
         self._extend(params, version)
         while admitted := self._scheduler.admit():
-            for packs in self._packs(admitted):
-                self._prefill(packs, params, version)
+            rows = self._scheduler.num_rows
+            items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
+            for ticket, row in admitted:
+                items[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
+            # For each call one pack per replica, empty if a replica has fewer packs than others.
+            for packs in zip_longest(*map(split_into_packs, items)):
+                self._prefill([pack or [] for pack in packs], params, version)
         self._scheduler.fill()
         decoding = time.perf_counter()
         if self._scheduler.num_live:
@@ -302,45 +331,6 @@ class Session:
         if not self._scheduler.num_unfinished:
             self._cache = None
             self._scheduler.resize(0, 0)
-
-    def _max_concurrent(self, longest: int, demand: int) -> int:
-        """The maximum number of sequences that one replica decodes at once.
-
-        `longest` is the length of the longest prompt, `demand` the number of sequences of all replicas.
-        Raises ValueError if the cache of that many sequences, at most `max_concurrency`, does not fit into
-        the memory for it.
-        """
-        replicas = self._sampler.num_replicas
-        columns = self._room.columns(longest, self._most_tokens)
-        fitting = self._room.fitting(columns)
-        most = self._limit // replicas if self._limit else max(fitting, 1)
-        together = min(most, -(-demand // replicas))
-        if together > fitting:
-            each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
-            raise ValueError(
-                "the KV cache of all sequences that decode at once must fit into the memory for it: "
-                f"{together} sequences{each_of} of up to {columns} tokens need "
-                f"{self._room.share(together * columns)}, which is enough for {fitting}; "
-                + (
-                    f"set rollout.max_concurrency to {fitting * replicas} or fewer"
-                    if fitting
-                    else "lower rollout.max_new_tokens or data.max_prompt_length"
-                )
-            )
-        return min(most, max(fitting, 1))
-
-    def _bar(self) -> None:
-        """Lets queued groups wait that need longer caches than there is room for beside what runs.
-
-        Without a sampling of their own, `reserve` has decided how many sequences run at once, and groups wait
-        as long as more do.
-        """
-        scheduler = self._scheduler
-        scheduler.barred = None
-        if self._own_sampling:
-            self._make_room()
-        elif max(scheduler.loads()) > scheduler.max_slots:
-            scheduler.barred = next(iter(scheduler.queued), None)
 
     def _make_room(self) -> None:
         """Decides how many sequences run at once, by what those need that run and those that come next.
@@ -368,7 +358,11 @@ class Session:
     def _resize(self) -> None:
         """Changes the numbers of slots, rows and columns to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
-        self._bar()
+        scheduler.barred = None
+        if self._own_sampling:
+            self._make_room()
+        elif max(scheduler.loads()) > scheduler.max_slots:  # `reserve` has decided that fewer run at once
+            scheduler.barred = next(iter(scheduler.queued), None)
         slots = scheduler.wanted_slots()
         rows = scheduler.wanted_rows(slots)
         if self._goes_on is not None:
@@ -399,25 +393,10 @@ class Session:
         fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
         return kept if fits and not (self._own_sampling and kept >= 4 * needed) else needed
 
-    def _packs(self, admitted: list[tuple[int, int]]) -> Iterator[list[Pack]]:
-        """For each prefill call, one pack per replica, empty if a replica has fewer packs than others."""
-        replicas = range(self._sampler.num_replicas)
-        rows = self._scheduler.num_rows
-        given: list[list[Admitted]] = [[] for _ in replicas]
-        for ticket, row in admitted:
-            given[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
-        for packs in zip_longest(*map(split_into_packs, given)):
-            yield [pack or [] for pack in packs]
-
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
-        assert self._cache is not None
-        packed = pack_prompts(packs, self.sampling.n, self._cache.shape.rows, unpack=self._unpack)
+        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_rows, unpack=self._unpack)
         self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
-        prompts, *first = prefill_program(self._program.backend)(
-            params, self._cache.prompts, packed, self._seed, program=self._program
-        )
-        self._cache = replace(self._cache, prompts=prompts)
-        tokens, logprobs = (x.tolist() for x in jax.device_get(first))
+        tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
             for i, (group, ticket, _) in enumerate(pack, replica * size):
@@ -444,34 +423,31 @@ class Session:
     def _extend(self, params: Any, version: int) -> None:
         """Computes what follows the rows of resumed samples, and draws the first token of their turns."""
         scheduler = self._scheduler
-        given: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
+        left: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
         for ticket in self._resumed:
             replica, row = divmod(scheduler.row(ticket), scheduler.num_rows)
             group = self._groups[ticket]
-            given[replica].append(Continuation(group, ticket, row, group.kept))
+            left[replica].append(Continuation(group, ticket, row, group.kept))
         self._resumed = []
-        while any(given):
-            longest = max(item.left for items in given for item in items)
+        while any(left):
+            longest = max(item.left for items in left for item in items)
             width = min(round_up_coarsely(longest, FEWEST_EXTENDED), MOST_EXTENDED)
-            batch = [items[: EXTENDED_TOKENS // width] for items in given]
-            tokens, logprobs = self._extend_by(batch, width, params)
+            batch = [items[: EXTENDED_TOKENS // width] for items in left]
+            extended = extension(batch, self.sampling.n, width, scheduler.num_rows)
+            self.tally = self.tally.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
+            tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
                     item.done += min(width, item.left)
                     if not item.left:
                         self._begin(item.group, item.ticket, [tokens[i]], [logprobs[i]], version)
-                given[replica] = [item for item in given[replica] if item.left]
+                left[replica] = [item for item in left[replica] if item.left]
 
-    def _extend_by(
-        self, batch: list[list[Continuation]], width: int, params: Any
-    ) -> tuple[list[int], list[float]]:
-        """Computes `width` more tokens of each continuation: (tokens drawn after them, log-probabilities)."""
+    def _compute(self, program: Callable[..., Any], packed: Any, params: Any) -> tuple[list[Any], list[Any]]:
+        """Fills rows of the prompt cache: (the tokens drawn after them, their log-probabilities)."""
         assert self._cache is not None
-        extended = extension(batch, self.sampling.n, width, self._cache.shape.rows)
-        computed = int(np.sum(extended.continued.counts))
-        self.tally = self.tally.plus(prefilled_tokens=computed)
-        prompts, *drawn = extend_program(self._program.backend)(
-            params, self._cache.prompts, extended, self._seed, program=self._program
+        prompts, *drawn = program(self._program.backend)(
+            params, self._cache.prompts, packed, self._seed, program=self._program
         )
         self._cache = replace(self._cache, prompts=prompts)
         tokens, logprobs = jax.device_get(drawn)
@@ -532,15 +508,12 @@ class Session:
                 count = group.turn_length(index) - 1
                 moves.append(Move(slot, begins[slot], count, before.row, own.kept - count, row))
             self._end_turn(before.ticket, index, ticket)
-        if moves:
-            self._keep_turns(moves)
-
-    def _keep_turns(self, moves: list[Move]) -> None:
-        """Moves keys and values of turns to rows of the prompt cache, with more columns if they need them."""
+        if not moves:
+            return
         assert self._cache is not None
         needed = prompt_columns(max(move.num_tokens + move.num_before for move in moves))
         if needed > self._cache.shape.prompt_columns:
-            self._prompt_columns = needed
+            self._prompt_columns = needed  # as much as the turns need
             self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
         self._cache = self._cache.kept(moves)
 
@@ -556,9 +529,11 @@ class Session:
 
     def _ended(self, samples: Sequence[tuple[Group, int]]) -> list[int]:
         """Indices of `samples` whose turn has ended; they are counted, and truncated after a stop string."""
-        with_stop = [
-            (group.completions[index], stop) for group, index in samples if (stop := self._stop(group))
-        ]
+        with_stop = []
+        for group, index in samples:
+            stop = self.sampling.stop if group.own is None else group.own.sampling.stop
+            if stop:
+                with_stop.append((group.completions[index], stop))
         if with_stop:
             for completion in cut_at_stop_strings(self._sampler.tokenizer, with_stop):
                 completion.finish_reason = "stop"
@@ -571,10 +546,6 @@ class Session:
                 ended.append(i)
         self.tally = self.tally.plus(completions=len(ended))
         return ended
-
-    def _stop(self, group: Group) -> tuple[str, ...]:
-        """The strings that end a completion of the group."""
-        return self.sampling.stop if group.own is None else group.own.sampling.stop
 
     def _live(self) -> list[_Live]:
         """The slots in use, each with the group and the index of its sample."""

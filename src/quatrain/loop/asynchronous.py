@@ -8,20 +8,18 @@ one is trained on.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from quatrain.engine.service import EngineService
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import collect
@@ -84,7 +82,7 @@ class AsyncRollouts:
         self._max_staleness, self._steps, self._barrier_every = max_staleness, steps, barrier_every
         self._in_flight = in_flight
         self._on_stage = on_stage
-        self._worker: _Worker = _Thread() if max_staleness else _Inline()
+        self._service = EngineService(stages.rollout, name="quatrain-rollout") if max_staleness else None
         self._batches: deque[Future[TrainBatch]] = deque()
         self._place = PromptPlace()
         self._next_step = 0
@@ -124,7 +122,7 @@ class AsyncRollouts:
         """Begin the batches of `steps` with `weights` of `version`."""
         if not self._in_flight:
             for step in steps:
-                self._batches.append(self._worker.submit(partial(self._sample, step, weights, version)))
+                self._batches.append(self._run(partial(self._sample, step, weights, version)))
             return
         self._latest = weights, version
         self._stages.rollout.sync_weights(weights, version)
@@ -133,18 +131,32 @@ class AsyncRollouts:
             ticket = self._stages.rollout.submit(prompts, step=step)
             began = time.perf_counter()
             job = partial(self._finish, step, prompts, ticket, self._place, began)
-            self._batches.append(self._worker.submit(job))
+            self._batches.append(self._run(job))
 
     def run(self, job: Callable[[], T]) -> T:
         """What `job` returns, run in its turn: after the batches that are being sampled, before others."""
-        return self._worker.submit(partial(self._in_turn, job)).result()
+        return self._run(partial(self._in_turn, job)).result()
 
     def close(self) -> None:
         """End the thread, if there is one, and close the rollout; batches not taken are discarded."""
         for batch in self._batches:
             batch.cancel()
-        self._stages.rollout.close()
-        self._worker.close()
+        if self._service is None:
+            self._stages.rollout.close()
+        elif not self._service.close(END_TIMEOUT_S):
+            logger.warning(
+                "the rollout's thread did not end within %g seconds and is left behind; a reward function or "
+                "a compilation is still running in it",
+                END_TIMEOUT_S,
+            )
+
+    def _run(self, job: Callable[[], T]) -> Future[T]:
+        """`job`, run in the thread of the rollout; without a staleness here and now."""
+        if self._service is not None:
+            return self._service.run(job)
+        done: Future[T] = Future()
+        done.set_result(job())
+        return done
 
     def _next_barrier(self, step: int) -> int:
         every = self._barrier_every
@@ -226,67 +238,3 @@ def staleness(rollouts: RolloutBatch, version: int) -> dict[str, Metric]:
         "async/staleness_max": Metric(float(ages.max()), reduction="max"),
         "async/versions_per_sequence_max": Metric(float(max(versions)), reduction="max"),
     }
-
-
-class _Worker(Protocol):
-    """Runs jobs one after the other, in the order of submission."""
-
-    def submit(self, job: Callable[[], T]) -> Future[T]: ...
-
-    def close(self) -> None: ...
-
-
-class _Inline:
-    """Runs a job when it is submitted; its error is raised at once."""
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        future.set_result(job())
-        return future
-
-    def close(self) -> None:
-        pass
-
-
-class _Thread:
-    """Runs jobs in a thread. It is a daemon, so that a job that hangs does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(
-            target=copy_context().run, args=(self._work,), name="quatrain-rollout", daemon=True
-        )
-        self._thread.start()
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        if self._closed:
-            raise RuntimeError("the rollout's thread has ended; take batches before closing")
-        future: Future[T] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def close(self) -> None:
-        self._closed = True
-        self._jobs.put(None)
-        self._thread.join(END_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.warning(
-                "the rollout's thread did not end within %g seconds and is left behind; a reward function or "
-                "a compilation is still running in it",
-                END_TIMEOUT_S,
-            )
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            _run(*item)
-            del item  # it holds weights
-
-
-def _run(future: Future[T], job: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(job())
-    except BaseException as error:  # raised where the result is asked for
-        future.set_exception(error)

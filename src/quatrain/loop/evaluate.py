@@ -226,11 +226,13 @@ class Evaluator:
         return [greedy, sampled] if config.n else [greedy]
 
     def _judged(self, engine: Rollouts, prompts: Sequence[Prompt]) -> Iterator[tuple[Evaluation, int]]:
-        """The evaluation of each call of the engine, and its number of completions."""
+        """The evaluation of each `eval.batch_size` completions, and their number."""
         for sampling in self._samplings(engine):
             stride = max(1, self._config.batch_size // sampling.n)
-            for at in range(0, len(prompts), stride):
-                rewarded = self._scorer.score(engine.generate(prompts[at : at + stride], sampling=sampling))
+            parts = [prompts[at : at + stride] for at in range(0, len(prompts), stride)]
+            at_once = max(self._config.batch_size, sampling.n)
+            for rollouts in engine.generate_each(parts, sampling=sampling, at_once=at_once):
+                rewarded = self._scorer.score(rollouts)
                 yield self._judge(rewarded, greedy=sampling.temperature == 0), len(rewarded.rollouts)
 
     def _judge(self, rewarded: RewardedBatch, *, greedy: bool) -> Evaluation:

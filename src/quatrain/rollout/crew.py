@@ -82,15 +82,17 @@ class _Post:
     def __str__(self) -> str:
         return self.place if self.worker is None else f"{self.place} ({self.worker.name})"
 
-    @property
-    def fit(self) -> bool:
-        """Whether there is a worker which has loaded weights, or of which nothing says that it cannot."""
-        return self.worker is not None and not self.unfit
-
     def rate(self) -> float | None:
         """Groups that this worker finishes in a second; None before the first."""
         running = 0.0 if self.busy_since is None else time.monotonic() - self.busy_since
         return self.num_finished / max(self.worked_s + running, 1e-9) if self.num_finished else None
+
+    def stop_clock(self) -> None:
+        """The worker has no groups any more."""
+        if self.busy_since is not None:
+            seconds = time.monotonic() - self.busy_since
+            self.busy_s, self.worked_s = self.busy_s + seconds, self.worked_s + seconds
+            self.busy_since = None
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,12 @@ class Crew:
         """Since when no worker could sample; until one has loaded weights, because it may fail to."""
         self._posts = [_Post(place_of(number), factory) for number, factory in enumerate(factories)]
         for post in self._posts:
-            self._start_thread(post)
+            in_thread("worker of the fleet", self._work, post, post.term)
 
     @property
     def num_workers(self) -> int:
         """Workers that there should be."""
         return len(self._posts)
-
-    @property
-    def num_alive(self) -> int:
-        """Workers that have started and are not lost."""
-        return len(self.workers)
 
     @property
     def workers(self) -> list[Worker]:
@@ -166,7 +163,7 @@ class Crew:
         """
         now = self._give_up_overdue()
         since = self._none_since
-        if since is not None and not self._any_fit() and now - since > self._timeout_s:
+        if since is not None and not self._able() and now - since > self._timeout_s:
             errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
             self._error = self._error or CrewLost(
                 f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
@@ -195,12 +192,9 @@ class Crew:
             raise self._error
         return all(post.started for post in self._posts)
 
-    def _any_fit(self) -> bool:
-        return bool(self._able())
-
     def _able(self) -> list[str]:
-        """The places of the workers that can sample, as far as is known."""
-        return [post.place for post in self._posts if post.fit]
+        """The places of the workers which have loaded weights, or of which nothing says that they cannot."""
+        return [post.place for post in self._posts if post.worker is not None and not post.unfit]
 
     def _give_up_overdue(self) -> float:
         """Gives up workers whose calls are overdue; the time now."""
@@ -214,27 +208,29 @@ class Crew:
         """Ends the workers; groups that they have are forgotten. May be called again."""
         with self.changed:
             self._closed = True
-            workers = [post.worker for post in self._posts if post.worker is not None]
+            workers = self.workers
             for post in self._posts:
                 post.term += 1
                 post.worker = None
             self.changed.notify_all()
-        closing = [_in_thread(_close_quietly, worker) for worker in workers]
+        closing = [in_thread("end of a worker", _close_quietly, worker) for worker in workers]
         for thread in closing:
             thread.join(CLOSE_S)
-
-    def _start_thread(self, post: _Post) -> None:
-        _in_thread(self._work, post, post.term)
 
     def _work(self, post: _Post, term: int) -> None:
         """The life of one worker: started, and kept at work until it is lost."""
         worker = None
         try:
+            pause_s = min(2.0 ** (post.losses - 2), LONGEST_PAUSE_S) if post.losses > 1 else 0.0
             with self.changed:
-                self.changed.wait_for(lambda: post.term != term, _pause_s(post.losses))
+                self.changed.wait_for(lambda: post.term != term, pause_s)
             with self._call(post, term, "starting", STARTING * self._timeout_s):
                 worker = post.factory()
-            self._take_on(post, term, worker)
+            with self._in_term(post, term):
+                post.worker, post.started = worker, True
+                if self._weights is None:
+                    self._none_since = None
+                self.changed.notify_all()
             self._keep_at_work(post, term, worker)
         except _Ended:
             pass
@@ -249,36 +245,31 @@ class Crew:
         if worker is not None:
             _close_quietly(worker)
 
-    def _take_on(self, post: _Post, term: int, worker: Worker) -> None:
+    @contextmanager
+    def _in_term(self, post: _Post, term: int) -> Iterator[None]:
+        """Holds `changed`; raises _Ended if the worker was given up."""
         with self.changed:
             if post.term != term:
                 raise _Ended
-            post.worker, post.started = worker, True
-            if self._weights is None:
-                self._none_since = None
-            self.changed.notify_all()
+            yield
 
     def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
         version: int | None = None
+        table = self._table
         while True:
-            with self.changed:
-                while post.term == term and not self._has_work(post, version):
-                    self.changed.wait()
-                if post.term != term:
-                    raise _Ended
+            with self._in_term(post, term):
                 weights = self._weights
-            assert weights is not None, "without weights there is no work"
+                if weights is None or (
+                    weights.version == version
+                    and not table.held(post.place)
+                    and not table.num_waiting(post.place, self._able())
+                ):
+                    self.changed.wait()
+                    continue
             if weights.version != version:
                 version = self._load(post, term, worker, weights)
             else:
                 self._exchange(post, term, worker, weights.version)
-
-    def _has_work(self, post: _Post, version: int | None) -> bool:
-        if self._weights is None:
-            return False
-        return self._weights.version != version or bool(
-            self._table.held(post.place) or self._table.num_waiting(post.place, self._able())
-        )
 
     def _load(self, post: _Post, term: int, worker: Worker, weights: Weights) -> int:
         began = time.monotonic()
@@ -296,9 +287,7 @@ class Crew:
 
     def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
         """Gives groups to the worker and takes those that it has finished."""
-        with self.changed:
-            if post.term != term:
-                raise _Ended
+        with self._in_term(post, term):
             given = self._table.give(post.place, self._room(post, worker), self._able())
             held = bool(self._table.held(post.place))
             if held and post.busy_since is None:
@@ -315,9 +304,7 @@ class Crew:
                 finished = worker.take(0)
                 if not finished:
                     raise WorkerLost("it is idle and has not returned the groups that it was given")
-        with self.changed:
-            if post.term != term:
-                raise _Ended
+        with self._in_term(post, term):
             self._accept(post, finished, version)
 
     def _room(self, post: _Post, worker: Worker) -> int:
@@ -341,12 +328,12 @@ class Crew:
     def _accept(self, post: _Post, finished: Sequence[FinishedGroup], version: int) -> None:
         """Puts what a worker returned into the table."""
         for group in finished:
-            other = _other_version(group, version)
-            if other is not None:
+            versions = {each for _, completion in group.samples for each in completion.versions}
+            if others := versions - {version, -1}:
                 self._stale += 1
                 raise WorkerLost(
-                    f"it returned group {group.number} with tokens of version {other}, and was asked for "
-                    f"version {version}"
+                    f"it returned group {group.number} with tokens of version {min(others)}, and was asked "
+                    f"for version {version}"
                 )
             try:
                 self._table.finish(post.place, group)
@@ -358,7 +345,7 @@ class Crew:
             else:
                 logger.warning("a group failed on rollout %s: %s; it is given out again", post, group.error)
         if not self._table.held(post.place):
-            _stop_clock(post)
+            post.stop_clock()
         if finished:
             self.changed.notify_all()
 
@@ -372,11 +359,11 @@ class Crew:
         post.limit_s, post.last_error = None, why
         post.losses += 1
         self._restarts += 1
-        _stop_clock(post)
+        post.stop_clock()
         post.loaded, post.num_finished, post.worked_s = False, 0, 0.0
         if worker is not None:
-            _in_thread(_close_quietly, worker)
-        if self._none_since is None and not self._any_fit():
+            in_thread("end of a worker", _close_quietly, worker)
+        if self._none_since is None and not self._able():
             self._none_since = time.monotonic()
         try:
             regiven = self._table.lose(post.place, why)
@@ -385,7 +372,7 @@ class Crew:
             return
         what = f"{regiven} groups are given to others, and it is" if post.started else "it is"
         logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
-        self._start_thread(post)
+        in_thread("worker of the fleet", self._work, post, post.term)
         self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -397,9 +384,7 @@ class Crew:
     @contextmanager
     def _call(self, post: _Post, term: int, doing: str, limit_s: float) -> Iterator[None]:
         """A call of a worker's method, which has `limit_s` seconds."""
-        with self.changed:
-            if post.term != term:
-                raise _Ended
+        with self._in_term(post, term):
             post.doing, post.began, post.limit_s = doing, time.monotonic(), limit_s
         try:
             yield
@@ -414,37 +399,14 @@ def place_of(number: int) -> str:
     return f"worker {number}"
 
 
-def _other_version(group: FinishedGroup, version: int) -> int | None:
-    """A version of the group's sampled tokens that is not `version`."""
-    versions = {each for _, completion in group.samples for each in completion.versions}
-    return next(iter(sorted(versions - {version, -1})), None)
-
-
-def _stop_clock(post: _Post) -> None:
-    if post.busy_since is not None:
-        seconds = time.monotonic() - post.busy_since
-        post.busy_s += seconds
-        post.worked_s += seconds
-        post.busy_since = None
-
-
-def _pause_s(losses: int) -> float:
-    """Seconds before a worker is started: none the first time, and after one loss."""
-    return min(2.0 ** (losses - 2), LONGEST_PAUSE_S) if losses > 1 else 0.0
-
-
 def _close_quietly(worker: Worker) -> None:
     """Closes a worker that may be dead already."""
     with suppress(Exception):
         worker.close()
 
 
-def _in_thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(
-        target=copy_context().run,
-        args=(function, *arguments),
-        daemon=True,
-        name=f"fleet {function.__name__}",
-    )
+def in_thread(name: str, function: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """A thread that runs `function` with the caller's context variables, and does not keep the process."""
+    thread = threading.Thread(target=copy_context().run, args=(function, *arguments), daemon=True, name=name)
     thread.start()
     return thread

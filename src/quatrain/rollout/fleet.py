@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.rollout.crew import Crew, CrewCounts, Weights, WorkerFactory, place_of
+from quatrain.rollout.crew import Crew, Weights, WorkerFactory, place_of
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.publish import Publisher, gathered
 from quatrain.rollout.worker import GroupSpec, Worker
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
-from quatrain.types.metrics import Metric, Metrics, combine
+from quatrain.types.metrics import Metric, combine
 from quatrain.types.rollouts import Completion, RolloutProgress, Sampling, rollout_batch
 
 LOOK_S = 0.2
@@ -104,15 +104,16 @@ class Fleet:
         Raises `WorkerRefused` if one cannot serve this run, and ValueError if one has failed to start for
         `timeout_s`.
         """
-        decided_by_main(self._started)
 
-    def _started(self) -> bool:
-        with self._crew.changed:
-            while not self._crew.all_started():
-                if self._closed:
-                    raise RuntimeError("the fleet was closed while its workers were starting")
-                self._crew.changed.wait(LOOK_S)
-        return True
+        def started() -> bool:
+            with self._crew.changed:
+                while not self._crew.all_started():
+                    if self._closed:
+                        raise RuntimeError("the fleet was closed while its workers were starting")
+                    self._crew.changed.wait(LOOK_S)
+            return True
+
+        decided_by_main(started)
 
     def place(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
@@ -162,6 +163,14 @@ class Fleet:
             greedy = replace(self.sampling, n=1, temperature=0.0)
             batch = replace(batch, baseline=self.generate(prompts, step=step, sampling=greedy))
         return batch
+
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, in order; workers decode as many as they can."""
+        tickets = [self.submit(prompts, sampling=sampling) for prompts in batches]
+        for ticket in tickets:
+            yield self.wait(ticket)
 
     def submit(
         self,
@@ -227,10 +236,25 @@ class Fleet:
                 if self._closed:
                     raise RuntimeError("the fleet was closed while groups were in flight")
                 crew.check()
-                self._show(ticket, began)
+                if self._on_progress is not None:
+                    done = [each for group in table.results(ticket.groups) for _, each in group.samples]
+                    tokens = sum(completion.num_sampled for completion in done)
+                    rate = tokens / max(time.perf_counter() - began, 1e-9)
+                    total, in_use = len(ticket.prompts) * ticket.n, table.num_given * ticket.n
+                    self._on_progress(RolloutProgress(len(done), total, rate, in_use))
                 crew.changed.wait(LOOK_S)
             groups = table.take(ticket.groups)
         self._reported = crew.counts()
+        since = self._reported - before
+        metrics = {
+            "fleet/alive": Metric(len(crew.workers)),
+            "fleet/restarts": Metric(since.restarts, reduction="sum"),
+            "fleet/regiven_groups": Metric(since.regiven, reduction="sum"),
+            "fleet/stale_groups": Metric(since.stale, reduction="sum"),
+            "fleet/busy_fraction": Metric(since.busy_s, since.seconds * crew.num_workers),
+            "time/weights_gather_s": Metric(self._sync_s),
+            "time/weights_load_s": Metric(crew.load_s, reduction="max"),
+        }
         return {
             "samples": [
                 _plain(ticket.prompts[number], *each)
@@ -238,34 +262,11 @@ class Fleet:
                 for each in group.samples
             ],
             "metrics": [
-                *(_plain_metrics(group.metrics) for group in groups),
-                _plain_metrics(self._fleet_metrics(self._reported - before)),
+                {name: [each.value, each.count, each.reduction] for name, each in part.items()}
+                for part in (*(group.metrics for group in groups), metrics)
             ],
             "sync_s": self._sync_s,
         }
-
-    def _fleet_metrics(self, counts: CrewCounts) -> dict[str, Metric]:
-        """Metrics of what has happened since the last batch."""
-        crew = self._crew
-        return {
-            "fleet/alive": Metric(crew.num_alive),
-            "fleet/restarts": Metric(counts.restarts, reduction="sum"),
-            "fleet/regiven_groups": Metric(counts.regiven, reduction="sum"),
-            "fleet/stale_groups": Metric(counts.stale, reduction="sum"),
-            "fleet/busy_fraction": Metric(counts.busy_s, counts.seconds * crew.num_workers),
-            "time/weights_gather_s": Metric(self._sync_s),
-            "time/weights_load_s": Metric(crew.load_s, reduction="max"),
-        }
-
-    def _show(self, ticket: FleetTicket, began: float) -> None:
-        if self._on_progress is None:
-            return
-        finished = self._table.results(ticket.groups)
-        tokens = sum(completion.num_sampled for group in finished for _, completion in group.samples)
-        rate = tokens / max(time.perf_counter() - began, 1e-9)
-        in_use = self._table.num_given * ticket.n
-        total = len(ticket.prompts) * ticket.n
-        self._on_progress(RolloutProgress(len(finished) * ticket.n, total, rate, in_use))
 
 
 def _plain(prompt: Prompt, returned: Prompt, completion: Completion) -> dict[str, Any]:
@@ -283,7 +284,3 @@ def _sample(prompt: Prompt, plain: dict[str, Any]) -> tuple[Prompt, Completion]:
     """The inverse of `_plain`."""
     ids, columns = np.array(plain["ids"], np.int32), {**prompt.columns, **plain["columns"]}
     return replace(prompt, input_ids=ids, columns=columns), Completion(**plain["completion"])
-
-
-def _plain_metrics(metrics: Metrics) -> dict[str, list[Any]]:
-    return {name: [each.value, each.count, each.reduction] for name, each in metrics.items()}

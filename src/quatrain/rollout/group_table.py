@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quatrain.rollout.worker import FinishedGroup, GroupSpec
-from quatrain.types.batches import Prompt
 
 SUSPECT = 2
 """From this many failures on, a group is given to a worker that has no other group."""
@@ -93,20 +92,16 @@ class GroupTable:
 
     def give(self, worker: str, room: int, able: Collection[str] = ()) -> list[GroupSpec]:
         """Gives the next waiting groups to `worker`, which may then have at most `room`."""
-        given = self._next(worker, room, able)
-        for entry in given:
-            entry.worker = worker
-        return [entry.spec for entry in given]
-
-    def _next(self, worker: str, room: int, able: Collection[str]) -> list[_Entry]:
         waiting = [entry for entry in self._entries.values() if entry.waits_for(worker, able)]
         held = [entry for entry in self._entries.values() if entry.worker == worker]
         suspects = [entry for entry in waiting if entry.suspect]
         if any(entry.suspect for entry in held):
             return []
-        if suspects and not held:
-            return suspects[:1]
-        return [entry for entry in waiting if not entry.suspect][: max(room - len(held), 0)]
+        others = [entry for entry in waiting if not entry.suspect][: max(room - len(held), 0)]
+        given = suspects[:1] if suspects and not held else others
+        for entry in given:
+            entry.worker = worker
+        return [entry.spec for entry in given]
 
     def finish(self, worker: str, group: FinishedGroup) -> None:
         """Takes back a group that `worker` has: finished, or to be given out again if it failed.
@@ -145,12 +140,13 @@ class GroupTable:
         entry.failures += 1
         self.regiven += 1
         if entry.failures > self._retries:
-            spec = entry.spec
+            spec, text = entry.spec, entry.spec.prompt.text
+            end = (text if isinstance(text, str) else str(text[-1].get("content")))[-SHOWN_CHARS:]
             raise GroupFailed(
                 f"group {spec.prompt.group_id} of step {spec.step} failed {entry.failures} times, last on "
-                f"{worker}: {why}; its prompt ends with {_end_of(spec.prompt)!r}; if other groups fail with "
-                "the same error, mend the workers or servers; otherwise see what this prompt or its "
-                "environment does to them, and mend it or take it out of the data"
+                f"{worker}: {why}; its prompt ends with {end!r}; if other groups fail with the same error, "
+                "mend the workers or servers; otherwise see what this prompt or its environment does to "
+                "them, and mend it or take it out of the data"
             )
 
     def finished(self, numbers: Sequence[int]) -> bool:
@@ -174,9 +170,3 @@ class GroupTable:
         for number in numbers:
             del self._entries[number]
         return results
-
-
-def _end_of(prompt: Prompt) -> str:
-    """The last characters of a prompt's text."""
-    text = prompt.text
-    return (text if isinstance(text, str) else str(text[-1].get("content")))[-SHOWN_CHARS:]

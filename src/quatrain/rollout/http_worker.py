@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 
-from quatrain.rollout.crew import WorkerFactory
+from quatrain.rollout.crew import WorkerFactory, in_thread
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,
@@ -66,32 +66,19 @@ def workers(
 ) -> list[WorkerFactory]:
     """Factories of a worker for each address; together they decode at most `max_concurrency` sequences."""
     slots = max_concurrency and -(-max_concurrency // len(addresses))
-    return [
-        _Connector(partial(HttpWorker, address, rules, num_slots=slots, timeout_s=timeout_s))
-        for address in addresses
-    ]
+    served = set[str]()
 
-
-@dataclass
-class _Connector:
-    """Makes the workers of one address, one after another.
-
-    Once one was made, the server is known to suit the run. A later refusal is then a server or a proxy that
-    restarts, so WorkerLost is raised for it, and the address is tried again.
-    """
-
-    connect: WorkerFactory
-    connected: bool = False
-
-    def __call__(self) -> Worker:
+    def connect(address: str) -> Worker:
         try:
-            worker = self.connect()
+            worker = HttpWorker(address, rules, num_slots=slots, timeout_s=timeout_s)
         except WorkerRefused as error:
-            if self.connected:
+            if address in served:  # it suits the run: a server or a proxy restarts, which is tried again
                 raise WorkerLost(f"it served this run before, and not now: {error}") from error
             raise
-        self.connected = True
+        served.add(address)
         return worker
+
+    return [partial(connect, address) for address in addresses]
 
 
 class HttpWorker:
@@ -124,7 +111,7 @@ class HttpWorker:
         queued = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None, read=None)
         self._requests = httpx.AsyncClient(**{**options, "timeout": queued}, limits=limits)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name=f"requests to {address}", daemon=True).start()
+        in_thread(f"requests to {address}", self._run_loop)
         try:
             self._kind: ServerKind = kind_of(self._call)
             self.name = f"{self._kind.name} at {address}"
@@ -209,10 +196,7 @@ class HttpWorker:
         self._loop.close()
 
     async def _end(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
         await self._requests.aclose()
         self._loop.stop()
 
@@ -225,10 +209,9 @@ class HttpWorker:
             before = await asyncio.to_thread(self._version)
             completions = await self._samples(spec, version)
             after = await asyncio.to_thread(self._version)
-        except Refusal as error:
-            self._finish(FinishedGroup(spec.number, error=f"{self.name} refused it: {error}"))
-        except WorkerRefused as error:
-            self._finish(FinishedGroup(spec.number, error=f"{self.name}: {error}"))
+        except (Refusal, WorkerRefused) as error:
+            refused = " refused it" if isinstance(error, Refusal) else ""
+            self._finish(FinishedGroup(spec.number, error=f"{self.name}{refused}: {error}"))
         except Exception as error:
             with self._changed:
                 self._error = self._error or error
@@ -248,15 +231,11 @@ class HttpWorker:
         try:
             return await asyncio.gather(*requests)
         finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            await _cancelled(requests)
 
     async def _sample(self, spec: GroupSpec, number: int, version: int) -> Answer:
-        prompt = spec.prompt.input_ids.tolist()
-        asked = Asked(
-            prompt, spec.sampling, self._rules.seed, spec.step, spec.prompt.group_id, number, version
-        )
+        prompt, seed = spec.prompt.input_ids.tolist(), self._rules.seed
+        asked = Asked(prompt, spec.sampling, seed, spec.step, spec.prompt.group_id, number, version)
         path, body = self._kind.request(asked, self._rules.stop_ids)
         try:
             response = await self._requests.post(path, json=body)
@@ -342,9 +321,11 @@ class HttpWorker:
                 f"of {self._rules.vocab_size}; got {shortened(tokens)}"
             )
         labels = versions is None or (
-            isinstance(versions, list) and all(type(each) is int and each >= 0 for each in versions)
+            isinstance(versions, list)
+            and all(type(each) is int and each >= 0 for each in versions)
+            and len(versions) == len(tokens)
         )
-        if not labels or (versions is not None and len(versions) != len(tokens)):
+        if not labels:
             raise WorkerRefused(
                 f"it must return the version of each token's weights, a number from 0; got {len(tokens)} "
                 f"tokens and {shortened(versions)}"
@@ -384,27 +365,30 @@ class HttpWorker:
         return answer
 
 
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and waits for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _value(response: httpx.Response) -> Any:
     """The JSON of a response; raises WorkerLost or `Refusal` by its status."""
     if response.status_code >= 500:
         lost = ServerError if response.status_code == 500 else WorkerLost
         raise lost(f"it answered with status {response.status_code}: {shortened(response.text)}")
     if response.status_code >= 400:
-        raise Refusal(response.status_code, shortened(_message(response)))
+        try:  # the message of an error in OpenAI's form
+            message = str(json.loads(response.text)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = response.text
+        raise Refusal(response.status_code, shortened(message))
     if not response.content:
         return {}
     try:
         return response.json()
     except ValueError:
-        return response.text
-
-
-def _message(response: httpx.Response) -> str:
-    """The message of an error in OpenAI's form, or the text of the response."""
-    try:
-        value = json.loads(response.text)
-        return str(value["error"]["message"])
-    except (ValueError, KeyError, TypeError):
         return response.text
 
 

@@ -97,7 +97,12 @@ class Folder:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             save_hf(partial, self._arch, weights, sampling=self._sampling)
-            _flush(partial)
+            for path in (*partial.iterdir(), partial):  # wait until they are on the disk
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
             shutil.rmtree(final, ignore_errors=True)  # of a run that was stopped before
             partial.rename(final)
         except Exception as error:  # safetensors raises its own kind for a full disk
@@ -144,13 +149,3 @@ def gathered(params: Any, dtype: DTypeLike) -> Any:
         return np.array(found) if is_main_process() else None
 
     return jax.tree.map(whole, tree)
-
-
-def _flush(directory: Path) -> None:
-    """Waits until the files of `directory` are on the disk."""
-    for path in (*directory.iterdir(), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

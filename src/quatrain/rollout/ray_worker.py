@@ -46,7 +46,13 @@ def workers(
     `RAY_ADDRESS`, or one that was started on this machine; otherwise, on a CPU, Ray is started here and
     ended by the publisher's `close`. Raises ValueError if ray is not installed or cannot start.
     """
-    ray = _ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            f"rollout.workers needs Ray, which cannot be imported: {error}; install it with "
+            "`pip install 'quatrain[ray]'`, or set rollout.workers to 0"
+        ) from error
     own = _start(ray, alone=platform == "cpu")
     options = {"num_cpus": 1, **OPTIONS[platform](devices)}
     _warn_of_missing_devices(ray, options, count, STARTING * timeout_s)
@@ -81,16 +87,17 @@ class RayWorker:
 
     def load(self, weights: Any, version: int, timeout_s: float) -> int:
         """The actor reads the weights from the object store."""
-        loaded: int = self._get(self._actor.load.remote(weights, version, timeout_s), timeout_s)
+        loaded: int = self._get(self._actor.call.remote("load", weights, version, timeout_s), timeout_s)
         return loaded
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
         """Sends groups to the actor."""
-        self._get(self._actor.submit.remote(list(groups), version), self._timeout_s)
+        self._get(self._actor.call.remote("submit", list(groups), version), self._timeout_s)
 
     def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Groups that the actor has finished."""
-        finished: list[FinishedGroup] = self._get(self._actor.take.remote(timeout_s), self._timeout_s)
+        taking = self._actor.call.remote("take", timeout_s)
+        finished: list[FinishedGroup] = self._get(taking, self._timeout_s)
         return finished
 
     def state(self) -> State:
@@ -149,14 +156,8 @@ class _Actor:
         self._worker = make()
         return os.getpid(), self._worker.num_slots
 
-    def load(self, weights: Any, version: int, timeout_s: float) -> int:
-        return self._worker.load(weights, version, timeout_s)
-
-    def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
-        self._worker.submit(groups, version)
-
-    def take(self, timeout_s: float) -> list[FinishedGroup]:
-        return self._worker.take(timeout_s)
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._worker, method)(*arguments)
 
     def state(self) -> State:
         return self._worker.state()
@@ -167,18 +168,6 @@ def _actor_class(ray: ModuleType) -> Any:
     state = ray.method(concurrency_group=CONTROL)(_Actor.state)
     controlled = type("RolloutWorker", (_Actor,), {"state": state})
     return ray.remote(concurrency_groups={CONTROL: 1})(controlled)
-
-
-def _ray() -> ModuleType:
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(
-            f"rollout.workers needs Ray, which cannot be imported: {error}; install it with "
-            "`pip install 'quatrain[ray]'`, or set rollout.workers to 0"
-        ) from error
-    module: ModuleType = ray
-    return module
 
 
 def _start(ray: ModuleType, *, alone: bool) -> bool:

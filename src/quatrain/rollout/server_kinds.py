@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quatrain.rollout.worker import WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Sampling
@@ -69,78 +67,41 @@ class ServerError(WorkerLost):
     """A server answered with status 500: it failed at what it was asked, or does not know it."""
 
 
-class ServerKind(Protocol):
-    """Requests of one kind of server; `call` of each method is the worker's, and blocks."""
+class Quatrain:
+    """`quatrain serve`; its tokens are those of an engine in process. `call` of each method blocks."""
 
-    name: str
-
-    def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        """(path, JSON) that ask for one sequence."""
-        ...
-
-    def read(self, value: Any) -> Answer:
-        """The answer to such a request; raises WorkerRefused if ids or log-probabilities are missing."""
-        ...
+    name = "quatrain"
+    model_name = ""
 
     def prepare(self, call: Call) -> None:
-        """Check that the server can be given weights, and let it go on if it was left paused.
+        """Checks that the server can be given weights, and lets it go on if it was left paused.
 
         Raises WorkerRefused, which says how to start it.
         """
-        ...
-
-    def resume(self, call: Call) -> None:
-        """Let it go on if it was left paused."""
-        ...
-
-    def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
-        """Have it load the safetensors in `path`; it goes on afterwards, also if this fails."""
-        ...
-
-    def version(self, call: Call) -> str:
-        """The label of the weights that it has."""
-        ...
-
-
-@dataclass
-class Completions(ABC):
-    """What quatrain's server and vLLM share: OpenAI's completions, with ids."""
-
-    name: str
-    model_name: str = ""
-
-    def resume(self, call: Call) -> None:
-        """Both have the same path for it; it may be asked although the server is not paused."""
-        call("POST", "/resume", {})
-
-    def prepare(self, call: Call) -> None:
-        """Requests name the first model that the server lists."""
-        self.model_name = str(call("GET", "/v1/models")["data"][0]["id"])
+        self._name_model(call)
+        try:
+            self.resume(call)
+        except Refusal as refusal:
+            raise WorkerRefused(
+                f"it does not let this run change its weights: {refusal}; start it with {TOKEN} "
+                "set, and this run with the same value"
+            ) from refusal
 
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        """A completion of ids."""
-        sampling = asked.sampling
+        """(path, JSON) that ask for one sequence: a completion of ids, in OpenAI's form."""
         return "/v1/completions", {
             "model": self.model_name,
             "prompt": asked.prompt,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            **NO_PENALTIES,
-            "stop": list(sampling.stop),
+            "max_tokens": asked.sampling.max_new_tokens,
+            "top_k": asked.sampling.top_k,
+            **_common(asked.sampling),
             "logprobs": 0,
             "return_token_ids": True,
-            **self.own_fields(asked, stop_ids),
+            **self._fields(asked, stop_ids),
         }
 
-    @abstractmethod
-    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """Fields of this kind of server alone."""
-
     def read(self, value: Any) -> Answer:
-        """The only choice."""
+        """The answer to such a request; raises WorkerRefused if ids or log-probabilities are missing."""
         try:
             choice = dict(value["choices"][0])
             reason = str(choice["finish_reason"])
@@ -158,53 +119,38 @@ class Completions(ABC):
                 "it returns no log-probabilities, which were asked for with logprobs=0; let it return them "
                 "(vLLM: --max-logprobs of at least 1)"
             )
-        given = choice.get("prompt_token_ids")
-        return Answer(tokens, logprobs, reason, given, choice.get("weight_versions"))
-
-
-@dataclass
-class Quatrain(Completions):
-    """`quatrain serve`; its tokens are those of an engine in process."""
-
-    name: str = "quatrain"
-
-    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """The place in training, from which the randomness derives."""
-        place = {
-            "step": asked.step,
-            "group_id": asked.group_id,
-            "sample": asked.sample,
-            "n": asked.sampling.n,
-        }
-        return {"seed": asked.seed, "quatrain": place}
-
-    def prepare(self, call: Call) -> None:
-        """Weights need the server's token."""
-        super().prepare(call)
-        try:
-            self.resume(call)
-        except Refusal as refusal:
-            raise WorkerRefused(
-                f"it does not let this run change its weights: {refusal}; start it with {TOKEN} "
-                "set, and this run with the same value"
-            ) from refusal
+        prompt_ids = choice.get("prompt_token_ids")
+        return Answer(tokens, logprobs, reason, prompt_ids, choice.get("weight_versions"))
 
     def load(self, call: Call, path: str, version: int, timeout_s: float) -> None:
-        """One request, which takes effect between two decode calls."""
+        """Has it load the safetensors in `path`; it goes on afterwards, also if this fails."""
         call("POST", "/weights", {"path": path, "version": version}, timeout_s=timeout_s)
 
     def version(self, call: Call) -> str:
-        """The version of the last load."""
+        """The label of the weights that it has."""
         return str(call("GET", "/version")["weight_version"])
 
+    def resume(self, call: Call) -> None:
+        """Lets it go on; it may be asked although it is not paused."""
+        call("POST", "/resume", {})
 
-@dataclass
-class Vllm(Completions):
+    def _name_model(self, call: Call) -> None:
+        """Requests name the first model that the server lists."""
+        self.model_name = str(call("GET", "/v1/models")["data"][0]["id"])
+
+    def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """The place in training, from which the randomness derives."""
+        _, sampling, seed, step, group_id, sample, _ = asked
+        place = {"step": step, "group_id": group_id, "sample": sample, "n": sampling.n}
+        return {"seed": seed, "quatrain": place}
+
+
+class Vllm(Quatrain):
     """vLLM, in its development mode, which has the paths that change weights."""
 
-    name: str = "vLLM"
+    name = "vLLM"
 
-    def own_fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
+    def _fields(self, asked: Asked, stop_ids: Sequence[int]) -> dict[str, Any]:
         """A seed for each sequence; and no block of the prefix cache of another version is used."""
         return {
             "seed": seed_of(asked),
@@ -215,7 +161,7 @@ class Vllm(Completions):
 
     def prepare(self, call: Call) -> None:
         """The development mode is on, and the server has the worker extension."""
-        super().prepare(call)
+        self._name_model(call)
         try:
             call("GET", "/weight_info")
             self.resume(call)
@@ -245,30 +191,24 @@ class Vllm(Completions):
         return str(call("GET", "/weight_info")["weight_version"])
 
 
-@dataclass
 class Sglang:
     """SGLang, by its own interface of ids."""
 
-    name: str = "SGLang"
-    _info: str = "/get_model_info"
+    name = "SGLang"
+    _info = "/get_model_info"
 
     def request(self, asked: Asked, stop_ids: Sequence[int]) -> tuple[str, dict[str, Any]]:
         """Ids, or for the probe a text."""
-        sampling = asked.sampling
-        given = {"text": asked.prompt} if isinstance(asked.prompt, str) else {"input_ids": asked.prompt}
+        prompt = {"text" if isinstance(asked.prompt, str) else "input_ids": asked.prompt}
         parameters = {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            **NO_PENALTIES,
-            "stop": list(sampling.stop),
+            "max_new_tokens": asked.sampling.max_new_tokens,
+            "top_k": asked.sampling.top_k or -1,
+            **_common(asked.sampling),
             "stop_token_ids": list(stop_ids),
             "sampling_seed": seed_of(asked),
             "no_stop_trim": True,
         }
-        return "/generate", {**given, "sampling_params": parameters, "return_logprob": True, "stream": False}
+        return "/generate", {**prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
     def read(self, value: Any) -> Answer:
         """Ids and log-probabilities are pairs."""
@@ -319,6 +259,9 @@ class Sglang:
         return str(call("GET", self._info)["weight_version"])
 
 
+ServerKind = Quatrain | Vllm | Sglang
+
+
 def kind_of(call: Call) -> ServerKind:
     """The kind of the server that `call` asks; raises WorkerRefused if it is none of the three."""
     version = _asked(call, "/version")
@@ -333,6 +276,17 @@ def kind_of(call: Call) -> ServerKind:
         "it is no server of `quatrain serve`, vLLM or SGLang: it answers neither /version nor "
         "/get_model_info as these do; correct the address in rollout.servers, which ends before /v1"
     )
+
+
+def _common(sampling: Sampling) -> dict[str, Any]:
+    """The sampling parameters that all kinds of servers name alike."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        **NO_PENALTIES,
+        "stop": list(sampling.stop),
+    }
 
 
 def seed_of(asked: Asked) -> int:

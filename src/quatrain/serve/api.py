@@ -1,6 +1,6 @@
-"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of a `Service`.
+"""The HTTP interface: OpenAI's completions and chat, and verbs for weights, in front of the engine.
 
-Data flow: a request -> checked (`requests.py`) -> token ids -> `Service.submit` -> `Progress` -> JSON, whole
+Data flow: a request -> checked (`requests.py`) -> token ids -> `EngineService` -> `Progress` -> JSON, whole
 or as a stream of events. The event loop only passes these on: text is encoded, decoded and written as JSON in
 threads.
 """
@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from quatrain.data.tokenizer import render
 from quatrain.engine.scoring import Scores
-from quatrain.engine.service import Progress, Service, ServiceFailed
+from quatrain.engine.service import EngineService, Progress, ServiceFailed
 from quatrain.rollout.server_kinds import TOKEN
 from quatrain.serve.requests import BadRequest, ChatRequest, CompletionRequest, WeightsRequest, parsed
 from quatrain.serve.text import TextStream, TokenText, TokenTexts, Vocabulary
@@ -77,7 +77,7 @@ class Api:
 
     def __init__(
         self,
-        service: Service,
+        service: EngineService,
         tokenizer: Any,
         *,
         model: str,
@@ -89,7 +89,13 @@ class Api:
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer = copy.deepcopy(tokenizer)  # the engine's thread uses the other
         self._vocabulary = Vocabulary(self._tokenizer)
-        self._began = int(time.time())
+        self._described = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "quatrain",
+            "max_model_len": max_positions,
+        }
         self._encoding = asyncio.Lock()
 
     def app(self, hosts: Sequence[str]) -> Starlette:
@@ -154,48 +160,29 @@ class Api:
         return JSONResponse({"status": "paused" if self._service.paused else "ok"})
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "engine": "quatrain",
-                "version": version("quatrain"),
-                "weight_version": self._service.version,
-            }
-        )
+        facts = {"engine": "quatrain", "version": version("quatrain")}
+        return JSONResponse({**facts, "weight_version": self._service.version})
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._described]})
 
     async def _named_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._began,
-            "owned_by": "quatrain",
-            "max_model_len": self._max_positions,
-        }
+        return JSONResponse(self._described)
 
     async def _metrics(self, request: Request) -> Response:
-        service, totals = self._service, self._service.totals
+        service = self._service
         numbers = {
             "sequences_running": ("gauge", service.num_running),
             "weight_version": ("gauge", service.version),
             "paused": ("gauge", int(service.paused)),
-            "requests_total": ("counter", totals.requests),
-            "sequences_cancelled_total": ("counter", totals.cancelled),
-            "prompt_tokens_total": ("counter", totals.prompt_tokens),
-            "sampled_tokens_total": ("counter", totals.sampled_tokens),
-            "scored_tokens_total": ("counter", totals.scored_tokens),
-            "weight_loads_total": ("counter", totals.weight_loads),
+            **{f"{name}_total": ("counter", number) for name, number in vars(service.totals).items()},
         }
-        lines = [
+        text = "".join(
             f"# TYPE quatrain_{name} {kind}\nquatrain_{name} {value}\n"
             for name, (kind, value) in numbers.items()
-        ]
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+        )
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _weights(self, request: Request) -> Response:
         asked = parsed(WeightsRequest, await _body(request))
@@ -429,25 +416,18 @@ class _Answer:
             values = [value for part in progress for value in part.logprobs]
             if not all(map(math.isfinite, values)):
                 raise BadRequest("the model's logits are not finite; load other weights", status=500)
-            facts["logprobs"] = self._logprobs(choice, tokens, values)
+            texts = list(map(choice.token_texts.push, tokens))
+            if self._is_chat:
+                choice.unlisted += zip(texts, values, strict=True)
+                facts["logprobs"] = {"content": list(self._listed(choice))}
+            else:
+                facts["logprobs"] = self._named(choice, texts, values)
         if self._asked.return_token_ids:
             facts["token_ids"] = tokens
             facts["weight_versions"] = [version for part in progress for version in part.versions]
             if prompt:
                 facts["prompt_token_ids"] = list(choice.prompt_ids)
         return facts
-
-    def _logprobs(self, choice: _Choice, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        texts = list(map(choice.token_texts.push, tokens))
-        if not self._is_chat:
-            return self._named(choice, texts, list(values))
-        choice.unlisted += zip(texts, values, strict=True)
-        return {
-            "content": [
-                {"token": text.name, "logprob": value, "bytes": list(text.bytes), "top_logprobs": []}
-                for text, value in self._listed(choice)
-            ]
-        }
 
     def _named(self, choice: _Choice, texts: list[TokenText], values: list[float]) -> dict[str, Any]:
         """The log-probabilities of a completion, scored ones if each token has alternatives."""
@@ -486,17 +466,17 @@ class _Answer:
         named.setdefault(name, value)
         return named
 
-    def _listed(self, choice: _Choice) -> Iterator[tuple[TokenText, float]]:
+    def _listed(self, choice: _Choice) -> Iterator[dict[str, Any]]:
         """The tokens of which the text returned so far consists; with `return_token_ids`, every token."""
         text, ended = choice.text, choice.progress[-1].finish_reason is not None
         every = self._asked.return_token_ids or (ended and not text.stopped)
         while choice.unlisted:
-            token, _ = choice.unlisted[0]
+            token, value = choice.unlisted[0]
             if not (every or (token.start < text.length if ended else token.end <= text.length)):
                 return
-            listed = choice.unlisted.popleft()
+            choice.unlisted.popleft()
             if token.bytes or self._asked.return_token_ids:
-                yield listed
+                yield {"token": token.name, "logprob": value, "bytes": list(token.bytes), "top_logprobs": []}
 
     def _usage(self) -> dict[str, int]:
         sampled = sum(len(choice.tokens) for choice in self._choices)
@@ -534,9 +514,8 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def _error_body(status: int, message: str, field: str | None) -> dict[str, Any]:
-    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
-        status, "server_error" if status >= 500 else "invalid_request_error"
-    )
+    other = "server_error" if status >= 500 else "invalid_request_error"
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(status, other)
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 

@@ -1,6 +1,6 @@
 """Loads a model and serves it: `quatrain serve`.
 
-Data flow: configuration -> `load_policy` -> `RolloutEngine` -> `Service` -> `Api` -> uvicorn, until a signal.
+Data flow: configuration -> `RolloutEngine` -> `EngineService` -> `Api` -> uvicorn, until a signal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import uvicorn
 
 from quatrain.config.schema import Config
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.service import Service
+from quatrain.engine.service import EngineService
 from quatrain.loop.build import LoadedPolicy, load_policy, local_engine
 from quatrain.models.architecture import Architecture
 from quatrain.rollout.server_kinds import TOKEN
@@ -45,7 +45,7 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
     with _bound(host, port) as bound:
         loaded = load_policy(config, critic=False, adapters=False, environments=False)
         engine = serving_engine(config, loaded)
-        service = Service(engine, weights_of(loaded.arch, config, engine))
+        service = EngineService(engine, weights_of(loaded.arch, config, engine))
         try:
             api = Api(
                 service,
@@ -55,15 +55,17 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
                 max_positions=loaded.arch.max_position,
                 token=token,
             )
+            address, number = bound.getsockname()[:2]
+            name = f"[{address}]" if ":" in address else address
             settings = uvicorn.Config(
-                api.app((*LOOPBACK, _name(bound)) if local else ("*",)),
+                api.app((*LOOPBACK, name) if local else ("*",)),
                 log_level="error",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=CLOSE_S,
             )
             bound.listen()
-            ready(_url(bound))
+            ready(f"http://{name}:{number}")
             with suppress(KeyboardInterrupt):  # the way to end it
                 uvicorn.Server(settings).run(sockets=[bound])
         finally:
@@ -119,13 +121,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _name(bound: socket.socket) -> str:
-    """The host of the address, as a URL has it."""
-    host = bound.getsockname()[0]
-    return f"[{host}]" if ":" in host else host
-
-
-def _url(bound: socket.socket) -> str:
-    return f"http://{_name(bound)}:{bound.getsockname()[1]}"

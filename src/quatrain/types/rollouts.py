@@ -6,7 +6,7 @@ Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -97,6 +97,15 @@ class Rollouts(Protocol):
         """A batch of `sampling.n` completions per prompt: prompts in order, samples of a prompt adjacent.
 
         `step` is the training step that the randomness is derived from.
+        """
+        ...
+
+    def generate_each(
+        self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
+    ) -> Iterator[RolloutBatch]:
+        """What `generate` returns for each of `batches`, in order; those that follow are sampled meanwhile.
+
+        At most `at_once` sequences are decoded at the same time.
         """
         ...
 
