@@ -50,6 +50,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
 from quatrain.models.decoder import REMAT
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
@@ -78,19 +79,20 @@ Figures = dict[str, Any]
 
 def qwen25(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Architecture:
     """The shape of a small Qwen2.5."""
-    return Architecture(
-        family="qwen2",
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=2,
-        head_dim=hidden_size // num_heads,
-        max_position=32768,
-        rope_theta=1e6,
-        tie_embeddings=True,
-        qkv_bias=True,
+    return architecture_from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": 2,
+            "head_dim": hidden_size // num_heads,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        }
     )
 
 
@@ -198,7 +200,7 @@ class Bench:
             for attention, layout in MODES:
                 yield f"update {name} {attention} {layout}", partial(self.update, arch, attention, layout)
             if not number:
-                few = replace(arch, num_layers=self.scale.gap_layers)
+                few = replace(arch, layers=arch.layers[: self.scale.gap_layers])
                 for precision in ("highest", "default"):
                     shown = f"gap {name} of {few.num_layers} layers, float32 {precision}"
                     yield shown, partial(self.float32_gap, few, precision)

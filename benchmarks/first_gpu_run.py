@@ -140,10 +140,11 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
     cut = spec.cutting(sizes, share_prompts=True).cut(table)[0]
     batch = fill(cut, table, spec.mesh, unpack=unpacks(kernel))
     line = batch.input_ids.shape
-    heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads, arch.num_heads)
+    mixer = arch.layers[0].mixer
+    heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads, mixer.num_heads)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dy = (
-        jax.random.normal(key, (*line, count, arch.head_dim), jnp.bfloat16)
+        jax.random.normal(key, (*line, count, mixer.head_dim), jnp.bfloat16)
         for key, count in zip(keys, heads, strict=True)
     )
     ids = (batch.positions, batch.segment_ids, batch.branch_ids)
@@ -223,7 +224,7 @@ def decode(run: Run, figures: Figures) -> None:
     bench = Bench(run.scale, 1, 1)
     for shape, arch in run.scale.shapes.items():
         found: Figures = {}
-        bench.decode(replace(arch, num_layers=min(4, arch.num_layers)), found)
+        bench.decode(replace(arch, layers=arch.layers[:4]), found)
         figures[f"{shape} ms a step"] = 1e3 * found["seconds_per_step"]
         figures[f"{shape} TB/s"] = found["tb_per_s"]
 

@@ -20,7 +20,7 @@ import quatrain
 from quatrain.loop.build import build_policy_spec
 from quatrain.loop.sft import warm_start, warm_start_data
 from quatrain.models.lora import adapters_of, changed, merged, with_trained, without_adapters
-from quatrain.models.params import LORA_A, LORA_B
+from quatrain.models.spec import LORA_A, LORA_B
 from quatrain.update.gradient import predict_tokens
 from quatrain.update.sft import _table
 

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from architectures import ADAPTED
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.architecture import LoRA
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
-from quatrain.models.params import ADAPTED, init_params
+from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import init_optimizer, optimizer_step, predict_tokens, sum_gradients
@@ -21,9 +23,19 @@ from quatrain.update.optimizer import build_optimizer
 from quatrain.update.specs import PolicySpec
 from quatrain.update.table import TokenTable
 
-ARCH = Architecture(
-    "qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED)
+ARCH = architecture_from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
 )
+ARCH = replace(ARCH, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED))
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 

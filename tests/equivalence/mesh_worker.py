@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+from architectures import changed
 
 from quatrain.advantage.estimate import AdvantageEstimator
 from quatrain.cluster import processes as hosts
@@ -52,8 +53,8 @@ MODES = {
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
 ARCHITECTURES = {
-    "rows": {"vocab_size": 63, "post_norms": True, "tie_embeddings": True},
-    "tokens": {"vocab_size": 64, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
+    "rows": {"vocab_size": 63, "norms": "both", "tie_embeddings": True},
+    "tokens": {"vocab_size": 64, "qkv_bias": True, "output_bias": True, "bias": True, "qk_norm": True},
 }
 """Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
 REMAT = {"rows": "layer", "tokens": "dots"}
@@ -73,9 +74,8 @@ class Tokenizer:
 def architecture(mode: str):
     """The small model of `mode`."""
     arch = builtin_architecture("tiny", 64, (1,))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    kinds = {"head_dim": 8, "layer_types": arch.layer_types[:2], "tie_embeddings": False}
-    return dataclasses.replace(arch, **sizes, **(kinds | ARCHITECTURES[mode]))
+    sizes = {"hidden_size": 32, "width": 48, "num_layers": 2, "head_dim": 8, "tie_embeddings": False}
+    return changed(arch, **(sizes | ARCHITECTURES[mode]))
 
 
 def prompts(step: int) -> list[Prompt]:
@@ -110,7 +110,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
     critic, critic_params = None, None
     if ESTIMATORS[mode] == "gae":
-        critic_arch = dataclasses.replace(arch, head="score", num_layers=1, layer_types=arch.layer_types[:1])
+        critic_arch = dataclasses.replace(arch, head="score", layers=arch.layers[:1])
         forward = {f"forward_{name}": size for name, size in logprob.items()}
         critic = Critic(
             CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.critic),

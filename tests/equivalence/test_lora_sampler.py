@@ -5,12 +5,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from architectures import ADAPTED
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, with_adapters, with_trained
-from quatrain.models.params import ADAPTED
 from quatrain.types.batches import Prompt
 from quatrain.update.cuts import Cutting
 from quatrain.update.gradient import predict_tokens

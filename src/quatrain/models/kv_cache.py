@@ -5,6 +5,7 @@ Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture
+from quatrain.models.architecture import Architecture
 from quatrain.parallel.mesh import DATA_AXES
 
 CACHE_SPEC = PartitionSpec(DATA_AXES, "tp")
@@ -55,25 +56,20 @@ class CachePart:
 
 def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `rows` rows on each replica (data shard) of `mesh`."""
-    heads, size = cached_heads(arch, mesh.shape["tp"]), arch.head_dim
     rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
     place = NamedSharding(mesh, CACHE_SPEC)
+    states = [kind.mixer.state(rows, columns, mesh.shape["tp"]) for kind in arch.layers]
     keys, values = (
-        tuple(jnp.zeros((rows, heads, *shape), dtype, device=place) for _ in range(arch.num_layers))
-        for shape in ((size, columns), (columns, size))
+        tuple(jnp.zeros(shape, dtype, device=place) for shape in shapes)
+        for shapes in zip(*states, strict=True)
     )
     return CachePart(keys, values)
 
 
-def cached_heads(arch: Architecture, tp: int) -> int:
-    """Key/value heads in the caches of `tp` devices: with fewer heads than devices, each device has one."""
-    return max(arch.num_kv_heads, tp)
-
-
 def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
     """Bytes of one column (the keys and values of one token in all layers) on each of `tp` devices."""
-    heads = cached_heads(arch, tp) // tp
-    return 2 * arch.num_layers * heads * arch.head_dim * jnp.dtype(dtype).itemsize
+    shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
+    return sum(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:

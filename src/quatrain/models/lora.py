@@ -19,15 +19,8 @@ from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import Architecture, LoRA
-from quatrain.models.params import (
-    ADAPTED,
-    LORA_A,
-    LORA_B,
-    Params,
-    draw_params,
-    param_specs,
-    partition,
-)
+from quatrain.models.params import Params, draw_params, param_specs, partition
+from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import mesh_shape, one_device, to_memory, unshared
 
@@ -46,34 +39,37 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
     """Raises ValueError if a model of `arch` cannot have these adapters."""
-    specs = param_specs(replace(arch, lora=None))["layers"][0]
-    for name in lora.targets:
-        if name not in ADAPTED or name not in specs:
-            known = ", ".join(each for each in ADAPTED if each in specs)
-            raise ValueError(
-                f"lora.targets must be matrices of the model's layers; a {arch.family} model has no {name}; "
-                f"choose from {known}"
-            )
-        for module, (rows, columns) in _sides(arch, name).items():
-            if lora.rank > min(rows, columns):
+    specs = param_specs(replace(arch, lora=None))["layers"]
+    for layer, kind in zip(specs, arch.layers, strict=True):
+        matrices = kind.matrices()
+        for name in lora.targets:
+            if name not in matrices:
                 raise ValueError(
-                    f"lora.rank must be at most the shorter side of each matrix that has adapters; {module} "
-                    f"of this {arch.family} model is {rows} x {columns}, got rank {lora.rank}; lower "
-                    f"lora.rank, or leave {name} out of lora.targets"
+                    f"lora.targets must be matrices of the model's layers; a {arch.family} model has no "
+                    f"{name}; choose from {', '.join(matrices)}"
                 )
+            for tensor in matrices[name]:
+                rows, columns = tensor.shape_in(layer[name].shape)
+                if lora.rank > min(rows, columns):
+                    raise ValueError(
+                        "lora.rank must be at most the shorter side of each matrix that has adapters; "
+                        f"{tensor.name.split('.')[-2]} of this {arch.family} model is {rows} x {columns}, "
+                        f"got rank {lora.rank}; lower lora.rank, or leave {name} out of lora.targets"
+                    )
 
 
-def _sides(arch: Architecture, name: str) -> dict[str, tuple[int, int]]:
-    """(out, in) of the matrices that are stored as `name`, by their names in a checkpoint."""
-    d, f, h = arch.hidden_size, arch.intermediate_size, arch.head_dim
-    queries, keys = (arch.num_heads * h, d), (arch.num_kv_heads * h, d)
-    sides = {
-        "qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        "o": {"o_proj": (d, arch.num_heads * h)},
-        "gate_up": {"gate_proj": (f, d), "up_proj": (f, d)},
-        "down": {"down_proj": (d, f)},
-    }
-    return sides[name]
+def adapter_names(arch: Architecture) -> list[TensorName]:
+    """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix."""
+    names = []
+    for i, kind in enumerate(arch.layers):
+        for matrix, tensors in kind.matrices().items():
+            for number, tensor in enumerate(tensors if arch.lora and matrix in arch.lora.targets else ()):
+                start = f"base_model.model.model.layers.{i}.{tensor.name.removesuffix('weight')}"
+                block = number if len(tensors) > 1 else ...
+                for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
+                    path = ("layers", i, matrix + adapter)
+                    names.append(TensorName(f"{start}lora_{end}.weight", path, part, vector=False))
+    return names
 
 
 def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh | None = None) -> Params:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +82,11 @@ def activations(
     b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
     sharded, cast = mesh.fsdp > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
-    norms = arch.qk_norm * (n.queries + n.keys_values) + arch.post_norms * 2 * n.hidden
-    low, added = _adapter_columns(arch, n)
-    products = n.hidden + 2 * n.queries + n.keys_values + 2 * n.mlp + norms + low
-    every = products + 4 * n.hidden + norms
+    products = n.hidden + n.kept + n.normed + n.low
+    every = products + 4 * n.hidden + n.normed
     columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
-    statistics = FLOAT32 * {"layer": 0, "dots": n.heads, "none": n.heads + 2}[remat]
-    works = 6 * n.hidden + 3 * n.queries + n.keys_values + 6 * n.mlp + norms + 2 * low + added
+    statistics = FLOAT32 * {"layer": 0, "dots": n.statistics, "none": n.statistics + 2}[remat]
+    works = 6 * n.hidden + n.working + n.normed + 2 * n.low + n.added
     works -= 0 if remat == "layer" else products
 
     weights, trained = _layer_weights(arch, mesh), _layer_weights(arch, mesh, trained=True)
@@ -116,37 +114,35 @@ def _gradients(arch: Architecture, mesh: MeshShape) -> int:
     return _elements(specs, places, mesh)
 
 
-def _adapter_columns(arch: Architecture, n: _Widths) -> tuple[int, int]:
-    """Columns of A x of all adapted matrices of a layer, and of B (A x) of the largest of them."""
-    if arch.lora is None:
-        return 0, 0
-    out = {"qkv": n.queries + n.keys_values, "o": n.hidden, "gate_up": 2 * n.mlp, "down": n.hidden}
-    blocks = {"qkv": 3, "gate_up": 2}
-    low = sum(blocks.get(name, 1) for name in arch.lora.targets) * arch.lora.rank
-    return low, max(out[name] for name in arch.lora.targets)
-
-
-@dataclass(frozen=True)
-class _Widths:
-    """Columns of a token's activations on one `tp` device; `keys_values` counts keys and values together."""
+class _Widths(NamedTuple):
+    """Columns of a token's activations in a layer on one `tp` device (`blocks.layer_run.Costs`)."""
 
     hidden: int
-    queries: int
-    keys_values: int
-    mlp: int
-    heads: int
     vocabulary: int
+    kept: int
+    normed: int
+    working: int
+    statistics: int
+    low: int
+    """Columns of A x of all adapted matrices of a layer."""
+    added: int
+    """Columns of B (A x) of the largest of them."""
 
     @classmethod
     def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
-        shared = "tp" in partition(arch, mesh)["embed"]
+        kind, d = arch.layers[0], arch.hidden_size
+        mixer, mlp = kind.mixer.costs(d, mesh.tp), kind.mlp.costs(d, mesh.tp)
+        outputs, parts = {**mixer.outputs, **mlp.outputs}, kind.matrices()
+        targets = arch.lora.targets if arch.lora else ()
         return cls(
-            hidden=arch.hidden_size,
-            queries=arch.num_heads * arch.head_dim // mesh.tp,
-            keys_values=2 * max(arch.num_kv_heads // mesh.tp, 1) * arch.head_dim,
-            mlp=arch.intermediate_size // mesh.tp,
-            heads=arch.num_heads // mesh.tp,
-            vocabulary=arch.vocab_size // mesh.tp if shared else arch.vocab_size,
+            hidden=d,
+            vocabulary=arch.vocab_size // (mesh.tp if "tp" in partition(arch, mesh)["embed"] else 1),
+            kept=mixer.kept + mlp.kept,
+            normed=mixer.normed + mlp.normed + 2 * d * (kind.norms == "both"),
+            working=mixer.working + mlp.working,
+            statistics=mixer.statistics + mlp.statistics,
+            low=sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0),
+            added=max((outputs[name] for name in targets), default=0),
         )
 
 

@@ -25,16 +25,11 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Head
-from quatrain.models.families import (
-    Architecture,
-    TensorName,
-    architecture_from_hf,
-    architecture_to_hf,
-    tensor_names,
-)
+from quatrain.models.architecture import Architecture, Head
+from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
-from quatrain.models.params import Params, assemble, leaf_at, tensor_shapes
+from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
+from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Head
-from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.models.architecture import Architecture, Head
+from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params, partition
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.weights.hf import (

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from quatrain.models.architecture import Architecture
+from quatrain.models.architecture import Architecture, mixers
 
 PLATFORMS = {"cudnn": "gpu", "tokamax": "gpu", "splash": "tpu"}
 """The platform of each kernel; `auto` takes the first kernel that supports the model and the platform."""
@@ -68,14 +68,14 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
         return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
-    if arch.head_dim % 8:
-        return f"take heads that are no multiple of 8 elements ({arch.family}, head_dim {arch.head_dim})"
-    if kernel == "tokamax":
-        return None
-    if arch.attention_softcap is not None:
-        return f"apply a soft-cap to attention scores ({arch.family}, cap {arch.attention_softcap:g})"
-    if arch.head_dim > MAX_HEAD_DIM:
-        return f"take heads of more than {MAX_HEAD_DIM} elements ({arch.family}, head_dim {arch.head_dim})"
+    for mixer in mixers(arch.layers):
+        size, cap = f"({arch.family}, head_dim {mixer.head_dim})", mixer.softcap
+        if mixer.head_dim % 8:
+            return f"take heads that are no multiple of 8 elements {size}"
+        if kernel == "cudnn" and cap is not None:
+            return f"apply a soft-cap to attention scores ({arch.family}, cap {cap:g})"
+        if kernel == "cudnn" and mixer.head_dim > MAX_HEAD_DIM:
+            return f"take heads of more than {MAX_HEAD_DIM} elements {size}"
     return None
 
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR
 from quatrain.cluster.processes import decided_by_main
-from quatrain.models.architecture import Architecture
+from quatrain.models.architecture import Architecture, mixers
 from quatrain.models.attention import attention_pattern, self_attention, unpacks
 from quatrain.models.attention.kernels import PLATFORMS, candidates, choose_attention, obstacle
 from quatrain.models.attention.unpacking import Unpacking, unpacking
@@ -63,11 +63,11 @@ def probe(name: str, arch: Architecture, dtype: DTypeLike) -> str | None:
 
     Returns why it cannot be used: its error, or how far its results are from those of `xla`; None if it can.
     """
-    windows = (None, WINDOW) if arch.sliding_window else (None,)
-    sizes = arch.num_heads, arch.num_kv_heads, arch.head_dim
     # What unpacks computes packed rows as rows of one sequence; the others have two ways.
-    for window, packed in product(windows, (True,) if unpacks(name) else (True, False)):
-        case = _Case(*sizes, window, packed, arch.attention_softcap, str(jnp.dtype(dtype)))
+    for mixer, packed in product(mixers(arch.layers), (True,) if unpacks(name) else (True, False)):
+        window = WINDOW if mixer.window else None
+        sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        case = _Case(*sizes, window, packed, mixer.softcap, str(jnp.dtype(dtype)))
         reason = _probed(name, case)
         if reason is not None:
             return reason

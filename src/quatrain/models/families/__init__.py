@@ -1,0 +1,96 @@
+"""The supported families of models, one file each, and the way from config.json to `Architecture` and back.
+
+Data flow: config.json -> `Architecture` -> parameters and forward pass; export goes the other way. To add a
+family, write its file and add it to `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quatrain.config.errors import shown
+from quatrain.config.files import checked
+from quatrain.models.architecture import Architecture
+from quatrain.models.families.family import Family, Json, write_common
+from quatrain.models.families.gemma import GEMMA2, GEMMA3
+from quatrain.models.families.llama import LLAMA
+from quatrain.models.families.qwen import QWEN2, QWEN3
+from quatrain.models.hf_config import HFConfig
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3)}
+"""The supported families, keyed by the `model_type` of config.json."""
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_UNSUPPORTED = {
+    "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
+    "use_bidirectional_attention": "only causal attention is supported",
+}
+_BUILTIN: dict[str, Json] = {
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+    }
+}
+
+
+def family_of(arch: Architecture) -> Family:
+    """The family of a model."""
+    return FAMILIES[arch.family]
+
+
+def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
+    """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
+
+    `tiny` is a Llama of about 0.8 M parameters, small enough to train on two CPU cores in minutes.
+    Raises ValueError for an unknown name.
+    """
+    if name not in _BUILTIN:
+        known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
+        raise ValueError(f"unknown builtin model builtin:{name}; the builtin models are: {known}")
+    config = {**_BUILTIN[name], "vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
+    return architecture_from_hf(config, f"builtin:{name}")
+
+
+def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture that the values of a Hugging Face config.json describe; `source` names the file.
+
+    Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
+    `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
+    Raises ValueError for a value of the wrong type or outside its bounds (`hf_config.HFConfig`), and for a
+    `model_type`, RoPE type, activation or feature that the decoder does not support.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}")
+    values = {**FAMILIES[family].defaults, **config}
+    missing = [key for key in _REQUIRED if values.get(key) is None]
+    if missing:
+        raise ValueError(f"{source} of a {family} model lacks the required keys {', '.join(missing)}")
+    for key, remedy in _UNSUPPORTED.items():
+        if values.get(key):
+            raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
+    return FAMILIES[family].read(checked(HFConfig, values, source), source)
+
+
+def architecture_to_hf(arch: Architecture) -> Json:
+    """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the model."""
+    family = family_of(arch)
+    score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "score" else {}
+    written = family.write(arch)
+    return {
+        "architectures": [family.classifier if score else family.hf_class],
+        "model_type": family.model_type,
+        **write_common(arch),
+        **{key: value for key, value in written.items() if key.startswith("rope")},
+        **score,
+        **written,
+    }
