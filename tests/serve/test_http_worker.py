@@ -567,6 +567,28 @@ def test_a_server_whose_worker_is_closed_in_a_load_goes_on(fake, rules):
         assert not fake.paused
 
 
+def test_the_client_of_a_closed_worker_is_closed_after_the_last_answer(fake, rules):
+    """What a thread opens in a client that is closed meanwhile would stay open."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def wait(body):
+        asked.set()
+        assert answer.wait(20)
+
+    with listening(fake) as url:
+        worker = HttpWorker(url, rules, num_slots=None, timeout_s=20)
+        fake.faults["/weight_info"] = fake.faults["/get_model_info"] = wait
+        worker.submit([GroupSpec(0, PROMPTS[0], 3, SAMPLING)], 4)
+        assert asked.wait(20)
+        worker.close()
+        assert not worker._client.is_closed
+        answer.set()
+        deadline = time.monotonic() + 20
+        while not worker._client.is_closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert worker._client.is_closed
+
+
 def load_quietly(worker):
     with suppress(WorkerLost):
         worker.load("weights", 4, 20)

@@ -41,6 +41,7 @@ GLOO_PIECES = (
     r"\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer|ranks is :|ranks|\d+|\s"
 )
 GLOO_LINE = re.compile(rf"(?:{GLOO_PIECES})*")
+GLOO_WORDS = re.compile("Gloo|connected|ranks")
 GLOO_START = "[Gloo] Rank "
 
 
@@ -180,9 +181,8 @@ class _Child:
         with source:
             for line in source:
                 text = line.rstrip()
-                unended += text.count(GLOO_START) if GLOO_LINE.fullmatch(text) else 0
-                if unended and GLOO_LINE.fullmatch(text):
-                    unended -= 1
+                if GLOO_LINE.fullmatch(text) and (unended or GLOO_WORDS.search(text)):
+                    unended = max(unended + text.count(GLOO_START) - 1, 0)
                     continue
                 target.write(f"[{self.process}] {text}\n")
                 target.flush()

@@ -11,8 +11,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,8 @@ class HttpWorker:
         self._finished: list[FinishedGroup] = []
         self._error: Exception | None = None
         self._progressed = 0.0
-        self._loading = self._closed = self._asked_all = False
+        self._loading = self._closed = False
+        self._client_uses = 0
         headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
         options: dict[str, Any] = {
             "base_url": address,
@@ -145,8 +146,9 @@ class HttpWorker:
         with self._changed:
             self._loading = True
         try:
-            self._kind.load(self._call, weights, version, timeout_s)
-            return self._version()
+            with self._client_in_use():
+                self._kind.load(self._call, weights, version, timeout_s)
+                return self._version()
         except Refusal as error:
             if not Path(weights).is_dir():  # a newer version has taken its place meanwhile
                 raise WorkerLost(f"it did not load {weights}: {error}") from error
@@ -157,8 +159,6 @@ class HttpWorker:
         finally:
             with self._changed:
                 self._loading = False
-                if self._asked_all:
-                    self._client.close()
 
     def submit(self, groups: Sequence[GroupSpec], version: int) -> None:
         """Asks for each sample of each group."""
@@ -194,6 +194,8 @@ class HttpWorker:
             if self._closed:
                 return
             self._closed, loading = True, self._loading
+            if not self._client_uses:
+                self._client.close()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         if not loading:
             return
@@ -205,11 +207,6 @@ class HttpWorker:
         self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
-        # Only now: a connection that one of the executor's threads opens in a closed client stays open.
-        with self._changed:
-            self._asked_all = True
-            if not self._loading:
-                self._client.close()
 
     async def _end(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -287,6 +284,22 @@ class HttpWorker:
             finish_reason=reason,
         )
 
+    @contextmanager
+    def _client_in_use(self) -> Iterator[None]:
+        """Keeps the client open; after the last use it is closed if the worker is.
+
+        A connection that a thread opens while another closes the client would stay open.
+        """
+        with self._changed:
+            self._client_uses += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._client_uses -= 1
+                if self._closed and not self._client_uses:
+                    self._client.close()
+
     def _version(self) -> int:
         label = self._kind.version(self._call)
         if not label.isdecimal():
@@ -305,7 +318,8 @@ class HttpWorker:
         limit = min(CONTROL_S, self._timeout_s) if timeout_s is None else timeout_s
         timeout = httpx.Timeout(limit, connect=min(CONNECT_S, limit))
         try:
-            response = self._client.request(method, path, json=body, params=params, timeout=timeout)
+            with self._client_in_use():
+                response = self._client.request(method, path, json=body, params=params, timeout=timeout)
         except (httpx.HTTPError, OSError) as error:
             raise WorkerLost(f"{method} {path} failed: {_reason(error)}") from error
         return _value(response)
