@@ -167,7 +167,7 @@ def test_attention_in_rows_of_whole_sequences_does_not_change_the_gradient(
 ):
     """A kernel for GPUs, whose place XLA's causal attention takes here."""
     monkeypatch.setattr(kernels, "obstacle", lambda *_: None)
-    causal = partial(kernels._causal_attention, implementation="xla")
+    causal = partial(kernels.cudnn_attention, implementation="xla")
     monkeypatch.setitem(attention._CAUSAL, "cudnn", causal)
     arch = changed(small_arch, **change)
     objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=False)

@@ -41,7 +41,7 @@ ARCH = architecture_from_hf(
 )
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 kernels.obstacle = lambda *_: None
-attention._CAUSAL["cudnn"] = partial(kernels._causal_attention, implementation="xla")
+attention._CAUSAL["cudnn"] = partial(kernels.cudnn_attention, implementation="xla")
 
 
 class _WithoutText:

@@ -279,7 +279,10 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             "'mixtral'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
         ),
         ({}, "unsupported model_type None"),
-        ({"model_type": "llama", "vocab_size": 3}, "lacks the required keys hidden_size, intermediate_size"),
+        (
+            {"model_type": "llama", "vocab_size": 3},
+            "hidden_size must be given; intermediate_size must be given",
+        ),
         (
             {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "'yarn'.*default, linear, llama3",

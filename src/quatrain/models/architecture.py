@@ -5,14 +5,13 @@ Data flow: config.json, a GGUF header or a builtin name -> `Architecture` -> par
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
-from quatrain.models.spec import ParamSpec, TensorName, require
+from quatrain.models.spec import ParamSpec, TensorName
 
 Head = Literal["vocabulary", "score"]
 
@@ -60,28 +59,25 @@ class LayerKind:
 
         The standard deviation of matrices that write to the residual stream is scaled by `residual`.
         """
-        specs = {
-            **self.mixer.params(d, norm, residual),
-            **self.mlp.params(d, residual),
-            **{name: norm.spec(d) for name in _NORMS[self.norms]},
-        }
-        for name in lora.targets if lora else ():
-            specs |= specs[name].adapters(name, lora.rank if lora else 0, len(self.matrices()[name]))
+        specs = self.mixer.params(d, norm, residual) | self.mlp.params(d, residual)
+        specs |= {name: norm.spec(d) for name in _NORMS[self.norms]}
+        if lora:
+            for name in lora.targets:
+                specs |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
         return specs
 
     def tensors(self) -> list[TensorName]:
-        """The tensors of a layer of a checkpoint: matrices and their biases, then norms."""
+        """The tensors of a layer of a checkpoint: matrices, their biases, and norms."""
         norms = [TensorName(f"{module}.weight", (name,)) for name, module in _NORMS[self.norms].items()]
-        tensors = [*norms, *self.mixer.tensors(), *self.mlp.tensors()]
-        return sorted(tensors, key=lambda tensor: str(tensor.path[0]).endswith("norm"))
+        return [*self.mixer.tensors(), *self.mlp.tensors(), *norms]
 
     def matrices(self) -> dict[str, list[TensorName]]:
         """The matrices, which may have adapters, each with the tensors that are stored as one."""
-        found: dict[str, list[TensorName]] = {}
-        for tensor in self.tensors():
+        weights: dict[str, list[TensorName]] = {}
+        for tensor in [*self.mixer.tensors(), *self.mlp.tensors()]:
             if not tensor.vector:
-                found.setdefault(str(tensor.path[0]), []).append(tensor)
-        return found
+                weights.setdefault(str(tensor.path[0]), []).append(tensor)
+        return weights
 
 
 @dataclass(frozen=True)
@@ -108,10 +104,6 @@ class Architecture:
     lora: LoRA | None = None
     """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers"):
-            require(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
-
     def __hash__(self) -> int:
         # Computed in every call of a compiled program: of the layers, the first is enough.
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers[0], self.head, self.lora))
@@ -127,11 +119,6 @@ class Architecture:
         return tuple(dict.fromkeys(self.layers))
 
     @property
-    def lora_scale(self) -> float:
-        """The factor of what adapters add; without adapters it has no effect."""
-        return self.lora.scale if self.lora else 1.0
-
-
-def mixers(kinds: Iterable[LayerKind]) -> tuple[Attention, ...]:
-    """The different mixers of these layers, in the order of their first layers."""
-    return tuple(dict.fromkeys(kind.mixer for kind in kinds))
+    def mixers(self) -> tuple[Attention, ...]:
+        """The different mixers, in the order of their first layers."""
+        return tuple(dict.fromkeys(kind.mixer for kind in self.layers))

@@ -70,15 +70,9 @@ def prefill(
     """
 
     def attend_of(mixer: Attention) -> Attend:
-        window, cap = mixer.window, mixer.softcap
+        window, cap, sizes = mixer.window, mixer.softcap, backend.attention_blocks
         pattern = attention_pattern(
-            attention,
-            positions[None],
-            segment_ids[None],
-            branch_ids[None],
-            window,
-            backend.attention_blocks,
-            layout=layout,
+            attention, positions[None], segment_ids[None], branch_ids[None], window, sizes, layout=layout
         )
 
         def attend(
@@ -89,17 +83,8 @@ def prefill(
 
         return attend
 
-    caches = [None] * arch.num_layers
-    hidden, new = run_layers(
-        params,
-        arch,
-        input_ids[None],
-        positions[None],
-        attend_of,
-        caches,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_layers
+    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 
 
@@ -142,16 +127,8 @@ def extend(
 
         return attend
 
-    hidden, new = run_layers(
-        params,
-        arch,
-        continued.input_ids,
-        positions_NT,
-        attend_of,
-        prompts.layers,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs = continued.input_ids, positions_NT
+    hidden, new = run_layers(params, arch, *inputs, attend_of, prompts.layers, dtype=dtype, backend=backend)
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
 
@@ -205,17 +182,8 @@ def decode(
 
         return attend
 
-    caches = list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new = run_layers(
-        params,
-        arch,
-        tokens[None],
-        positions[None],
-        attend_of,
-        caches,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
+    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 
 

@@ -9,7 +9,8 @@ Shapes: B rows, T tokens, D hidden, N query heads, K key/value heads, H head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as cached
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
-from quatrain.models.architecture import Architecture, LayerKind, mixers
+from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.unpacking import Unpacking
 from quatrain.models.blocks.attention import Attend, Attention
@@ -63,16 +64,9 @@ def forward(
     """
 
     def attend_of(mixer: Attention) -> Attend:
-        window, cap = mixer.window, mixer.softcap
+        window, cap, sizes = mixer.window, mixer.softcap, backend.attention_blocks
         pattern = attention_pattern(
-            attention,
-            positions,
-            segment_ids,
-            branch_ids,
-            window,
-            backend.attention_blocks,
-            packed=packed,
-            layout=layout,
+            attention, positions, segment_ids, branch_ids, window, sizes, packed=packed, layout=layout
         )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
@@ -82,18 +76,8 @@ def forward(
         # backward pass; with it, only queries, keys and values are kept.
         return jax.checkpoint(attend) if remat == "dots" and attention != "xla" else attend
 
-    caches = [None] * arch.num_layers
-    return run_layers(
-        params,
-        arch,
-        input_ids,
-        positions,
-        attend_of,
-        caches,
-        dtype=dtype,
-        remat=remat,
-        backend=backend,
-    )[0]
+    tokens, caches = (input_ids, positions), [None] * arch.num_layers
+    return run_layers(params, arch, *tokens, attend_of, caches, dtype=dtype, remat=remat, backend=backend)[0]
 
 
 def run_layers(
@@ -118,27 +102,21 @@ def run_layers(
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
     if arch.scale_embeddings:
         x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
-    heads = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers(arch.layers))
-    angles = {(rope, size): rope_angles(positions, rope.frequencies(size)) for rope, size in heads}
-    attends = {mixer: attend_of(mixer) for mixer in mixers(arch.layers)}
-    compiled, new_caches = dict[Hashable, Any](), []
-    for kind, layer, layer_specs, cache in zip(
-        arch.layers, params["layers"], specs["layers"], caches, strict=True
-    ):
-        key = kind, tuple(sorted(layer_specs.items()))
-        if key not in compiled:
-            run = partial(
-                _layer,
-                kind=kind,
-                arch=arch,
-                attend=attends[kind.mixer],
-                specs=layer_specs,
-                by_parts=remat == "dots",
-                few_rows=backend.few_rows,
-            )
-            compiled[key] = jax.jit(jax.checkpoint(run) if remat == "layer" else run)
-        mixer = kind.mixer
-        x_BTD, new_cache = compiled[key](x_BTD, layer, angles[mixer.rope, mixer.head_dim], cache)
+    ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in arch.mixers)
+    angles = {(rope, size): rope_angles(positions, rope.frequencies(size)) for rope, size in ropes}
+    attends = {mixer: attend_of(mixer) for mixer in arch.mixers}
+
+    @cached
+    def compiled(kind: LayerKind, specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
+        settings = dict(specs), remat == "dots", backend.few_rows
+        run = partial(_layer, kind, arch, attends[kind.mixer], *settings)
+        return jax.jit(jax.checkpoint(run) if remat == "layer" else run)
+
+    new_caches = []
+    layers = zip(arch.layers, params["layers"], specs["layers"], caches, strict=True)
+    for kind, layer, layer_specs, cache in layers:
+        run, rope = compiled(kind, tuple(sorted(layer_specs.items()))), (kind.mixer.rope, kind.mixer.head_dim)
+        x_BTD, new_cache = run(x_BTD, layer, angles[rope], cache)
         new_caches.append(new_cache)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
     return arch.norm(x_BTD, final_norm), tuple(new_caches)
@@ -149,9 +127,9 @@ def _embed(table_VD: jax.Array, arch: Architecture, input_ids: jax.Array) -> jax
     axis = vocabulary_axis(arch)
     if axis is None:
         return table_VD[input_ids]
-    own = input_ids - axis_index(axis) * len(table_VD)
-    there = (own >= 0) & (own < len(table_VD))
-    return psum_forward(jnp.where(there[..., None], table_VD[jnp.where(there, own, 0)], 0), axis)
+    rows = input_ids - axis_index(axis) * len(table_VD)
+    here = (rows >= 0) & (rows < len(table_VD))
+    return psum_forward(jnp.where(here[..., None], table_VD[jnp.where(here, rows, 0)], 0), axis)
 
 
 def output_head(params: Params, arch: Architecture, dtype: DTypeLike) -> jax.Array:
@@ -204,22 +182,23 @@ def vocabulary_axis(arch: Architecture) -> str | None:
 
 
 def _layer(
-    x_BTD: jax.Array,
-    layer: Layer,
-    angles: Angles,
-    cache: Any,
     kind: LayerKind,
     arch: Architecture,
     attend: Attend,
     specs: Mapping[str, PartitionSpec],
     by_parts: bool,
     few_rows: int,
+    x_BTD: jax.Array,
+    layer: Layer,
+    angles: Angles,
+    cache: Any,
 ) -> tuple[jax.Array, Any]:
     """x + mixer(norm(x)), then x + mlp(norm(x)), and the new cache.
 
     Each `tp` device computes its own heads and its own columns of the MLP.
     """
-    run = LayerRun(layer, specs, x_BTD.dtype, arch.norm, by_parts, few_rows, arch.lora_scale)
+    lora_scale = arch.lora.scale if arch.lora else 1.0
+    run = LayerRun(layer, specs, x_BTD.dtype, arch.norm, by_parts, few_rows, lora_scale)
 
     def norm(name: str) -> Enter:
         return lambda x, layer: arch.norm(x, layer[name])

@@ -6,7 +6,7 @@ Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -38,7 +38,7 @@ class CachePart:
     values: tuple[jax.Array, ...]
 
     @classmethod
-    def of_layers(cls, layers: Iterable[LayerCache]) -> CachePart:
+    def of_layers(cls, layers: Iterable[Sequence[jax.Array]]) -> CachePart:
         """The cache with these keys and values, layer after layer."""
         keys, values = zip(*layers, strict=True)
         return cls(keys, values)
@@ -59,11 +59,8 @@ def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, m
     rows *= mesh.shape["dp"] * mesh.shape["fsdp"]
     place = NamedSharding(mesh, CACHE_SPEC)
     states = [kind.mixer.state(rows, columns, mesh.shape["tp"]) for kind in arch.layers]
-    keys, values = (
-        tuple(jnp.zeros(shape, dtype, device=place) for shape in shapes)
-        for shapes in zip(*states, strict=True)
-    )
-    return CachePart(keys, values)
+    layers = ([jnp.zeros(shape, dtype, device=place) for shape in state] for state in states)
+    return CachePart.of_layers(layers)
 
 
 def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:

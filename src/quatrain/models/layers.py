@@ -90,10 +90,8 @@ def matmul_transposed(
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype)
     along_in = (((1,), (1,)), ((), ()))
     product = partial(jax.lax.dot_general, dimension_numbers=along_in, preferred_element_type=dtype)
-    if len(rows) <= few_rows:
-        y = jax.lax.optimization_barrier(product(matrix, rows)).T
-    else:
-        y = product(rows, matrix)
+    few = len(rows) <= few_rows
+    y = jax.lax.optimization_barrier(product(matrix, rows)).T if few else product(rows, matrix)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
@@ -135,7 +133,6 @@ def linear(
     x: jax.Array,
     layer: Layer,
     name: str,
-    *,
     sum_axis: str | None = None,
     few_rows: int = 0,
     lora_scale: float = 1.0,
@@ -149,8 +146,7 @@ def linear(
     if name + LORA_A in layer:
         y = y + lora_scale * _adapted(x, layer, name, sum_axis, few_rows)
     y = y if sum_axis is None else psum_forward(y, sum_axis)
-    bias = layer.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(x.dtype)
+    return y + layer[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in layer else y
 
 
 def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_rows: int) -> jax.Array:
@@ -163,11 +159,11 @@ def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_ro
     a, b = (psum_backward(a, "tp"), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
     low = matmul_transposed(x, a, few_rows=few_rows)
     if a.ndim > 2:
-        b = _beside_each_other(b, len(a))
+        b = _one_factor(b, len(a))
     return matmul_transposed(low.reshape(*x.shape[:-1], -1), b, few_rows=few_rows)
 
 
-def _beside_each_other(b: jax.Array, blocks: int) -> jax.Array:
+def _one_factor(b: jax.Array, blocks: int) -> jax.Array:
     """B of matrices that are stored as one, as one factor of their A x in a row: [*out, blocks * r].
 
     An output has the r columns of its own block and zeros in the others: one product in place of one for each
@@ -176,8 +172,8 @@ def _beside_each_other(b: jax.Array, blocks: int) -> jax.Array:
     # qkv [K, G + 2, H, r] has G query heads, a key head and a value head; gate_up is [2, F, r].
     groups = b.shape[-3]
     block_of = jnp.asarray(np.maximum(np.arange(groups) - (groups - blocks), 0))
-    own = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
-    return (b[..., None, :] * own).reshape(*b.shape[:-1], -1)
+    same = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
+    return (b[..., None, :] * same).reshape(*b.shape[:-1], -1)
 
 
 def attention_mask(

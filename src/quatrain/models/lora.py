@@ -7,7 +7,6 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,31 +90,30 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     if arch.lora is None:
         return trained
     layers = zip(tree["layers"], trained["layers"], strict=True)
-    return {**tree, "layers": [{**layer, **adapters} for layer, adapters in layers]}
+    return {**tree, "layers": [layer | adapters for layer, adapters in layers]}
 
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
-    return {"layers": [{name: layer[name] for name in _adapters_in(layer)} for layer in tree["layers"]]}
+    return {
+        "layers": [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
+    }
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
 
-    def base(layer: Any) -> dict[str, Any]:
-        own = set(_adapters_in(layer))
-        return {name: leaf for name, leaf in layer.items() if name not in own}
-
-    return {**tree, "layers": [base(layer) for layer in tree["layers"]]}
+    layers = [{name: layer[name] for name in layer if not _is_adapter(name)} for layer in tree["layers"]]
+    return {**tree, "layers": layers}
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(_adapters_in(layer) for layer in tree.get("layers", ()))
+    return any(_is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
 
 
-def _adapters_in(layer: Iterable[str]) -> list[str]:
-    return [name for name in layer if name.endswith((LORA_A, LORA_B))]
+def _is_adapter(name: str) -> bool:
+    return name.endswith((LORA_A, LORA_B))
 
 
 def apart_from(placed: Params, params: Params) -> Params:
@@ -129,7 +127,7 @@ def apart_from(placed: Params, params: Params) -> Params:
         return placed  # merged with its adapters, which are none of its arrays
     copied = jax.tree.map(unshared, adapters_of(placed), adapters_of(params))
     layers = zip(placed["layers"], copied["layers"], strict=True)
-    return {**placed, "layers": [{**layer, **own} for layer, own in layers]}
+    return {**placed, "layers": [layer | adapters for layer, adapters in layers]}
 
 
 def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
@@ -150,15 +148,10 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     key = jax.random.key(STREAM, impl="threefry2x32")
     for number, (layer, whole) in enumerate(zip(layers, params["layers"], strict=True)):
         for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
-            parts = to_memory("device", [whole[each] for each in (name, name + LORA_A, name + LORA_B)])
-            layer[name] = _merged(
-                *parts,
-                jax.random.fold_in(key, place),
-                scale=arch.lora.scale,
-                dtype=jnp.dtype(dtype or parts[0].dtype),
-                sharding=parts[0].sharding,
-            )
-            if parts[0] is not whole[name]:
+            matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
+            how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
+            layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
+            if matrix is not whole[name]:
                 jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
     return {**base, "layers": layers}
 
@@ -175,10 +168,8 @@ def _merged(
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
     exact = changed(matrix.astype(dtype), a, b, scale)
-    if dtype == jnp.bfloat16:
-        rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape))
-    else:
-        rounded = exact.astype(dtype)
+    stochastic = dtype == jnp.bfloat16
+    rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape)) if stochastic else exact.astype(dtype)
     return jax.lax.with_sharding_constraint(rounded, sharding)
 
 

@@ -75,12 +75,13 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
 
     Raises ValueError if a layer cannot be split over the `tp` devices of `mesh`.
     """
-    blocks = dict.fromkeys(block for kind in arch.kinds for block in (kind.mixer, kind.mlp))
+    blocks = [block for kind in arch.kinds for block in (kind.mixer, kind.mlp)]
     if not all(block.splits(mesh.tp) for block in blocks):
-        valid = [tp for tp in range(1, MAX_TP + 1) if all(block.splits(tp) for block in blocks)]
+        rules = dict.fromkeys(block.split_rule for block in blocks)
+        valid = [str(tp) for tp in range(1, MAX_TP + 1) if all(block.splits(tp) for block in blocks)]
         raise ValueError(
-            f"tp must be a number that {', and '.join(block.split_rule for block in blocks)}; got tp "
-            f"{mesh.tp}; choose one of {', '.join(map(str, valid))}"
+            f"tp must be a number that {', and '.join(rules)}; got tp {mesh.tp}; choose one of "
+            f"{', '.join(valid)}"
         )
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
 
@@ -113,11 +114,10 @@ def _draw(seed: Any, spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding)
         drawn = jnp.full(spec.shape, spec.scale, dtype)
     elif spec.init == "uniform":
         key = jax.random.wrap_key_data(seed)
-        drawn = jax.random.uniform(key, spec.shape, jnp.float32, -spec.scale, spec.scale).astype(dtype)
+        drawn = jax.random.uniform(key, spec.shape, jnp.float32, -spec.scale, spec.scale)
     else:
-        key = jax.random.wrap_key_data(seed)
-        drawn = (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
-    return jax.lax.with_sharding_constraint(drawn, sharding)
+        drawn = spec.scale * jax.random.normal(jax.random.wrap_key_data(seed), spec.shape, jnp.float32)
+    return jax.lax.with_sharding_constraint(drawn.astype(dtype), sharding)
 
 
 def tensor_names(arch: Architecture) -> list[TensorName]:

@@ -21,9 +21,9 @@ from pydantic import Field
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
 from quatrain.models.architecture import Architecture, Head
-from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
+from quatrain.models.families import FAMILIES, architecture_from_hf
 from quatrain.models.families.family import FULL, SLIDING, Family, Json, write_rope
-from quatrain.models.hf_config import Heads, Layers, Positions, Positive, Width
+from quatrain.models.hf_config import Heads, Layers, Period, Positions, Positive, Width, Window
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
 from quatrain.models.rope import Rope
 from quatrain.models.spec import TensorName
@@ -33,6 +33,7 @@ FAMILY_OF = {family.gguf.name: family for family in FAMILIES.values()}
 """The families, keyed by llama.cpp's names of their architectures."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_OTHER_SOURCE = "give the model's Hugging Face folder or hub id"
 _READ_VALUES = 2**22  # number of values dequantised at a time
 _NAMES = {
     "embed": "token_embd",
@@ -56,10 +57,7 @@ _NAMES = {
 
 
 def load_gguf(
-    path: str | Path,
-    dtype: DTypeLike = jnp.float32,
-    mesh: Mesh | None = None,
-    head: Head = "vocabulary",
+    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "vocabulary"
 ) -> tuple[Architecture, Params]:
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 
@@ -75,9 +73,7 @@ def load_gguf(
     """
     header = read_header(path)
     arch, tensors = _architecture(header), {tensor.name: tensor for tensor in header.tensors}
-    shapes = tensor_shapes(arch)
-    expected = {_gguf_name(name): shapes[name.name] for name in tensor_names(arch)}
-    _check_tensors(header.path, tensors, expected)
+    _check_tensors(header.path, tensors, arch)
     arch = replace(arch, head=head)
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
@@ -103,8 +99,7 @@ def _gguf() -> Any:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "loading a .gguf model needs the `gguf` package; it is not installed; "
-            "run `pip install quatrain[gguf]`"
+            "a .gguf model needs the `gguf` package, which is not installed: run `pip install quatrain[gguf]`"
         ) from error
 
 
@@ -121,39 +116,38 @@ def _check_types(header: GGUFHeader) -> None:
     supported = [kind.name for kind in _gguf().GGMLQuantizationType if _is_dequantised(kind)]
     for tensor in header.tensors:
         kind = known.get(tensor.type_id, f"number {tensor.type_id}")
+        name = f"{tensor.name:.80}"
         if kind not in supported:
             raise ValueError(
-                f"tensors of the types {', '.join(supported)} are supported; {tensor.name:.80} in "
-                f"{header.path} has the type {kind}; use another quantisation"
+                f"tensors of the types {', '.join(supported)} are supported; {name} in {header.path} has the "
+                f"type {kind}; use another quantisation"
             )
-        end = tensor.offset + math.prod(tensor.shape[:-1]) * _row_bytes(tensor)
-        size = tensor.path.stat().st_size
+        end, size = (
+            tensor.offset + math.prod(tensor.shape[:-1]) * _row_bytes(tensor),
+            tensor.path.stat().st_size,
+        )
         if end > size:
             raise ValueError(
-                f"{tensor.path} is truncated: {tensor.name:.80} ends at byte {end}, the file at {size}; "
-                "fetch it again"
+                f"{tensor.path} is truncated: {name} ends at byte {end}, the file at {size}; fetch it again"
             )
 
 
-def _check_tensors(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_tensors(path: Path, tensors: Mapping[str, TensorInfo], arch: Architecture) -> None:
     """Raises ValueError for missing, unexpected and misshapen tensors, before any parameter has memory."""
+    shapes = tensor_shapes(arch)
+    expected = {_gguf_name(name): shapes[name.name] for name in tensor_names(arch)}
     names = tensors.keys() - {_ROPE_FACTORS}
     for wrong, problem in ((expected.keys() - names, "lacks"), (names - expected.keys(), "has unexpected")):
         if wrong:
-            first = sorted(name[:80] for name in wrong)
-            more = f" and {len(first) - 5} more" if len(first) > 5 else ""
+            first = ", ".join(sorted(name[:80] for name in wrong)[:5])
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ValueError(
-                f"{path} {problem} tensors: {', '.join(first[:5])}{more}; it is not a "
-                f"{' or '.join(FAMILY_OF)} model"
+                f"{path} {problem} tensors: {first}{more}; it is no {' or '.join(FAMILY_OF)} model"
             )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise ValueError(
-                f"{name} in {path} must have shape {shape}; it has {tensors[name].shape}; fetch the file "
-                "again"
-            )
+            has = tensors[name].shape
+            raise ValueError(f"{name} in {path} must have shape {shape}; it has {has}; fetch the file again")
 
 
 def _is_dequantised(kind: Any) -> bool:
@@ -169,8 +163,8 @@ def _row_bytes(tensor: TensorInfo) -> int:
     block, size = _gguf().GGML_QUANT_SIZES[tensor.type_id]
     if not tensor.shape or tensor.shape[-1] % block:
         raise ValueError(
-            f"the last dimension of {tensor.name:.80} must be a multiple of its quantisation block, {block}; "
-            f"its shape is {tensor.shape}"
+            f"the last dimension of {tensor.name:.80} must be a multiple of its block, {block}; its shape is "
+            f"{tensor.shape}"
         )
     return int(tensor.shape[-1] // block * size)
 
@@ -195,7 +189,7 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
     (Gemma) is taken off again.
     """
     rows, numbers = name.rows(parameter)
-    if family_of(arch).gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+    if FAMILIES[arch.family].gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         half = arch.layers[0].mixer.head_dim // 2
         numbers = numbers.reshape(-1, 2, half).swapaxes(1, 2).reshape(-1)
     offset = arch.norm.offset if tensor.name.endswith("norm.weight") else 0.0
@@ -208,9 +202,6 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
 
 Factor = Annotated[float, Field(ge=0, le=1e12)]
 """0 stands for none."""
-Window = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Pattern = Annotated[int, Field(ge=0, le=2**10)]
-"""Every so many layers, one has full attention; 0: none has."""
 
 
 class _Keys(Description):
@@ -234,7 +225,7 @@ class _Keys(Description):
 
     # Of Gemma models alone; 0 stands for none.
     sliding_window: Annotated[Window, Field(alias="attention.sliding_window")] = 0
-    pattern: Annotated[Pattern | list[bool | int], Field(alias="attention.sliding_window_pattern")] = 0
+    pattern: Annotated[Period | list[bool | int], Field(alias="attention.sliding_window_pattern")] = 0
     scale: Annotated[Factor, Field(alias="attention.scale")] = 0.0
     attention_softcap: Annotated[Factor, Field(alias="attn_logit_softcapping")] = 0.0
     final_softcap: Annotated[Factor, Field(alias="final_logit_softcapping")] = 0.0
@@ -245,12 +236,12 @@ _WITHOUT_EFFECT = {
     "vocab_size",
     "tensor_data_layout",
     "pooling_type",
-    "attention.value_length",  # the shapes of tensors say it too
+    "attention.value_length",
     "attention.layer_norm_epsilon",
     "expert_used_count",
     "rope.scaling.finetuned",
 }
-"""Keys that are not read, because they do not change what a supported model computes."""
+"""Keys that are not read: they change nothing, or the shapes of tensors say the same."""
 
 
 def _architecture(header: GGUFHeader) -> Architecture:
@@ -259,7 +250,7 @@ def _architecture(header: GGUFHeader) -> Architecture:
     if name not in FAMILY_OF:
         raise ValueError(
             f"GGUF files of the architectures {', '.join(FAMILY_OF)} are supported; {header.path} has "
-            f"{shown(name)}; give the model's Hugging Face folder or hub id"
+            f"{shown(name)}; {_OTHER_SOURCE}"
         )
     _check_types(header)
     embeddings = tensors.get("token_embd.weight")
@@ -304,7 +295,7 @@ def _windows_and_scales(family: Family, keys: _Keys, head_dim: int) -> Json:
     by_heads = keys.block_count == family.gguf.scaled_by_heads
     scalar = keys.embedding_length // keys.heads if by_heads else head_dim
     layers, pattern = range(keys.block_count), keys.pattern
-    # Of a number of layers, the last has full attention; with 0 none has.
+    # If it is a number, every so many layers the last has full attention; with 0 none has.
     slides = pattern if isinstance(pattern, list) else [not pattern or (i + 1) % pattern > 0 for i in layers]
     return {
         "query_pre_attn_scalar": keys.scale**-2 if keys.scale else scalar,
@@ -344,7 +335,7 @@ def _check_plain(
     if unread:
         raise ValueError(
             f"GGUF models may only have settings that the decoder has; {header.path} has "
-            f"{', '.join(unread[:5])}; give the model's Hugging Face folder or hub id, or another model"
+            f"{', '.join(unread[:5])}; {_OTHER_SOURCE}"
         )
 
 
@@ -373,6 +364,6 @@ def _rope(header: GGUFHeader, keys: _Keys, tensor: TensorInfo | None, head_dim: 
     if linear or not np.allclose(factors, expected, rtol=1e-3):
         raise ValueError(
             f"{_ROPE_FACTORS} must contain Llama 3's rotary factors (low 1, high 4, original length "
-            f"{original}); {header.path} has others; give the model's Hugging Face folder or hub id"
+            f"{original}); {header.path} has others; {_OTHER_SOURCE}"
         )
     return llama3

@@ -80,7 +80,7 @@ def test_splash_takes_the_mask_of_packed_rows(split, window, cap):
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_the_call_of_cudnn_equals_dense_attention_in_rows_of_one_sequence(window):
     segments, positions = whole_rows((13, 20, 1), 20)
-    kernel = partial(kernels._causal_attention, window=window, cap=None, implementation="xla")
+    kernel = partial(kernels.cudnn_attention, window=window, cap=None, implementation="xla")
     assert_equals_dense_attention(kernel, segments, positions, jnp.zeros_like(segments), 16, window, None)
 
 

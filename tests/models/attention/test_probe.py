@@ -17,7 +17,7 @@ ARCH = changed(builtin_architecture("tiny", 100, ()), family="gemma3_text", wind
 
 
 def right(q, k, v, *, window, cap):
-    return kernels._causal_attention(q, k, v, window=window, cap=cap, implementation="xla")
+    return kernels.cudnn_attention(q, k, v, window=window, cap=cap, implementation="xla")
 
 
 def without_window(q, k, v, *, window, cap):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from quatrain.models.architecture import Architecture, mixers
+from quatrain.models.architecture import Architecture
 
 PLATFORMS = {"cudnn": "gpu", "tokamax": "gpu", "splash": "tpu"}
 """The platform of each kernel; `auto` takes the first kernel that supports the model and the platform."""
@@ -39,8 +39,10 @@ def choose_attention(name: str, arch: Architecture, *, platform: str, dtype: DTy
     Raises ValueError for an unknown name, and for a kernel of another platform or one that does not support
     `arch` or `dtype`.
     """
-    if name in ("auto", "xla"):
-        return candidates(arch, platform=platform, dtype=dtype)[0] if name == "auto" else name
+    if name == "auto":
+        return candidates(arch, platform=platform, dtype=dtype)[0]
+    if name == "xla":
+        return name
     if name not in PLATFORMS:
         raise ValueError(f"model.attention must be auto, xla, {', '.join(PLATFORMS)}; got {name!r}")
     if platform != PLATFORMS[name]:
@@ -68,7 +70,7 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
         return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
-    for mixer in mixers(arch.layers):
+    for mixer in arch.mixers:
         size, cap = f"({arch.family}, head_dim {mixer.head_dim})", mixer.softcap
         if mixer.head_dim % 8:
             return f"take heads that are no multiple of 8 elements {size}"
@@ -80,21 +82,15 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
 
 
 def cudnn_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: int | None, cap: float | None
-) -> jax.Array:
-    """Attention [B, T, N, H] by cuDNN."""
-    return _causal_attention(q_BTNH, k_BTKH, v_BTKH, window=window, cap=cap, implementation="cudnn")
-
-
-def _causal_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     *,
     window: int | None,
     cap: float | None,
-    implementation: Literal["xla", "cudnn"],
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
+    """Attention [B, T, N, H] by cuDNN, or as XLA computes the same."""
     # The causal mask alone keeps a sequence from attending to the padding after it, so cuDNN gets no sequence
     # lengths: no row of scores is fully masked, and its restrictions on windows with lengths do not apply.
     assert cap is None
@@ -174,10 +170,7 @@ def splash_masked_attention(
     mask_BTT = _pad(_pad(mask_BTT, 1, width), 2, width)
     mask_BTT = mask_BTT | (jnp.eye(width, dtype=bool) & ~mask_BTT.any(axis=2, keepdims=True))
     kernel = splash.make_splash_mha_single_device(
-        mask_BTT,
-        block_sizes=_splash_blocks(width),
-        attn_logits_soft_cap=cap,
-        interpret=interpret,
+        mask_BTT, block_sizes=_splash_blocks(width), attn_logits_soft_cap=cap, interpret=interpret
     )
 
     def one_head(q_BTH: jax.Array, k_BTH: jax.Array, v_BTH: jax.Array) -> jax.Array:

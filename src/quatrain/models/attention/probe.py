@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR
 from quatrain.cluster.processes import decided_by_main
-from quatrain.models.architecture import Architecture, mixers
+from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention, unpacks
 from quatrain.models.attention.kernels import PLATFORMS, candidates, choose_attention, obstacle
 from quatrain.models.attention.unpacking import Unpacking, unpacking
@@ -64,7 +64,7 @@ def probe(name: str, arch: Architecture, dtype: DTypeLike) -> str | None:
     Returns why it cannot be used: its error, or how far its results are from those of `xla`; None if it can.
     """
     # What unpacks computes packed rows as rows of one sequence; the others have two ways.
-    for mixer, packed in product(mixers(arch.layers), (True,) if unpacks(name) else (True, False)):
+    for mixer, packed in product(arch.mixers, (True,) if unpacks(name) else (True, False)):
         window = WINDOW if mixer.window else None
         sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         case = _Case(*sizes, window, packed, mixer.softcap, str(jnp.dtype(dtype)))
@@ -84,26 +84,28 @@ def trusted_attention(
     `auto` takes the first of `kernels.candidates` that passes, and logs it with the reasons against those
     before it. Raises ValueError for a kernel that does not pass, or that `choose_attention` refuses.
     """
+
+    def failure(kernel: str) -> str | None:
+        return None if kernel == "xla" else decided_by_main(partial(probe, kernel, arch, dtype))
+
     if name != "auto":
         chosen = choose_attention(name, arch, platform=platform, dtype=dtype)
-        reason = None if chosen == "xla" else decided_by_main(partial(probe, chosen, arch, dtype))
+        reason = failure(chosen)
         if reason is not None:
             raise ValueError(
                 f"model.attention={name} must compute what xla computes on these devices, and it does not: "
                 f"{reason}; set model.attention to auto or xla"
             )
         return chosen
-    order = candidates(arch, platform=platform, dtype=dtype)
-    own = [kernel for kernel, where in PLATFORMS.items() if where == platform]
-    against = [
-        f"not {kernel}: it cannot {obstacle(kernel, arch, dtype)}" for kernel in own if kernel not in order
-    ]
-    for kernel in order:
-        reason = None if kernel == "xla" else decided_by_main(partial(probe, kernel, arch, dtype))
+    kernels = [kernel for kernel, where in PLATFORMS.items() if where == platform]
+    refused = ((kernel, obstacle(kernel, arch, dtype)) for kernel in kernels)
+    against = [f"not {kernel}: it cannot {reason}" for kernel, reason in refused if reason]
+    for kernel in candidates(arch, platform=platform, dtype=dtype):
+        reason = failure(kernel)
         if reason is None:
             break
         against.append(f"not {kernel}: {reason}")
-    if own:
+    if kernels:
         logger.info("attention: %s", "; ".join((kernel, *against)))
     return kernel
 
@@ -125,10 +127,8 @@ def _compared(name: str, case: _Case) -> str | None:
     for part, wanted in expected.items():
         distance = float(np.linalg.norm(got[part] - wanted) / np.linalg.norm(wanted))
         if not distance <= limit:
-            return (
-                f"its {part} differs from that of xla by {distance:.2g} of its norm, and rounding explains "
-                f"at most {limit:g}"
-            )
+            norms = f"{distance:.2g} of its norm, and rounding explains at most {limit:g}"
+            return f"its {part} differs from that of xla by {norms}"
     return None
 
 

@@ -45,8 +45,6 @@ class Attention:
     """The soft cap of scores (`layers.softcap`)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads"):
-            require(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
         multiple = f"a multiple of num_kv_heads = {self.num_kv_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "num_heads", multiple, self.num_heads)
         even = self.head_dim > 0 and self.head_dim % 2 == 0

@@ -5,7 +5,8 @@ Data flow: the decoder makes a `LayerRun` for each layer; its blocks compute in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,24 +55,16 @@ def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> An
     return jax.tree.map(one, params, specs)
 
 
-class GatheredLayer(Mapping[str, jax.Array]):
+class GatheredLayer(UserDict[str, jax.Array]):
     """The parameters of one layer as a mapping; reading one all-gathers it, as `gather_params` does."""
 
     def __init__(self, layer: Layer, specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
-        self._layer, self._specs, self._dtype = layer, specs, dtype
+        super().__init__(layer)
+        self._specs, self._dtype = specs, dtype
 
     def __getitem__(self, name: str) -> jax.Array:
-        whole: jax.Array = gather_params(self._layer[name], self._specs[name], self._dtype)
+        whole: jax.Array = gather_params(self.data[name], self._specs[name], self._dtype)
         return whole
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layer
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layer)
-
-    def __len__(self) -> int:
-        return len(self._layer)
 
 
 @dataclass(frozen=True)
@@ -101,4 +94,4 @@ class LayerRun:
 
     def linear(self, x: jax.Array, layer: Layer, name: str, sum_axis: str | None = None) -> jax.Array:
         """`layers.linear` with the settings of this run."""
-        return linear(x, layer, name, sum_axis=sum_axis, few_rows=self.few_rows, lora_scale=self.lora_scale)
+        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale)

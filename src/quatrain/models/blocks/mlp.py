@@ -28,7 +28,6 @@ class Dense:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        require(self.width > 0, "intermediate_size", "a positive number", self.width)
         known = self.activation in ACTIVATIONS
         require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", self.activation)
 

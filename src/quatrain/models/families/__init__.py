@@ -12,7 +12,7 @@ from typing import Any
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
-from quatrain.models.families.family import Family, Json, write_common
+from quatrain.models.families.family import Json, write_common
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.llama import LLAMA
 from quatrain.models.families.qwen import QWEN2, QWEN3
@@ -20,7 +20,6 @@ from quatrain.models.hf_config import HFConfig
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3)}
 """The supported families, keyed by the `model_type` of config.json."""
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
     "use_bidirectional_attention": "only causal attention is supported",
@@ -39,11 +38,6 @@ _BUILTIN: dict[str, Json] = {
         "bos_token_id": None,
     }
 }
-
-
-def family_of(arch: Architecture) -> Family:
-    """The family of a model."""
-    return FAMILIES[arch.family]
 
 
 def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
@@ -72,25 +66,19 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         known = ", ".join(FAMILIES)
         raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}")
     values = {**FAMILIES[family].defaults, **config}
-    missing = [key for key in _REQUIRED if values.get(key) is None]
-    if missing:
-        raise ValueError(f"{source} of a {family} model lacks the required keys {', '.join(missing)}")
     for key, remedy in _UNSUPPORTED.items():
         if values.get(key):
             raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
-    return FAMILIES[family].read(checked(HFConfig, values, source), source)
+    checked_config = checked(HFConfig, values, source)
+    try:
+        return FAMILIES[family].read(checked_config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def architecture_to_hf(arch: Architecture) -> Json:
     """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the model."""
-    family = family_of(arch)
+    family = FAMILIES[arch.family]
     score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "score" else {}
-    written = family.write(arch)
-    return {
-        "architectures": [family.classifier if score else family.hf_class],
-        "model_type": family.model_type,
-        **write_common(arch),
-        **{key: value for key, value in written.items() if key.startswith("rope")},
-        **score,
-        **written,
-    }
+    names = {"architectures": [family.classifier if score else family.hf_class], "model_type": arch.family}
+    return {**names, **write_common(arch), **family.write(arch), **score}

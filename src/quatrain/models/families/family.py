@@ -9,18 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quatrain.config.errors import shown
-from quatrain.config.files import CORRECT, checked
 from quatrain.models.architecture import Architecture, LayerKind
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.mlp import Dense
-from quatrain.models.hf_config import HFConfig, RopeConfig
+from quatrain.models.hf_config import HFConfig, RopeConfig, RopeParameters
 from quatrain.models.layers import Norm
 from quatrain.models.rope import Rope
 from quatrain.models.spec import require
 
 Json = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""The supported kinds of rotary embeddings, and the values that each must have."""
 
 
 class GGUF(NamedTuple):
@@ -46,10 +50,9 @@ class Family(NamedTuple):
     """The class of a model with a score head."""
     defaults: Json
     """Values of keys that may be missing in config.json."""
-    read: Callable[[HFConfig, str], Architecture]
-    """`read(config, source)`; errors name the file `source`."""
+    read: Callable[[HFConfig], Architecture]
     write: Callable[[Architecture], Json]
-    """The keys of config.json that differ between families."""
+    """The keys of config.json that not all families have, or that differ from `write_common`."""
     gguf: GGUF
 
 
@@ -58,39 +61,31 @@ def read_common(
     c: HFConfig,
     mixers: Sequence[Attention],
     *,
-    mlp_bias: bool = False,
+    bias: bool = False,
     norms: Any = "pre",
-    norm_offset: float = 0.0,
     **fields: Any,
 ) -> Architecture:
     """The architecture with these mixers, an MLP in each layer, and what all families have in config.json."""
-    mlp = Dense(c.intermediate_size, c.hidden_activation or c.hidden_act or "silu", mlp_bias)
+    mlp = Dense(c.intermediate_size, c.hidden_activation or c.hidden_act or "silu", bias)
+    values: Json = {"norm": Norm(c.rms_norm_eps), "tie_embeddings": bool(c.tie_word_embeddings)} | fields
     return Architecture(
         family,
         c.vocab_size,
         c.hidden_size,
         tuple(LayerKind(mixer, mlp, norms) for mixer in mixers),
         c.max_position_embeddings or 2048,
-        Norm(c.rms_norm_eps, norm_offset),
-        tie_embeddings=bool(c.tie_word_embeddings),
         eos_token_ids=c.eos_token_id,
         bos_token_id=c.bos_token_id,
         pad_token_id=None if c.pad_token_id == -1 else c.pad_token_id,
-        **fields,
+        **values,
     )
 
 
 def read_attention(c: HFConfig, rope: Rope, window: int | None = None, **fields: Any) -> Attention:
     """The mixer with the sizes in config.json, and biases as `attention_bias` says unless `fields` do."""
-    biases = {"qkv_bias": bool(c.attention_bias), "output_bias": bool(c.attention_bias)}
-    return Attention(
-        c.num_attention_heads,
-        c.num_key_value_heads or c.num_attention_heads,
-        c.head_dim or c.hidden_size // c.num_attention_heads,
-        rope,
-        window,
-        **biases | fields,
-    )
+    heads, bias = c.num_attention_heads, bool(c.attention_bias)
+    sizes = heads, c.num_key_value_heads or heads, c.head_dim or c.hidden_size // heads
+    return Attention(*sizes, rope, window, **{"qkv_bias": bias, "output_bias": bias} | fields)
 
 
 def by_layer_type(
@@ -104,75 +99,61 @@ def by_layer_type(
     return [made[kind] for kind in types]
 
 
-def read_rope(c: HFConfig, source: str, *, by_type: bool = False) -> Rope:
+def read_rope(c: HFConfig, *, by_type: bool = False) -> Rope:
     """The rotary embeddings of all layers, or `by_type` of those with full attention.
 
     If `rope_scaling` is given, it replaces the scaling in `rope_parameters`, as in transformers.
     """
-    written = c.rope_parameters or {}
-    if not by_type and {FULL, SLIDING} & set(written):
-        raise ValueError(
-            f"{source} has rope_parameters for each type of layer, which only gemma3_text has: give one set"
-        )
-    parameters = _object(written.get(FULL) or {}, f"rope_parameters.{FULL}", source) or written
-    if c.rope_scaling:
-        parameters = {"rope_theta": c.rope_theta or parameters.get("rope_theta"), **c.rope_scaling}
-    rope = checked(RopeConfig, parameters, f"{source}, rotary embeddings")
-    theta = rope.rope_theta or c.rope_theta or 10_000.0
-    kind = _rope_type(rope, c, source)
+    written = c.rope_parameters or RopeParameters()
+    if not by_type and written.model_fields_set & {FULL, SLIDING}:
+        raise ValueError("rope_parameters for each type of layer, which only gemma3_text has: give one set")
+    rope = written.full_attention or written
+    theta = rope.rope_theta or c.rope_theta
+    if c.rope_scaling and c.rope_scaling.model_fields_set:
+        rope, theta = c.rope_scaling, c.rope_scaling.rope_theta or c.rope_theta or rope.rope_theta
+    return _rope(rope, theta, c)
+
+
+def read_sliding_rope(c: HFConfig) -> Rope:
+    """The rotary embeddings of sliding-window layers that have their own; they are never scaled."""
+    local = (c.rope_parameters and c.rope_parameters.sliding_attention) or RopeConfig()
+    rope = _rope(local, local.rope_theta or c.rope_local_base_freq, c)
+    if rope.kind != "default":
+        raise ValueError(f"{SLIDING} layers must have rope_type default, not {rope.kind}")
+    return rope
+
+
+def _rope(rope: RopeConfig, theta: float | None, c: HFConfig) -> Rope:
+    kind: Any = rope.rope_type or rope.type or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"unsupported rope type {shown(kind)}; supported: {', '.join(ROPE_TYPES)}")
+    if rope.type not in (None, kind):
+        raise ValueError(f"the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
+    partial = rope.partial_rotary_factor or c.partial_rotary_factor or 1.0
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor = {partial}; only 1.0 is supported")
+    theta = theta or 10_000.0
     if kind == "default":
         if rope.factor not in (None, 1.0):
-            raise ValueError(
-                f"{source}: a rope factor ({rope.factor}) needs a rope_type, such as linear; add it"
-            )
+            raise ValueError(f"a rope factor ({rope.factor}) needs a rope_type, such as linear; add it")
         return Rope(theta)
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    missing = [name for name in needed if getattr(rope, name) is None]
-    if missing:
-        raise ValueError(f"{source}: the rope type {kind} needs {', '.join(missing)}; add the value")
+    values: Json = {name: getattr(rope, name) for name in ROPE_TYPES[kind]}
+    if None in values.values():
+        raise ValueError(f"the rope type {kind} needs {', '.join(values)}; add the missing values")
     if kind == "linear":
-        return Rope(theta, "linear", rope.factor or 1.0)
-    low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 1.0
+        return Rope(theta, kind, **values)
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
     if low >= high:
-        raise ValueError(f"{source}: low_freq_factor must be below high_freq_factor; got {low} and {high}")
+        raise ValueError(f"low_freq_factor must be below high_freq_factor; got {low} and {high}")
     lengths = c.original_max_position_embeddings, rope.original_max_position_embeddings
     original = next((length for length in (*lengths, c.max_position_embeddings) if length), None)
     if original is None:
-        raise ValueError(f"{source}: the rope type llama3 needs original_max_position_embeddings; add it")
-    return Rope(theta, "llama3", rope.factor or 1.0, low, high, original)
-
-
-def read_sliding_rope(c: HFConfig, source: str) -> Rope:
-    """The rotary embeddings of sliding-window layers that have their own; they are never scaled."""
-    where = f"rope_parameters.{SLIDING}"
-    local = _object((c.rope_parameters or {}).get(SLIDING) or {}, where, source)
-    rope = checked(RopeConfig, local, f"{source}, {where}")
-    if _rope_type(rope, c, source) != "default":
-        raise ValueError(f"{SLIDING} layers must have rope_type default; {source} has {shown(local)}")
-    return Rope(rope.rope_theta or c.rope_local_base_freq or 10_000.0)
-
-
-def _object(value: Any, key: str, source: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{source}: {key} must be an object, not {shown(value)}; {CORRECT}")
-    return value
-
-
-def _rope_type(rope: RopeConfig, c: HFConfig, source: str) -> str:
-    kind = rope.rope_type or rope.type or "default"
-    if rope.type not in (None, kind):
-        raise ValueError(f"{source} has the rope_type {shown(kind)} and type {shown(rope.type)}; remove one")
-    if kind not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise ValueError(f"unsupported rope type {shown(kind)} in {source}; supported: {known}")
-    partial = rope.partial_rotary_factor or c.partial_rotary_factor or 1.0
-    if partial != 1.0:
-        raise ValueError(f"{source} has partial_rotary_factor = {partial}; only 1.0 is supported")
-    return kind
+        raise ValueError("the rope type llama3 needs original_max_position_embeddings; add it")
+    return Rope(theta, kind, **values, original_max_position=original)
 
 
 def write_common(arch: Architecture) -> Json:
-    """The keys of config.json that all families have."""
+    """The keys of config.json that all families have, with the rotary embeddings of the first layer."""
     layer, eos = arch.layers[0], list(arch.eos_token_ids)
     return {
         "vocab_size": arch.vocab_size,
@@ -187,6 +168,7 @@ def write_common(arch: Architecture) -> Json:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "bos_token_id": arch.bos_token_id,
         "pad_token_id": arch.pad_token_id,
+        **write_rope(layer.mixer.rope),
     }
 
 
@@ -195,20 +177,15 @@ def write_rope(rope: Rope, sliding: Rope | None = None) -> Json:
 
     `sliding`: those of sliding-window layers, if they have their own.
     """
-    scaling: Json = {} if rope.kind == "default" else {"rope_type": rope.kind, "factor": rope.factor}
+    values = {"rope_type": rope.kind, **{name: getattr(rope, name) for name in ROPE_TYPES[rope.kind]}}
     if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
-    old = {"rope_theta": rope.theta, "rope_scaling": scaling or None}
-    full = {"rope_type": "default", "rope_theta": rope.theta, **scaling}
+        values["original_max_position_embeddings"] = rope.original_max_position
+    old = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else values}
+    full = {"rope_theta": rope.theta, **values}
     if sliding is None:
         return {**old, "rope_parameters": full}
     local = {"rope_type": "default", "rope_theta": sliding.theta}
-    both = {FULL: full, SLIDING: local}
-    return {**old, "rope_local_base_freq": sliding.theta, "rope_parameters": both}
+    return {**old, "rope_local_base_freq": sliding.theta, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
 def write_attention(arch: Architecture) -> Json:
@@ -217,11 +194,8 @@ def write_attention(arch: Architecture) -> Json:
     return {"head_dim": mixer.head_dim, "attention_bias": mixer.output_bias}
 
 
-def layer_types(arch: Architecture) -> list[str]:
-    """The attention type of each layer, as config.json names it."""
-    return [SLIDING if kind.mixer.window else FULL for kind in arch.layers]
-
-
-def sliding_window(arch: Architecture) -> int | None:
-    """The sliding window of the layers that have one."""
-    return next((kind.mixer.window for kind in arch.layers if kind.mixer.window), None)
+def write_windows(arch: Architecture) -> Json:
+    """The type of each layer, and the sliding window of those that have one."""
+    windows = [kind.mixer.window for kind in arch.layers]
+    types = [SLIDING if window else FULL for window in windows]
+    return {"layer_types": types, "sliding_window": next(filter(None, windows), None)}

@@ -11,31 +11,26 @@ from quatrain.models.families.family import (
     read_common,
     read_rope,
     write_attention,
-    write_rope,
 )
 from quatrain.models.hf_config import HFConfig
 
 
-def _read(c: HFConfig, source: str) -> Architecture:
-    mixer = read_attention(c, read_rope(c, source))
-    return read_common("llama", c, [mixer] * c.num_hidden_layers, mlp_bias=bool(c.mlp_bias))
+def _read(c: HFConfig) -> Architecture:
+    mixer = read_attention(c, read_rope(c))
+    return read_common("llama", c, [mixer] * c.num_hidden_layers, bias=bool(c.mlp_bias))
 
 
 def _write(arch: Architecture) -> Json:
-    layer = arch.layers[0]
-    return {
-        **write_rope(layer.mixer.rope),
-        **write_attention(arch),
-        "hidden_act": layer.mlp.activation,
-        "mlp_bias": layer.mlp.bias,
-    }
+    mlp = arch.layers[0].mlp
+    return {**write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
 
 
+_DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
-    {"bos_token_id": 1, "eos_token_id": 2},
+    _DEFAULTS,
     _read,
     _write,
     GGUF("llama", permuted=True),

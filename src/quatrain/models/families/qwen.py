@@ -12,48 +12,40 @@ from quatrain.models.families.family import (
     Family,
     Json,
     by_layer_type,
-    layer_types,
     read_attention,
     read_common,
     read_rope,
-    sliding_window,
     write_attention,
-    write_rope,
+    write_windows,
 )
 from quatrain.models.hf_config import HFConfig
 
 _DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 
-def _read(c: HFConfig, source: str, *, family: str, **fields: bool) -> Architecture:
+def _read(c: HFConfig, *, family: str, **fields: bool) -> Architecture:
     c = c if c.use_sliding_window else c.model_copy(update={"sliding_window": None})
     num_full = c.num_hidden_layers if c.sliding_window is None else c.max_window_layers
     types = c.layer_types or [FULL if i < num_full else SLIDING for i in range(c.num_hidden_layers)]
-    rope = read_rope(c, source)
+    rope = read_rope(c)
     mixers = by_layer_type(c, types, lambda window: read_attention(c, rope, window, **fields))
     return read_common(family, c, mixers)
 
 
 def _write(arch: Architecture) -> Json:
-    types, window = layer_types(arch), sliding_window(arch)
+    windows = write_windows(arch)
     return {
-        **write_rope(arch.layers[0].mixer.rope),
-        "layer_types": types,
-        "sliding_window": window,
+        **windows,
         "hidden_act": arch.layers[0].mlp.activation,
-        "use_sliding_window": window is not None,
-        "max_window_layers": [*types, SLIDING].index(SLIDING),
+        "use_sliding_window": windows["sliding_window"] is not None,
+        "max_window_layers": [*windows["layer_types"], SLIDING].index(SLIDING),
     }
 
 
 def _write_2(arch: Architecture) -> Json:
     mixer = arch.layers[0].mixer
-    own = {} if mixer.head_dim * mixer.num_heads == arch.hidden_size else {"head_dim": mixer.head_dim}
-    return {**own, **_write(arch)}
-
-
-def _write_3(arch: Architecture) -> Json:
-    return {**write_attention(arch), **_write(arch)}
+    head = {} if mixer.head_dim * mixer.num_heads == arch.hidden_size else {"head_dim": mixer.head_dim}
+    return {**head, **_write(arch)}
 
 
 QWEN2 = Family(
@@ -71,6 +63,6 @@ QWEN3 = Family(
     "Qwen3ForSequenceClassification",
     {**_DEFAULTS, "head_dim": 128},
     partial(_read, family="qwen3", qk_norm=True),
-    _write_3,
+    lambda arch: {**write_attention(arch), **_write(arch)},
     GGUF("qwen3"),
 )
