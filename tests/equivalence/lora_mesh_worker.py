@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from architectures import ADAPTED
 
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
@@ -35,7 +34,7 @@ ARCH = architecture_from_hf(
         "max_position_embeddings": 64,
     }
 )
-ARCH = replace(ARCH, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED))
+ARCH = replace(ARCH, lora=LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets))
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 
