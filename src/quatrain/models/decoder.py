@@ -107,8 +107,8 @@ def run_layers(
     attends = {mixer: attend_of(mixer) for mixer in arch.mixers}
 
     @cached
-    def compiled(kind: LayerKind, specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
-        settings = dict(specs), remat == "dots", backend.few_rows
+    def compiled(kind: LayerKind, layer_specs: tuple[tuple[str, PartitionSpec], ...]) -> Callable[..., Any]:
+        settings = dict(layer_specs), remat == "dots", backend.few_rows
         run = partial(_layer, kind, arch, attends[kind.mixer], *settings)
         return jax.jit(jax.checkpoint(run) if remat == "layer" else run)
 
@@ -116,8 +116,8 @@ def run_layers(
     layers = zip(arch.layers, params["layers"], specs["layers"], caches, strict=True)
     for kind, layer, layer_specs, cache in layers:
         run, rope = compiled(kind, tuple(sorted(layer_specs.items()))), (kind.mixer.rope, kind.mixer.head_dim)
-        x_BTD, new_cache = run(x_BTD, layer, angles[rope], cache)
-        new_caches.append(new_cache)
+        x_BTD, cache = run(x_BTD, layer, angles[rope], cache)
+        new_caches.append(cache)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
     return arch.norm(x_BTD, final_norm), tuple(new_caches)
 

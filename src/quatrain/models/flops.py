@@ -31,10 +31,7 @@ def _costs(arch: Architecture) -> list[Costs]:
 def forward_flops(arch: Architecture, *, tokens: float, keys: float, scored: float) -> float:
     """Floating-point operations of a forward pass; a multiply-add counts as two.
 
-    Args:
-        tokens: tokens that the layers compute.
-        keys: keys that a token attends to, averaged over the tokens.
-        scored: tokens for which the output head computes logits.
+    The layers compute `tokens`, which attend to `keys` keys on average, and the head logits of `scored`.
     """
     per_token = 2 * linear_parameters(arch) + 4 * sum(cost.per_key for cost in _costs(arch)) * keys
     return tokens * per_token + scored * 2 * arch.hidden_size * arch.vocab_size

@@ -38,9 +38,8 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
     """Raises ValueError if a model of `arch` cannot have these adapters."""
-    specs = param_specs(replace(arch, lora=None))["layers"]
-    for layer, kind in zip(specs, arch.layers, strict=True):
-        matrices = kind.matrices()
+    for kind in arch.kinds:
+        matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
         for name in lora.targets:
             if name not in matrices:
                 raise ValueError(
@@ -95,14 +94,12 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
-    return {
-        "layers": [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
-    }
+    layers = [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
+    return {"layers": layers}
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-
     layers = [{name: layer[name] for name in layer if not _is_adapter(name)} for layer in tree["layers"]]
     return {**tree, "layers": layers}
 
@@ -134,8 +131,7 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     """The parameters of a model without adapters that computes what `params` of `arch` compute.
 
     A matrix W with adapters becomes W + (alpha / rank) B A in `dtype` (default: that of W), on the devices:
-    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are those of
-    `params`. Parameters without adapters come back as they are.
+    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are not copied.
 
     The sum is rounded to bfloat16 stochastically (`ops.rounding`): the nearest number is W itself for changes
     of less than half the spacing there, which would be lost. The random bits of an element depend on its

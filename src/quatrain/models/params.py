@@ -91,8 +91,7 @@ def init_params(
 ) -> Params:
     """Random parameters for `arch`, each shard created on its own device of `mesh`, by default one device.
 
-    The random key of a parameter is `key` folded with its index in the tree, so values do not depend on
-    the mesh.
+    The random key of a parameter is `key` folded with its index in the tree: values do not depend on `mesh`.
     """
     mesh = mesh or one_device()
     return draw_params(param_specs(arch), partition(arch, mesh_shape(mesh)), key, dtype, mesh)
@@ -126,10 +125,13 @@ def tensor_names(arch: Architecture) -> list[TensorName]:
         TensorName("model.embed_tokens.weight", ("embed",), vector=False),
         TensorName("model.norm.weight", ("final_norm",)),
     ]
-    if output_head_name(arch) != "embed":
-        names.append(TensorName(f"{output_head_name(arch)}.weight", (output_head_name(arch),), vector=False))
+    if (head := output_head_name(arch)) != "embed":
+        names.append(TensorName(f"{head}.weight", (head,), vector=False))
     for i, kind in enumerate(arch.layers):
-        names += [tensor.within(f"model.layers.{i}.", "layers", i) for tensor in kind.tensors()]
+        names += [
+            tensor._replace(name=f"model.layers.{i}.{tensor.name}", path=("layers", i, *tensor.path))
+            for tensor in kind.tensors()
+        ]
     return names
 
 
@@ -148,8 +150,7 @@ def assemble(
     """Parameters of `arch` on `mesh`, by default one device, read from the tensors of a checkpoint.
 
     `read(name, parameter)` copies the tensor `name` into its slice of `parameter`. The host holds one
-    parameter at a time, the largest first, so that the peak memory of the process stays close to the size of
-    the parameters on its devices.
+    parameter at a time, the largest first, so that peak memory is close to the size of the parameters.
     """
     assert arch.lora is None, "adapters come after the model they adapt"
     mesh = mesh or one_device()

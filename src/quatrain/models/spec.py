@@ -65,10 +65,6 @@ class TensorName(NamedTuple):
     part: Any = ...
     vector: bool = True
 
-    def within(self, prefix: str, *path: str | int) -> TensorName:
-        """The tensor of a block as the model has it: `prefix` before its name, `path` before its path."""
-        return self._replace(name=prefix + self.name, path=(*path, *self.path))
-
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this tensor, given the shape of its parameter; needs no memory."""
         part = np.broadcast_to(np.empty(()), parameter)[self.part].shape
@@ -80,8 +76,8 @@ class TensorName(NamedTuple):
         A parameter [*out, in] has prod(out) rows; if the tensor is a vector, each element is a row.
         """
         shape = parameter.shape if self.vector else parameter.shape[:-1]
-        own = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
-        return parameter.reshape(-1, *parameter.shape[len(shape) :]), own
+        numbers = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
+        return parameter.reshape(-1, *parameter.shape[len(shape) :]), numbers
 
     def of(self, parameter: np.ndarray) -> np.ndarray:
         """This tensor's slice of `parameter`: [out, in], or [out] for a vector."""

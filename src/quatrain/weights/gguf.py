@@ -22,7 +22,7 @@ from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.families import FAMILIES, architecture_from_hf
-from quatrain.models.families.family import FULL, SLIDING, Family, Json, write_rope
+from quatrain.models.families.common import FULL, SLIDING, Family, Json, write_rope
 from quatrain.models.hf_config import Heads, Layers, Period, Positions, Positive, Width, Window
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
 from quatrain.models.rope import Rope
@@ -61,15 +61,11 @@ def load_gguf(
 ) -> tuple[Architecture, Params]:
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 
-    With the head `score`, the head is zero and the output head of the vocabulary is not read.
+    With the head `score`, the head is zero and the output head of the vocabulary is not read. Tensors may
+    have all types that the `gguf` package dequantises: F32, F16, BF16 and the Q, IQ, TQ and FP4 types.
 
-    Architectures: llama, qwen2, qwen3, gemma2 and gemma3. Tensor types: all that the `gguf` package
-    dequantises, which are F32, F16, BF16 and the Q, IQ, TQ and FP4 types. Tensors are read one at a time, the
-    largest first, so that peak memory is close to the size of the parameters.
-
-    Raises ValueError for a file that is not GGUF or is truncated, another architecture or tensor type, a
-    missing tensor, an unexpected tensor, a tensor of the wrong shape, rotary scaling that `Architecture`
-    cannot represent, and if the `gguf` package is not installed.
+    Raises ValueError for a file that is not GGUF or is damaged, a model that the decoder does not support,
+    and if the `gguf` package is not installed.
     """
     header = read_header(path)
     arch, tensors = _architecture(header), {tensor.name: tensor for tensor in header.tensors}

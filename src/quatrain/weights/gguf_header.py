@@ -75,8 +75,8 @@ def read_header(path: str | Path) -> GGUFHeader:
     """The metadata and tensor table of the GGUF file at `path` (version 2 or 3, little-endian).
 
     If `path` is the first file of a split model, the tensors are those of all its files, which must be in the
-    same folder. Raises ValueError if a file does not exist, is not GGUF, has another version, or is truncated
-    inside its header, and for a file of a split model that is not the first.
+    same folder. Raises ValueError if a file does not exist, is not GGUF or is damaged, and for a file of a
+    split model that is not the first.
     Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     path = Path(os.path.expanduser(path))

@@ -61,10 +61,9 @@ def load_hf(
     With the head `score`, the head is zero if the directory has no `score.weight`, and an output head of the
     vocabulary is not read.
 
-    Weights are read from model.safetensors or the shards of its index, block by block and the largest tensor
-    first, so that peak memory is close to the size of the parameters. Stop tokens are those in config.json
-    and generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for
-    tensors that are missing, unknown, damaged or of the wrong shape.
+    Weights are read from model.safetensors or the shards of its index, block by block. Stop tokens are those
+    in config.json and generation_config.json. Raises ValueError for a missing, empty or unsupported
+    directory, and for tensors that are missing, unknown, damaged or of the wrong shape.
     """
     directory = local_path(directory)
     arch = replace(read_architecture(directory), head=head)
@@ -120,11 +119,10 @@ def save_hf(
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
     generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`). Weights
-    keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an
-    index. Model weights of an earlier save in `directory` are replaced. In a run of several processes, all
-    must call this, and the main process writes. Host memory needed: one file in the main process, one
-    parameter in the others. If parameters are sharded over devices, a file has at most the size of the
-    largest tensor, or one tensor.
+    keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an index.
+    Weights of an earlier save in `directory` are replaced. In a run of several processes, all must call this,
+    and the main process writes. It needs memory for one file, the others for one parameter; if parameters are
+    sharded over devices, a file has at most the size of the largest tensor.
     """
     directory = Path(directory)
     if is_main_process():

@@ -80,7 +80,6 @@ def trusted_attention(
     """The attention implementation for `model.attention` = `name`, whose kernel passed its `probe`.
 
     In a run of several processes all must call this; the main process probes its devices for all of them.
-
     `auto` takes the first of `kernels.candidates` that passes, and logs it with the reasons against those
     before it. Raises ValueError for a kernel that does not pass, or that `choose_attention` refuses.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
-from quatrain.models.families.family import Json, write_common
+from quatrain.models.families.common import Json, write_common
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.llama import LLAMA
 from quatrain.models.families.qwen import QWEN2, QWEN3
@@ -43,8 +43,7 @@ _BUILTIN: dict[str, Json] = {
 def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
     """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
 
-    `tiny` is a Llama of about 0.8 M parameters, small enough to train on two CPU cores in minutes.
-    Raises ValueError for an unknown name.
+    `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes.
     """
     if name not in _BUILTIN:
         known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
@@ -58,8 +57,7 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
     `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
-    Raises ValueError for a value of the wrong type or outside its bounds (`hf_config.HFConfig`), and for a
-    `model_type`, RoPE type, activation or feature that the decoder does not support.
+    Raises ValueError for a value outside its bounds (`HFConfig`), and for what the decoder does not support.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -69,9 +67,9 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
     for key, remedy in _UNSUPPORTED.items():
         if values.get(key):
             raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
-    checked_config = checked(HFConfig, values, source)
+    hf_config = checked(HFConfig, values, source)
     try:
-        return FAMILIES[family].read(checked_config)
+        return FAMILIES[family].read(hf_config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 

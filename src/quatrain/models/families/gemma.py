@@ -10,21 +10,8 @@ from collections.abc import Callable
 from quatrain.config.errors import shown
 from quatrain.models.architecture import Architecture
 from quatrain.models.blocks.attention import Attention
-from quatrain.models.families.family import (
-    FULL,
-    GGUF,
-    SLIDING,
-    Family,
-    Json,
-    by_layer_type,
-    read_attention,
-    read_common,
-    read_rope,
-    read_sliding_rope,
-    write_attention,
-    write_rope,
-    write_windows,
-)
+from quatrain.models.families import common
+from quatrain.models.families.common import FULL, GGUF, SLIDING, Family, Json
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.layers import Norm
 from quatrain.models.rope import Rope
@@ -44,35 +31,36 @@ _DEFAULTS: Json = {
 def _read(family: str, c: HFConfig, period: int, mixer: Callable[[int | None], Attention]) -> Architecture:
     """Unless config.json names their types, every `period`-th layer has full attention."""
     types = c.layer_types or [SLIDING if (i + 1) % period else FULL for i in range(c.num_hidden_layers)]
-    mixers, norm, cap = by_layer_type(c, types, mixer), Norm(c.rms_norm_eps, 1.0), c.final_logit_softcapping
-    return read_common(family, c, mixers, norms="both", norm=norm, scale_embeddings=True, final_softcap=cap)
+    traits: Json = {"norms": "both", "norm": Norm(c.rms_norm_eps, 1.0), "scale_embeddings": True}
+    mixers, cap = common.by_layer_type(c, types, mixer), c.final_logit_softcapping
+    return common.architecture(family, c, mixers, final_softcap=cap, **traits)
 
 
 def _read_2(c: HFConfig) -> Architecture:
-    rope = read_rope(c)
+    rope = common.read_rope(c)
     fields = {"query_scalar": c.query_pre_attn_scalar, "softcap": c.attn_logit_softcapping}
-    return _read("gemma2", c, 2, lambda window: read_attention(c, rope, window, **fields))
+    return _read("gemma2", c, 2, lambda window: common.read_attention(c, rope, window, **fields))
 
 
 def _read_3(c: HFConfig) -> Architecture:
     if c.attn_logit_softcapping is not None:
         cap = shown(c.attn_logit_softcapping)
         raise ValueError(f"attn_logit_softcapping = {cap}, which gemma3_text does not have: set it to null")
-    full, sliding = read_rope(c, by_type=True), read_sliding_rope(c)
+    full, sliding = common.read_rope(c, by_type=True), common.read_sliding_rope(c)
 
     def mixer(window: int | None) -> Attention:
         rope = full if window is None else sliding
-        return read_attention(c, rope, window, qk_norm=True, query_scalar=c.query_pre_attn_scalar)
+        return common.read_attention(c, rope, window, qk_norm=True, query_scalar=c.query_pre_attn_scalar)
 
     return _read("gemma3_text", c, c.sliding_window_pattern or 6, mixer)
 
 
 def _write(arch: Architecture) -> Json:
-    layer, windows = arch.layers[0], write_windows(arch)
+    layer, windows = arch.layers[0], common.write_windows(arch)
     # transformers makes masks of sliding windows for a Gemma model without any, and needs a size.
     windows["sliding_window"] = windows["sliding_window"] or arch.max_position
     return {
-        **write_attention(arch),
+        **common.write_attention(arch),
         **windows,
         "hidden_activation": layer.mlp.activation,
         "query_pre_attn_scalar": layer.mixer.query_scalar,
@@ -86,7 +74,7 @@ def _write_3(arch: Architecture) -> Json:
     full, sliding = ropes.get(True) or ropes[False], ropes.get(False, Rope())
     # The pattern is for readers that do not know layer_types.
     pattern = {} if False in ropes else {"sliding_window_pattern": 1}
-    return {**_write(arch), **write_rope(full, sliding), **pattern}
+    return {**_write(arch), **common.write_rope(full, sliding), **pattern}
 
 
 GEMMA2 = Family(

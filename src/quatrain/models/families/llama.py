@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.families.family import (
-    GGUF,
-    Family,
-    Json,
-    read_attention,
-    read_common,
-    read_rope,
-    write_attention,
-)
+from quatrain.models.families import common
+from quatrain.models.families.common import GGUF, Family, Json
 from quatrain.models.hf_config import HFConfig
 
 
 def _read(c: HFConfig) -> Architecture:
-    mixer = read_attention(c, read_rope(c))
-    return read_common("llama", c, [mixer] * c.num_hidden_layers, bias=bool(c.mlp_bias))
+    mixer = common.read_attention(c, common.read_rope(c))
+    return common.architecture("llama", c, [mixer] * c.num_hidden_layers, bias=bool(c.mlp_bias))
 
 
 def _write(arch: Architecture) -> Json:
     mlp = arch.layers[0].mlp
-    return {**write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
+    return {**common.write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
 
 
 _DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2}

@@ -5,19 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from quatrain.models.architecture import Architecture
-from quatrain.models.families.family import (
-    FULL,
-    GGUF,
-    SLIDING,
-    Family,
-    Json,
-    by_layer_type,
-    read_attention,
-    read_common,
-    read_rope,
-    write_attention,
-    write_windows,
-)
+from quatrain.models.families import common
+from quatrain.models.families.common import FULL, GGUF, SLIDING, Family, Json
 from quatrain.models.hf_config import HFConfig
 
 _DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -27,13 +16,13 @@ def _read(c: HFConfig, *, family: str, **fields: bool) -> Architecture:
     c = c if c.use_sliding_window else c.model_copy(update={"sliding_window": None})
     num_full = c.num_hidden_layers if c.sliding_window is None else c.max_window_layers
     types = c.layer_types or [FULL if i < num_full else SLIDING for i in range(c.num_hidden_layers)]
-    rope = read_rope(c)
-    mixers = by_layer_type(c, types, lambda window: read_attention(c, rope, window, **fields))
-    return read_common(family, c, mixers)
+    rope = common.read_rope(c)
+    mixers = common.by_layer_type(c, types, lambda window: common.read_attention(c, rope, window, **fields))
+    return common.architecture(family, c, mixers)
 
 
 def _write(arch: Architecture) -> Json:
-    windows = write_windows(arch)
+    windows = common.write_windows(arch)
     return {
         **windows,
         "hidden_act": arch.layers[0].mlp.activation,
@@ -63,6 +52,6 @@ QWEN3 = Family(
     "Qwen3ForSequenceClassification",
     {**_DEFAULTS, "head_dim": 128},
     partial(_read, family="qwen3", qk_norm=True),
-    lambda arch: {**write_attention(arch), **_write(arch)},
+    lambda arch: {**common.write_attention(arch), **_write(arch)},
     GGUF("qwen3"),
 )

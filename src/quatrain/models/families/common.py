@@ -1,4 +1,4 @@
-"""What a family file has, and what the families read and write alike.
+"""What a file of a family has, and what the families read and write alike.
 
 Data flow: config.json -> `HFConfig` -> a family's `read` -> `Architecture`; its `write` goes the other way.
 """
@@ -56,7 +56,7 @@ class Family(NamedTuple):
     gguf: GGUF
 
 
-def read_common(
+def architecture(
     family: str,
     c: HFConfig,
     mixers: Sequence[Attention],
