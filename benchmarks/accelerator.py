@@ -38,6 +38,7 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention.probe import trusted_attention
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.flops import forward_flops, packing_cost
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.params import init_params, num_params
@@ -56,19 +57,20 @@ Figures = dict[str, Any]
 
 def qwen25(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Architecture:
     """The shape of a small Qwen2.5."""
-    return Architecture(
-        family="qwen2",
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=2,
-        head_dim=hidden_size // num_heads,
-        max_position=32768,
-        rope_theta=1e6,
-        tie_embeddings=True,
-        qkv_bias=True,
+    return architecture_from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": 2,
+            "head_dim": hidden_size // num_heads,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        }
     )
 
 

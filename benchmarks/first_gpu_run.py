@@ -162,10 +162,11 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
     cut = spec.cutting(sizes, share_prompts=True).cut(table)[0]
     batch = fill(cut, table, spec.mesh, unpack=unpacks(kernel))
     line = batch.input_ids.shape
-    heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads, arch.num_heads)
+    mixer = arch.layers[0].mixer
+    heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads, mixer.num_heads)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, dy = (
-        jax.random.normal(key, (*line, count, arch.head_dim), jnp.bfloat16)
+        jax.random.normal(key, (*line, count, mixer.head_dim), jnp.bfloat16)
         for key, count in zip(keys, heads, strict=True)
     )
     ids = (batch.positions, batch.segment_ids, batch.branch_ids)
@@ -245,7 +246,7 @@ def decode(run: Run, figures: Figures) -> None:
     bench = run.bench()
     for shape, arch in run.scale.shapes.items():
         found: Figures = {}
-        bench.decode(replace(arch, num_layers=min(4, arch.num_layers)), found)
+        bench.decode(replace(arch, layers=arch.layers[:4]), found)
         figures[f"{shape} ms a step"] = 1e3 * found["seconds_per_step"]
         figures[f"{shape} TB/s"] = found["tb_per_s"]
 
@@ -282,7 +283,7 @@ def gap(run: Run, figures: Figures) -> None:
     bench, arch = run.bench(), next(iter(run.scale.shapes.values()))
     for precision in ("default", "highest"):
         found: Figures = {}
-        bench.float32_gap(replace(arch, num_layers=run.scale.gap_layers), precision, found)
+        bench.float32_gap(replace(arch, layers=arch.layers[: run.scale.gap_layers]), precision, found)
         figures |= {f"{precision}: {key}": value for key, value in found.items()}
 
 

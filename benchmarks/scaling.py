@@ -568,7 +568,7 @@ class Programs:
         from jax.sharding import NamedSharding
 
         from quatrain.engine.decode import EACH_REPLICA, Program, Sharing, Slots, decode_program
-        from quatrain.models.kv_cache import CACHE_SPEC, CachePart, cached_heads
+        from quatrain.models.kv_cache import CACHE_SPEC, CachePart
         from quatrain.types.rollouts import Sampling
 
         case, dtype = self.case, jnp.dtype(self.case.dtype)
@@ -580,10 +580,10 @@ class Programs:
             return jax.ShapeDtypeStruct((sizes[0] * replicas, *sizes[1:]), dtype, sharding=place)
 
         def cache(rows: int, columns: int) -> CachePart:
-            heads, size = cached_heads(self.arch, case.rollout.tp), self.arch.head_dim
+            states = [kind.mixer.state(rows, columns, case.rollout.tp) for kind in self.arch.layers]
             keys, values = (
-                (array(CACHE_SPEC, dtype, rows, heads, *shape),) * self.arch.num_layers
-                for shape in ((size, columns), (columns, size))
+                tuple(array(CACHE_SPEC, dtype, *shape) for shape in shapes)
+                for shapes in zip(*states, strict=True)
             )
             return CachePart(keys, values)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from architectures import changed
 from compiling import CHEAP_COMPILATION
 
 from quatrain.data.builtin import builtin_tokenizer
@@ -104,16 +104,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def small_arch(tokenizer):
     arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
-    return dataclasses.replace(
-        arch,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        layer_types=arch.layer_types[:2],
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-    )
+    return changed(arch, hidden_size=32, width=48, num_layers=2, head_dim=8)
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,9 @@ def test_operations_are_counted_once_for_a_shared_prompt(script, monkeypatch):
     attention = np.arange(5) < lengths[:, None]
     completion = attention & (np.arange(5) >= 3)
     table = TokenTable(np.ones((2, 5), np.int32), attention, completion, {}, np.zeros(2, np.int64))
-    per_token, per_key = 2 * linear_parameters(arch), 4 * arch.num_layers * arch.num_heads * arch.head_dim
+    mixer = arch.layers[0].mixer
+    per_token = 2 * linear_parameters(arch)
+    per_key = 4 * arch.num_layers * mixer.num_heads * mixer.head_dim
     scored = 3 * 2 * arch.hidden_size * arch.vocab_size
     alone = script.needed_flops(arch, table, Cutting(rows=2).cut(table))
     assert alone == pytest.approx(9 * per_token + (10 + 15) * per_key + scored)

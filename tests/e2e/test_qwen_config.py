@@ -1,12 +1,12 @@
 """The configurations for Qwen2.5-0.5B on GSM8K, run to their ends on a small random Qwen2."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from architectures import changed
 
 from quatrain.config.load import load_config
 from quatrain.data.builtin import builtin_tokenizer
@@ -34,7 +34,7 @@ SMALL = (
 
 def _qwen2(folder: Path, arch) -> None:
     """A Hugging Face folder as transformers would write it: weights, config.json, tokenizer."""
-    arch = dataclasses.replace(arch, family="qwen2", qkv_bias=True, tie_embeddings=True)
+    arch = changed(arch, family="qwen2", qkv_bias=True, tie_embeddings=True)
     export_policy(folder, arch, init_params(arch, jax.random.key(0)), builtin_tokenizer())
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
 

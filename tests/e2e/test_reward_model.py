@@ -30,7 +30,7 @@ SMALL = (
 @pytest.fixture(scope="module", autouse=True)
 def _smaller():
     """`builtin:tiny` has two narrow layers in these tests, which compile faster than its four."""
-    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 8}
+    narrow = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(families._BUILTIN, "tiny", families._BUILTIN["tiny"] | narrow)
         yield

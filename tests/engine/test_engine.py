@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from architectures import changed
 from scipy import stats
 
 from quatrain.backend import CPU, this_backend
@@ -15,6 +16,7 @@ from quatrain.engine.session import Session
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
+from quatrain.models.rope import Rope
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -79,21 +81,22 @@ def _forward_scores(params, arch, batch, width=WIDTH):
 
 
 def _family_arch(small_arch, family):
-    fixed = {name: value for name, value in FAMILIES[family].fixed.items() if hasattr(small_arch, name)}
     gemma = {
         "activation": "gelu_pytorch_tanh",
-        "sliding_window": 5,
-        "layer_types": ("sliding_attention", "full_attention"),
-        "query_pre_attn_scalar": 16,
+        "windows": (5, None),
+        "query_scalar": 16,
+        "norms": "both",
+        "offset": 1.0,
+        "scale_embeddings": True,
     }
     special = {
         "llama": {},
-        "qwen2": {"sliding_window": 4, "layer_types": ("full_attention", "sliding_attention")},
-        "qwen3": {"tie_embeddings": False},
-        "gemma2": {**gemma, "attention_softcap": 5.0, "final_softcap": 8.0},
-        "gemma3_text": {**gemma, "local_rope_theta": 100.0},
+        "qwen2": {"qkv_bias": True, "windows": (None, 4)},
+        "qwen3": {"qk_norm": True, "tie_embeddings": False},
+        "gemma2": {**gemma, "softcap": 5.0, "final_softcap": 8.0},
+        "gemma3_text": {**gemma, "qk_norm": True, "sliding_rope": Rope(100.0)},
     }
-    return replace(small_arch, family=family, **{**fixed, **special[family]})
+    return changed(small_arch, family=family, **special[family])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -329,7 +332,7 @@ def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
 
 def test_nothing_compiles_in_steady_state(make_engine, small_arch, small_params):
     """A model of one layer, of which as many programs are compiled."""
-    arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
+    arch = replace(small_arch, layers=small_arch.layers[:1])
     params = {**small_params, "layers": small_params["layers"][:1]}
     sizes = {"n": 4, "max_concurrency": 8, "max_new_tokens": 40}
     engine = make_engine(arch=arch, params=params, stop_ids=tuple(range(0, 290, 40)), **sizes)
@@ -364,7 +367,8 @@ def test_nothing_to_sample(name):
 
 
 def test_a_cache_that_cannot_fit_says_what_would(make_engine, small_arch):
-    column = 2 * small_arch.num_layers * small_arch.num_kv_heads * small_arch.head_dim * 4
+    mixer = small_arch.layers[0].mixer
+    column = 2 * small_arch.num_layers * mixer.num_kv_heads * mixer.head_dim * 4
     small = 7 * (32 + 16) * column + 1
     with pytest.raises(ValueError, match=r"enough for 7; set rollout.max_concurrency to 7 or fewer"):
         make_engine(cache_bytes=small, max_concurrency=8).generate(_prompts())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 
 from quatrain.engine.session import Sampler, Session
 from quatrain.models.decoder import forward, logits
@@ -126,8 +127,7 @@ def test_tokens_of_every_turn_are_the_argmax_of_the_forward_pass(
     make_session, small_arch, most, windows, longest
 ):
     if windows:
-        layers = ("sliding_attention", "full_attention")
-        small_arch = replace(small_arch, family="qwen2", sliding_window=5, layer_types=layers)
+        small_arch = changed(small_arch, family="qwen2", windows=(5, None))
     params = init_params(small_arch, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
     session = make_session(arch=small_arch, most=most, temperature=0.0, max_new_tokens=longest)

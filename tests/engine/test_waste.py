@@ -38,7 +38,7 @@ def test_few_decode_steps_are_wasted(small_arch, tokenizer, monkeypatch):
     lengths = np.minimum(wanted, LONGEST)
 
     monkeypatch.setattr(session, "Program", partial(ForcedProgram, wanted=tuple(wanted.tolist())))
-    arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
+    arch = replace(small_arch, layers=small_arch.layers[:1])
     config = RolloutConfig(n=N, max_new_tokens=LONGEST, max_concurrency=SLOTS)
     engine = RolloutEngine(arch, config, tokenizer, stop_ids=(STOP_ID,), seed=0)
     engine.sync_weights(init_params(arch, jax.random.key(0)), 0)

@@ -7,24 +7,35 @@ import jax
 import numpy as np
 
 from quatrain.config.mesh import MeshShape
-from quatrain.config.schema import OptimizerConfig, RolloutConfig, UpdateConfig
+from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
-from quatrain.models.architecture import Architecture, LoRA
+from quatrain.models.architecture import LoRA
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
-from quatrain.models.params import ADAPTED, init_params
+from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradients
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
-ARCH = Architecture(
-    "qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, lora=LoRA(rank=4, alpha=6.0, targets=ADAPTED)
+ARCH = architecture_from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
 )
+ARCH = replace(ARCH, lora=LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets))
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 

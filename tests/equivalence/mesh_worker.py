@@ -8,9 +8,9 @@ losses, gradients (their running mean, which the optimizer keeps) and what each 
 COORDINATOR, NUM_PROCESSES and PROCESS_ID in the environment, the devices are those of all processes.
 """
 
-import dataclasses
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -51,11 +51,6 @@ MODES = {
     "rows": ({"micro_batch_size": 2}, {"micro_batch_size": 3}),
     "tokens": ({"max_tokens_per_device": 40}, {"max_tokens_per_device": 48}),
 }
-ARCHITECTURES = {
-    "rows": {"vocab_size": 63, "post_norms": True, "tie_embeddings": True},
-    "tokens": {"vocab_size": 64, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
-}
-"""Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does."""
 REMAT = {"rows": "layer", "tokens": "dots"}
 SMALL_NUMBERS = 32
 ESTIMATORS = {"rows": "grpo", "tokens": "gae"}
@@ -71,11 +66,16 @@ class Tokenizer:
 
 
 def architecture(mode: str):
-    """The small model of `mode`."""
-    arch = builtin_architecture("tiny", 64, (1,))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    kinds = {"head_dim": 8, "layer_types": arch.layer_types[:2], "tie_embeddings": False}
-    return dataclasses.replace(arch, **sizes, **(kinds | ARCHITECTURES[mode]))
+    """The small model of `mode`.
+
+    Between them every kind of parameter there is; a vocabulary that no mesh splits, and one that `tp` does.
+    """
+    arch = builtin_architecture("tiny", 63 if mode == "rows" else 64, (1,))
+    kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
+    mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)
+    mlp = replace(kind.mlp, width=48, bias=tokens)
+    kind = replace(kind, mixer=mixer, mlp=mlp, norms="both" if rows else "pre")
+    return replace(arch, hidden_size=32, layers=(kind,) * 2, tie_embeddings=rows)
 
 
 def prompts(step: int) -> list[Prompt]:
@@ -110,7 +110,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
     critic, critic_params = None, None
     if ESTIMATORS[mode] == "gae":
-        critic_arch = dataclasses.replace(arch, head="score", num_layers=1, layer_types=arch.layer_types[:1])
+        critic_arch = replace(arch, head="score", layers=arch.layers[:1])
         forward = {f"forward_{name}": size for name, size in logprob.items()}
         critic = Critic(
             CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.critic),
@@ -143,7 +143,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     estimator = AdvantageEstimator(AdvantageConfig(estimator=ESTIMATORS[mode]))
     sampling = RolloutConfig(n=SAMPLES, max_new_tokens=LONGEST)
     engine = RolloutEngine(arch, sampling, Tokenizer(), stop_ids=STOP_IDS, seed=5, mesh=meshes.rollout)
-    greedy = dataclasses.replace(engine.sampling, temperature=0.0, n=1)
+    greedy = replace(engine.sampling, temperature=0.0, n=1)
     params = init_params(arch, jax.random.key(0), mesh=meshes.train)
     first = to_host(params["layers"][0]["qkv"])
     state = learner.init(params, critic_params)

@@ -8,13 +8,24 @@ import numpy as np
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig
-from quatrain.models.architecture import Architecture
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params, partition
 from quatrain.parallel.mesh import make_mesh, place, shardings, to_host
 from quatrain.update.gradient import _apply, _copies, init_optimizer
 from quatrain.update.optimizer import build_optimizer
 
-ARCH = Architecture("qwen2", 64, 32, 48, 1, 4, 2, 8, 64, qkv_bias=True)
+ARCH = architecture_from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+)
 CONFIG = OptimizerConfig(name="sgd", beta1=0.0, learning_rate=2.0**-10, max_grad_norm=None)
 """Its new parameters have one rounding in float32 before that to bfloat16, the same in every program."""
 

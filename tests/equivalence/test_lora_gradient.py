@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import ADAPTED
 from goldens import SCORE_CASES, read_golden
 
 from quatrain.config.schema import UpdateConfig
@@ -17,7 +18,8 @@ from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, changed, with_adapters, with_trained, without_adapters
-from quatrain.models.params import ADAPTED, LORA_A, LORA_B, init_params
+from quatrain.models.params import init_params
+from quatrain.models.spec import LORA_A, LORA_B
 from quatrain.parallel.mesh import one_device
 from quatrain.update import residuals
 from quatrain.update.gradient import sum_gradients, weighted_loss

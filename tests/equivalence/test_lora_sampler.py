@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from architectures import ADAPTED
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
@@ -14,7 +15,6 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import adapters_of, with_adapters, with_trained
-from quatrain.models.params import ADAPTED
 from quatrain.types.batches import Prompt
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_loss
+from architectures import changed
 
 from quatrain.backend import backend_of
 from quatrain.config.schema import UpdateConfig
@@ -19,6 +20,7 @@ from quatrain.forward.table import TokenTable
 from quatrain.models import attention
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
+from quatrain.models.rope import Rope
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
@@ -149,7 +151,7 @@ def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_param
         _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
 
 
-WINDOWED = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5}
+WINDOWED = {"windows": (None, 5)}
 
 
 @pytest.mark.parametrize(
@@ -166,9 +168,9 @@ def test_attention_in_rows_of_whole_sequences_does_not_change_the_gradient(
 ):
     """A kernel for GPUs, whose place XLA's causal attention takes here."""
     monkeypatch.setattr(kernels, "obstacle", lambda *_: None)
-    causal = partial(kernels._causal_attention, implementation="xla")
+    causal = partial(kernels.cudnn_attention, implementation="xla")
     monkeypatch.setitem(attention._CAUSAL, "cudnn", causal)
-    arch = replace(small_arch, **change)
+    arch = changed(small_arch, **change)
     objective = PolicyObjective.of(UpdateConfig(**OBJECTIVES["kl and entropy"]), on_policy=False)
     table = _table(arch, small_params, make_batch(20), 1, num_common).weighted("token_mean", LONGEST)
     whole = _gradient(arch, small_params, table, ALL_ROWS, objective)
@@ -377,8 +379,7 @@ def test_a_common_prefix_computed_once_changes_nothing(
     small_arch, small_params, make_batch, cuttings, window
 ):
     """Wherever buffers end, and where layers do not see far enough back for all of it."""
-    kinds = ("full_attention", "full_attention" if window is None else "sliding_attention")
-    arch = replace(small_arch, layer_types=kinds, sliding_window=window)
+    arch = changed(small_arch, windows=(None, window))
     objective = PolicyObjective.of(UpdateConfig(kl_coef=0.1), on_policy=False)
     table = _table(arch, small_params, make_batch(26, groups=5), 6, num_common=COMMON_PREFIX)
     table = table.weighted("token_mean", LONGEST)
@@ -432,29 +433,26 @@ def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, 
 )
 def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
     """Sliding windows shorter than the sequences, soft caps, biases and norms of queries included."""
-    windowed = ("sliding_attention", "full_attention")
     traits = {
         "gemma2": {
-            "layer_types": windowed,
-            "sliding_window": 4,
-            "attention_softcap": 5.0,
+            "windows": (4, None),
+            "softcap": 5.0,
             "final_softcap": 3.0,
-            "post_norms": True,
+            "norms": "both",
             "scale_embeddings": True,
-            "norm_offset": 1.0,
+            "offset": 1.0,
         },
         "gemma3_text": {
-            "layer_types": windowed,
-            "sliding_window": 3,
-            "local_rope_theta": 100.0,
+            "windows": (3, None),
+            "sliding_rope": Rope(100.0),
             "qk_norm": True,
-            "post_norms": True,
-            "norm_offset": 1.0,
+            "norms": "both",
+            "offset": 1.0,
         },
         "qwen2": {"qkv_bias": True},
         "qwen3": {"qk_norm": True},
     }[family]
-    arch = replace(small_arch, family=family, **traits)
+    arch = changed(small_arch, family=family, **traits)
     params = init_params(arch, jax.random.key(3))
     objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quatrain.forward.table import TokenTable
-from quatrain.models.architecture import Architecture
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # reference.py
@@ -27,18 +27,19 @@ def _on_a_gpu():
 
 @pytest.fixture(scope="session")
 def arch():
-    return Architecture(
-        family="qwen2",
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        max_position=2048,
-        tie_embeddings=True,
-        qkv_bias=True,
+    return architecture_from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        }
     )
 
 

@@ -60,23 +60,24 @@ class Programs:
 
         from quatrain.backend import backend_of
         from quatrain.config.mesh import MeshShape
-        from quatrain.models.architecture import Architecture
+        from quatrain.models.families import architecture_from_hf
         from quatrain.parallel.mesh import make_mesh
 
         hidden, mlp, heads = SIZES[size]
-        self.arch = Architecture(
-            family="qwen2",
-            vocab_size=151936,
-            hidden_size=hidden,
-            intermediate_size=mlp,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=2,
-            head_dim=hidden // heads,
-            max_position=32768,
-            rope_theta=1e6,
-            tie_embeddings=True,
-            qkv_bias=True,
+        self.arch = architecture_from_hf(
+            {
+                "model_type": "qwen2",
+                "vocab_size": 151936,
+                "hidden_size": hidden,
+                "intermediate_size": mlp,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": 2,
+                "head_dim": hidden // heads,
+                "max_position_embeddings": 32768,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+            }
         )
         self.backend = backend_of(target.kind)
         self.attention = attention
@@ -104,7 +105,8 @@ class Programs:
     def _cache(self, rows: int, columns: int) -> Any:
         from quatrain.models.kv_cache import CachePart
 
-        heads, size, layers = self.arch.num_kv_heads, self.arch.head_dim, self.arch.num_layers
+        mixer, layers = self.arch.layers[0].mixer, self.arch.num_layers
+        heads, size = mixer.num_kv_heads, mixer.head_dim
         keys, values = (
             (self._array(self.dtype, rows, heads, *shape),) * layers
             for shape in ((size, columns), (columns, size))

@@ -1,16 +1,17 @@
 import functools
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 from goldens import CASES, read_golden, weights_crc
 
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.params import init_params
+from quatrain.models.rope import Rope
 from quatrain.weights.hf import load_hf
 
 TOLERANCE = 1e-4
@@ -27,20 +28,18 @@ run = jax.jit(whole, static_argnames=("arch", "dtype", "remat"))
 @functools.cache
 def small_model() -> tuple[Architecture, dict]:
     """A model with every kind of layer: sliding and full, q/k norms, post norms, softcaps, biases."""
-    arch = replace(
+    arch = changed(
         builtin_architecture("tiny", 50, (1,)),
         hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
+        width=48,
+        windows=(4, None),
         head_dim=8,
-        layer_types=("sliding_attention", "full_attention"),
-        sliding_window=4,
-        local_rope_theta=100.0,
+        sliding_rope=Rope(100.0),
         qk_norm=True,
-        post_norms=True,
+        norms="both",
         qkv_bias=True,
         scale_embeddings=True,
-        attention_softcap=5.0,
+        softcap=5.0,
         final_softcap=10.0,
     )
     return arch, init_params(arch, jax.random.key(0))
@@ -69,20 +68,20 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 @pytest.mark.parametrize(
     ("case", "change"),
     [
-        ("llama_rope_llama3", {"rope_scaling": None}),
-        ("llama_rope_linear", {"rope_scaling": None}),
-        ("qwen2_sliding", {"sliding_window": 8}),
-        ("qwen3_sliding", {"layer_types": ()}),
-        ("gemma2", {"attention_softcap": None}),
-        ("gemma2", {"query_pre_attn_scalar": None}),
-        ("gemma3_text", {"local_rope_theta": None}),
+        ("llama_rope_llama3", {"rope": Rope(5e3)}),
+        ("llama_rope_linear", {"rope": Rope(1e4)}),
+        ("qwen2_sliding", {"windows": (None, 8)}),
+        ("qwen3_sliding", {"windows": (None, None)}),
+        ("gemma2", {"softcap": None}),
+        ("gemma2", {"query_scalar": None}),
+        ("gemma3_text", {"rope": Rope(1e6)}),
     ],
 )
 def test_goldens_notice_a_missing_feature(case, change, tmp_path):
     golden = read_golden(case)
     arch, params = load_hf(golden.write_model(tmp_path / "model"))
-    changed = replace(arch, **change)
-    ours = run(params, changed, golden.input_ids, golden.position_ids, golden.attention_mask)
+    other = changed(arch, **change)
+    ours = run(params, other, golden.input_ids, golden.position_ids, golden.attention_mask)
     assert np.abs(np.asarray(ours) - golden.logits)[golden.attention_mask > 0].max() > 100 * TOLERANCE
 
 
@@ -153,7 +152,7 @@ def test_remat_of_parts_computes_no_product_again():
 def test_remat_computes_attention_of_a_kernel_again():
     """What kernels would keep is larger than queries, keys and values: heads padded or repeated."""
     arch, params = small_model()
-    arch = replace(arch, num_layers=1, layer_types=("full_attention",), attention_softcap=None)
+    arch = changed(arch, num_layers=1, windows=(None,), softcap=None)
     params = {**params, "layers": params["layers"][:1]}
     ids, positions, segments = rows(128)
 
@@ -179,7 +178,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
 
 
 def test_tied_logits_use_the_embeddings():
-    arch = replace(builtin_architecture("tiny", 5, ()), hidden_size=4, final_softcap=2.0)
+    arch = changed(builtin_architecture("tiny", 5, ()), hidden_size=4, final_softcap=2.0)
     params = {"embed": jnp.arange(20.0).reshape(5, 4) / 10}
     hidden = jnp.array([1.0, 0.0, -1.0, 2.0])
     # embed @ hidden = [0.4, 1.2, 2.0, 2.8, 3.6]

@@ -5,15 +5,14 @@ import numpy as np
 import pytest
 from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
-from quatrain.models.architecture import RopeScaling
 from quatrain.models.families import (
     FAMILIES,
     architecture_from_hf,
     architecture_to_hf,
     builtin_architecture,
-    tensor_names,
 )
-from quatrain.models.params import is_spec, param_specs
+from quatrain.models.params import is_spec, param_specs, tensor_names
+from quatrain.models.rope import Rope
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,34 +119,39 @@ REAL = {
 
 def test_llama_config():
     arch = architecture_from_hf(LLAMA_32_1B)
-    assert arch.rope_theta == 500000.0
-    assert arch.rope_scaling is not None
-    assert (arch.rope_scaling.kind, arch.rope_scaling.factor) == ("llama3", 32.0)
-    assert arch.rope_scaling.original_max_position == 8192
-    assert (arch.tie_embeddings, arch.qkv_bias, arch.norm_offset) == (True, False, 0.0)
+    mixer = arch.layers[0].mixer
+    assert mixer.rope == Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert (arch.tie_embeddings, mixer.qkv_bias, arch.norm.offset) == (True, False, 0.0)
     assert arch.eos_token_ids == (128001, 128008, 128009)
-    assert arch.query_scale == 64**-0.5
+    assert mixer.query_scale == 64**-0.5
+    assert arch.kinds == arch.layers[:1]
+
+
+def windows(arch):
+    return [kind.mixer.window for kind in arch.layers]
 
 
 def test_qwen_config_slides_only_when_told():
     arch = architecture_from_hf(QWEN25_05B)
-    assert (arch.qkv_bias, arch.output_bias, arch.head_dim) == (True, False, 64)
-    assert (arch.sliding_window, arch.layer_types, arch.layer_type(3)) == (None, (), "full_attention")
+    mixer = arch.layers[0].mixer
+    assert (mixer.qkv_bias, mixer.output_bias, mixer.head_dim) == (True, False, 64)
+    assert windows(arch) == [None] * 24
     sliding = architecture_from_hf({**QWEN25_05B, "use_sliding_window": True})
-    assert sliding.sliding_window == 32768
-    assert sliding.layer_types == ("full_attention",) * 21 + ("sliding_attention",) * 3
-    assert [sliding.layer_type(i) for i in (20, 21)] == ["full_attention", "sliding_attention"]
-    assert architecture_from_hf(QWEN3_06B).qk_norm
+    assert windows(sliding) == [None] * 21 + [32768] * 3
+    assert architecture_from_hf(QWEN3_06B).layers[0].mixer.qk_norm
 
 
 def test_gemma_config():
     two, three = architecture_from_hf(GEMMA2_2B), architecture_from_hf(GEMMA3_1B)
-    assert two.layer_types[:3] == ("sliding_attention", "full_attention", "sliding_attention")
-    assert (two.attention_softcap, two.final_softcap, two.head_dim) == (50.0, 30.0, 256)
-    assert [i for i, kind in enumerate(three.layer_types) if kind == "full_attention"] == [5, 11, 17, 23]
-    assert (three.rope_theta, three.local_rope_theta) == (1e6, 1e4)
-    assert (three.attention_softcap, three.final_softcap, three.qk_norm) == (None, None, True)
-    assert (three.tie_embeddings, three.norm_offset, three.activation) == (True, 1.0, "gelu_pytorch_tanh")
+    sliding, full = two.kinds
+    assert windows(two)[:3] == [4096, None, 4096]
+    assert (full.mixer.softcap, two.final_softcap, full.mixer.head_dim) == (50.0, 30.0, 256)
+    assert [i for i, window in enumerate(windows(three)) if window is None] == [5, 11, 17, 23]
+    sliding, full = three.kinds
+    assert (full.mixer.rope, sliding.mixer.rope) == (Rope(1e6), Rope(1e4))
+    assert (full.mixer.softcap, three.final_softcap, full.mixer.qk_norm) == (None, None, True)
+    assert (three.tie_embeddings, three.norm.offset) == (True, 1.0)
+    assert (full.mlp.activation, full.norms) == ("gelu_pytorch_tanh", "both")
 
 
 @pytest.mark.parametrize("family", REAL)
@@ -174,38 +178,43 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
-        ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
-        ({"rope_type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
-        ({"type": "llama3", "factor": 8.0, **LLAMA3_SCALING}, RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
-        ({"type": "default"}, None),
-        ({}, None),
+        ({"type": "linear", "factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        (
+            {"type": "llama3", "factor": 8.0, **LLAMA3_SCALING},
+            {"kind": "llama3", "factor": 8.0, "original_max_position": 64},
+        ),
+        ({"type": "default"}, {}),
+        ({}, {}),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_rope_scaling_counts_beside_the_rope_parameters_that_an_export_has(family, scaling, expected):
     exported = architecture_to_hf(architecture_from_hf(REAL[family] | {"rope_scaling": None}))
     arch = architecture_from_hf({**exported, "rope_scaling": scaling})
-    assert arch.rope_scaling == expected
-    assert arch.rope_theta == exported["rope_theta"]
+    full = arch.layers[-1] if family == "gemma2" else arch.layers[5]
+    assert full.mixer.rope == Rope(exported["rope_theta"], **expected)
     # Of two scalings, transformers takes that of rope_scaling, and nothing of the other.
     other = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
     both = {"full_attention": other} if family == "gemma3_text" else other
     arch = architecture_from_hf({**exported, "rope_parameters": both, "rope_scaling": scaling})
-    assert arch.rope_scaling == (expected if scaling else RopeScaling("linear", 2.0))
+    full = arch.layers[-1] if family == "gemma2" else arch.layers[5]
+    theta = exported["rope_theta"] if scaling else 7.0
+    assert full.mixer.rope == Rope(theta, **(expected if scaling else {"kind": "linear", "factor": 2.0}))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_gemma_model_without_sliding_windows_is_written_with_the_size_that_transformers_needs(family):
     config = REAL[family] | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     arch = architecture_from_hf(config)
-    assert (arch.sliding_window, arch.layer_types) == (None, ())
+    assert windows(arch) == [None] * 3
     written = architecture_to_hf(arch)
     assert written["layer_types"] == ["full_attention"] * 3
     assert written["sliding_window"] == arch.max_position
     assert written.get("sliding_window_pattern") == (1 if family == "gemma3_text" else None)
     assert architecture_from_hf(written) == arch
     by_pattern = REAL["gemma3_text"] | {"num_hidden_layers": 3, "sliding_window_pattern": 1}
-    assert architecture_from_hf(by_pattern).layer_types == ()
+    assert windows(architecture_from_hf(by_pattern)) == [None] * 3
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)
@@ -270,7 +279,10 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             "'mixtral'.*supported: llama, qwen2, qwen3, gemma2, gemma3_text",
         ),
         ({}, "unsupported model_type None"),
-        ({"model_type": "llama", "vocab_size": 3}, "lacks the required keys hidden_size, intermediate_size"),
+        (
+            {"model_type": "llama", "vocab_size": 3},
+            "hidden_size must be given; intermediate_size must be given",
+        ),
         (
             {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "'yarn'.*default, linear, llama3",

@@ -12,7 +12,8 @@ def test_columns_are_the_tokens_a_part_has_room_for():
 
 def test_a_token_takes_keys_and_values_of_every_layer():
     arch = builtin_architecture("tiny", 8, ())
-    assert (arch.num_layers, arch.num_kv_heads, arch.head_dim) == (4, 2, 32)
+    mixer = arch.layers[0].mixer
+    assert (arch.num_layers, mixer.num_kv_heads, mixer.head_dim) == (4, 2, 32)
     assert bytes_per_column(arch, jnp.float32) == 2 * 4 * 2 * 32 * 4
     assert bytes_per_column(arch, jnp.bfloat16) == 2 * 4 * 2 * 32 * 2
 

@@ -7,24 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import DEFAULT_FUSION
+from jax.sharding import PartitionSpec
 
 from quatrain.backend import CPU
-from quatrain.models.architecture import RopeScaling
-from quatrain.models.families import builtin_architecture
+from quatrain.models.blocks.layer_run import LayerRun
+from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import (
     BRANCHES_PER_GROUP,
+    Norm,
     attention_mask,
     linear,
     matmul_transposed,
-    mlp_down,
-    mlp_up,
     product_in,
     rms_norm,
-    rope_angles,
-    rope_frequencies,
-    rotate,
     softcap,
 )
+from quatrain.models.rope import Rope, rope_angles, rotate
 from quatrain.parallel.compilations import jit_for_backend
 
 
@@ -81,7 +79,7 @@ def test_linear_of_several_outputs():
 
 
 def test_rope_turns_pairs_by_position_times_frequency():
-    frequencies = rope_frequencies(4, 100.0)
+    frequencies = Rope(100.0).frequencies(4)
     np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
     x = jnp.array([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
     turned = rotate(x, rope_angles(jnp.array([[2]]), frequencies))[0, 0, 0]
@@ -90,7 +88,7 @@ def test_rope_turns_pairs_by_position_times_frequency():
 
 def test_rope_scores_depend_on_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
-    frequencies = rope_frequencies(8, 10_000.0)
+    frequencies = Rope(10_000.0).frequencies(8)
 
     def score(i, j):
         return float(
@@ -105,13 +103,11 @@ def test_rope_scores_depend_on_distance_alone():
 
 
 def test_rope_scaling():
-    plain = rope_frequencies(8, 10_000.0)
-    np.testing.assert_allclose(
-        rope_frequencies(8, 10_000.0, RopeScaling("linear", 4.0)), plain / 4, rtol=1e-6
-    )
+    plain = Rope(10_000.0).frequencies(8)
+    np.testing.assert_allclose(Rope(10_000.0, "linear", 4.0).frequencies(8), plain / 4, rtol=1e-6)
     # Wavelengths 6.28, 62.8, 628, 6283 tokens; long ones (> 400) slow down, short ones (< 50) do not, and
     # that of 62.8 keeps (400 / 62.8 - 1) / (8 - 1) = 0.7666 of its own speed.
-    scaled = rope_frequencies(8, 10_000.0, RopeScaling("llama3", 10.0, 1.0, 8.0, 400))
+    scaled = Rope(10_000.0, "llama3", 10.0, 1.0, 8.0, 400).frequencies(8)
     keep = (400 * 0.1 / (2 * math.pi) - 1) / 7
     np.testing.assert_allclose(scaled, [1.0, 0.1 * (keep + (1 - keep) / 10), 0.001, 0.0001], rtol=1e-5)
 
@@ -158,7 +154,7 @@ def test_softcap():
 
 def test_mlp():
     layer = {"gate_up": jnp.array([[[2.0]], [[3.0]]]), "down": jnp.array([[5.0]])}
-    arch = builtin_architecture("tiny", 8, ())
     silu = 2 / (1 + math.exp(-2))
-    gate_up = mlp_up(jnp.ones((1, 1, 1)), layer)
-    np.testing.assert_allclose(mlp_down(gate_up, layer, arch), [[[silu * 3 * 5]]], rtol=1e-6)
+    run = LayerRun(layer, dict.fromkeys(layer, PartitionSpec()), jnp.float32, Norm(), False, 0, 1.0)
+    y = Dense(1).run(jnp.ones((1, 1, 1)), lambda x, layer: x, run)
+    np.testing.assert_allclose(y, [[[silu * 3 * 5]]], rtol=1e-6)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import ADAPTED
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig
@@ -22,7 +23,7 @@ from quatrain.models.lora import (
     with_trained,
     without_adapters,
 )
-from quatrain.models.params import ADAPTED, num_params, partition
+from quatrain.models.params import num_params, partition
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 from jax.sharding import PartitionSpec
 
 from quatrain.config.mesh import MeshShape
@@ -21,7 +22,7 @@ def test_num_params_of_the_builtin_model():
 
 
 def test_init_abstract_and_specs_agree():
-    arch = replace(ARCH, qk_norm=True, post_norms=True, qkv_bias=True, mlp_bias=True, tie_embeddings=False)
+    arch = changed(ARCH, qk_norm=True, norms="both", qkv_bias=True, bias=True, tie_embeddings=False)
     params = init_params(arch, jax.random.key(0), jnp.bfloat16)
     abstract = abstract_params(arch, jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
@@ -33,7 +34,7 @@ def test_init_abstract_and_specs_agree():
 
 
 def test_init_depends_on_the_key_and_the_place():
-    small = replace(ARCH, num_layers=2)
+    small = replace(ARCH, layers=ARCH.layers[:2])
     one, same, other = (init_params(small, jax.random.key(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     assert float(jnp.abs(one["embed"] - other["embed"]).max()) > 0
@@ -45,7 +46,7 @@ def test_init_scale():
     np.testing.assert_allclose(params["layers"][0]["gate_up"].std(), 128**-0.5, rtol=0.02)
     np.testing.assert_allclose(params["layers"][0]["down"].std(), 384**-0.5 / 8**0.5, rtol=0.02)
     np.testing.assert_array_equal(params["final_norm"], np.ones(128))
-    gemma = replace(ARCH, norm_offset=1.0)
+    gemma = changed(ARCH, offset=1.0)
     np.testing.assert_array_equal(init_params(gemma, jax.random.key(0))["final_norm"], np.zeros(128))
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from architectures import ADAPTED
 from test_placement import MIDDLE, QWEN_7B, SMALL, compiled_bytes, on_a_cpu
 
 from quatrain.config.load import load_config
@@ -12,7 +13,7 @@ from quatrain.engine.engine import RolloutEngine
 from quatrain.models.architecture import LoRA
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_lora, without_adapters
-from quatrain.models.params import ADAPTED, init_params
+from quatrain.models.params import init_params
 from quatrain.plan.activations import activations
 from quatrain.plan.fit import fit
 from quatrain.plan.placement import placement

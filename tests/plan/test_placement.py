@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 from compiling import DEFAULT_FUSION
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -206,9 +207,10 @@ def on_a_cpu(estimate, arch, tokens, remat):
     Gradients are added to their sums where they arise, but that of an untied head waits; and what `none`
     keeps of a layer is 3 F - D columns more, and the result of each norm once instead of twice.
     """
-    norms = arch.qk_norm * (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    norms += arch.post_norms * 2 * arch.hidden_size
-    more = 3 * arch.intermediate_size - arch.hidden_size - norms if remat == "none" else 0
+    kind, mixer = arch.layers[0], arch.layers[0].mixer
+    norms = mixer.qk_norm * (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    norms += (kind.norms == "both") * 2 * arch.hidden_size
+    more = 3 * kind.mlp.width - arch.hidden_size - norms if remat == "none" else 0
     head = 0 if arch.tie_embeddings or arch.lora else arch.vocab_size * arch.hidden_size
     return replace(
         estimate, kept=estimate.kept + 4 * tokens * more, head=estimate.head + 4 * head, gradients=0
@@ -239,7 +241,7 @@ QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", 
 )
 def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
     """With norms after queries and keys, attention and MLP, and without."""
-    arch = replace(architecture_from_hf(shape), qk_norm=norms, post_norms=norms)
+    arch = changed(architecture_from_hf(shape), qk_norm=norms, norms="both" if norms else "pre")
     estimate = activations(
         arch, tokens=tokens, remat=remat, dtype="float32", param_dtype="float32", mesh=MeshShape(1, 1, 1)
     )

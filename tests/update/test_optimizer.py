@@ -1,10 +1,9 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from architectures import changed
 
 from quatrain.config.schema import OptimizerConfig
 from quatrain.models.architecture import LoRA
@@ -90,9 +89,10 @@ def test_the_first_moment_in_bfloat16(name, moments):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
     """Without a gradient, decayed parameters move by -learning rate x decay x value, and no others."""
-    arch = dataclasses.replace(
+    arch = changed(
         small_arch,
-        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "post_norms"), True),
+        **dict.fromkeys(("qkv_bias", "output_bias", "bias", "qk_norm"), True),
+        norms="both",
         lora=LoRA(rank, 2.0, ("qkv", "down")) if rank else None,
     )
     params = trained_part(jax.tree.map(jnp.ones_like, init_params(arch, jax.random.key(0))), arch)

@@ -71,7 +71,7 @@ def test_the_gradient_is_the_same_in_memory_used_again(small_arch, small_params,
 
 def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_params, monkeypatch):
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**12)
-    arch = replace(small_arch, num_layers=1, layer_types=small_arch.layer_types[:1])
+    arch = replace(small_arch, layers=small_arch.layers[:1])
     params = {**small_params, "layers": small_params["layers"][:1]}
     static = {"model": PolicySpec(arch), "objective": _surprise}
     memory = Watched()
@@ -88,7 +88,7 @@ def test_another_kind_of_micro_batch_has_memory_of_its_own(small_arch, small_par
 def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch):
     """By the compiler's account."""
     monkeypatch.setattr(residuals, "LEAST_BYTES", 2**14)
-    arch = replace(small_arch, num_layers=3)
+    arch = replace(small_arch, layers=small_arch.layers[:1] * 3)
     params = abstract_params(arch)
     batch = _micro_batches(arch, 8, 64)[0]
     total = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
@@ -99,8 +99,9 @@ def test_what_is_held_lies_once_and_is_not_needed_beside(small_arch, monkeypatch
     args = params, (total, stats), batch
     _, held = program.eval_shape(*args, **holding)
     num_bytes = sum(x.size * x.dtype.itemsize for x in held)
-    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim  # turned, and attention's result
-    layer = 8 * 64 * 4 * (2 * arch.hidden_size + heads + 2 * arch.intermediate_size)
+    mixer, mlp = arch.layers[0].mixer, arch.layers[0].mlp
+    heads = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim  # turned, and attention's result
+    layer = 8 * 64 * 4 * (2 * arch.hidden_size + heads + 2 * mlp.width)
     last = 2 * 8 * 64 * 4 * arch.hidden_size  # into the final norm and out of it
     head = 4 * arch.vocab_size * (arch.hidden_size + 8 * 64)  # its gradient, and logits
     assert num_bytes == arch.num_layers * layer + last + head

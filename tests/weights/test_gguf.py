@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from quatrain.models.families import RopeScaling
-from quatrain.models.layers import rope_frequencies
+from quatrain.models.rope import Rope
 from quatrain.weights.gguf import gguf_architecture, load_gguf
 
 HIDDEN, MLP, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 12, 2, 4, 2, 64
@@ -209,12 +208,13 @@ def test_names_layout_and_architecture(family: str, tied: bool, tmp_path: Path) 
     weights = {name: weight for name, (weight, _) in tensors.items()}
 
     assert arch.family == family
-    assert (arch.hidden_size, arch.intermediate_size, arch.vocab_size) == (HIDDEN, MLP, VOCAB)
-    assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (2, 4, 2, 64)
-    assert (arch.max_position, arch.norm_eps, arch.rope_theta) == (4096, 1e-5, 50000.0)
-    assert (arch.tie_embeddings, arch.qkv_bias) == (tied, family == "qwen2")
+    mixer, mlp = arch.layers[0].mixer, arch.layers[0].mlp
+    assert (arch.hidden_size, mlp.width, arch.vocab_size) == (HIDDEN, MLP, VOCAB)
+    assert (arch.num_layers, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (2, 4, 2, 64)
+    assert (arch.max_position, arch.norm.eps, mixer.rope) == (4096, 1e-5, Rope(50000.0))
+    assert (arch.tie_embeddings, mixer.qkv_bias) == (tied, family == "qwen2")
     assert (arch.eos_token_ids, arch.bos_token_id) == ((5,), 4)
-    assert (arch.rope_scaling, arch.qk_norm) == (None, False)
+    assert not mixer.qk_norm
 
     np.testing.assert_array_equal(params["embed"], weights["token_embd.weight"])
     np.testing.assert_array_equal(params["final_norm"], weights["output_norm.weight"])
@@ -246,25 +246,25 @@ def test_parameters_come_in_the_dtype_asked_for(tmp_path: Path) -> None:
     np.testing.assert_array_equal(params["embed"], exact.astype(jnp.bfloat16))
 
 
-def rope_factors(scaling: RopeScaling) -> np.ndarray:
-    return np.asarray(rope_frequencies(HEAD_DIM, 50000.0) / rope_frequencies(HEAD_DIM, 50000.0, scaling))
+def rope_factors(rope: Rope) -> np.ndarray:
+    return np.asarray(Rope(50000.0).frequencies(HEAD_DIM) / rope.frequencies(HEAD_DIM))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_rotary_scaling_is_recognised_by_its_factors(factor: float, tmp_path: Path) -> None:
-    scaling = RopeScaling("llama3", factor, 1.0, 4.0, 8192)
+    scaling = Rope(50000.0, "llama3", factor, 1.0, 4.0, 8192)
     factors = rope_factors(scaling)
     assert factors[0] == 1.0
     assert factors[-1] == factor
     tensors = small_tensors("llama") | {"rope_freqs.weight": (factors, T.F32)}
     arch, _ = load_gguf(write(tmp_path / "m.gguf", "llama", tensors))
-    assert arch.rope_scaling == scaling
+    assert arch.layers[0].mixer.rope == scaling
 
 
 def test_other_rotary_scaling(tmp_path: Path) -> None:
     tensors = small_tensors("llama")
     ones = tensors | {"rope_freqs.weight": (np.ones(HEAD_DIM // 2, np.float32), T.F32)}
-    assert load_gguf(write(tmp_path / "ones.gguf", "llama", ones))[0].rope_scaling is None
+    assert load_gguf(write(tmp_path / "ones.gguf", "llama", ones))[0].layers[0].mixer.rope == Rope(50000.0)
 
     def linear(writer: gguf.GGUFWriter) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -277,7 +277,7 @@ def test_other_rotary_scaling(tmp_path: Path) -> None:
         lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),
     ):
         arch = gguf_architecture(write(tmp_path / "linear.gguf", "llama", tensors, more))
-        assert arch.rope_scaling == RopeScaling("linear", 4.0)
+        assert arch.layers[0].mixer.rope == Rope(50000.0, "linear", 4.0)
 
     strange = tensors | {"rope_freqs.weight": (np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32), T.F32)}
     with pytest.raises(ValueError, match=r"rope_freqs.weight must contain Llama 3's rotary factors"):

@@ -11,10 +11,11 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from architectures import changed
 from goldens import Golden, read_golden
 
-from quatrain.models.families import architecture_from_hf
-from quatrain.weights.gguf import _OF_GEMMA, _gemma_fields, _Keys, gguf_architecture, load_gguf
+from quatrain.models.families import FAMILIES, architecture_from_hf
+from quatrain.weights.gguf import _Keys, _windows_and_scales, gguf_architecture, load_gguf
 from quatrain.weights.hf import load_hf
 
 ARCHITECTURES = {
@@ -69,9 +70,10 @@ def test_a_converted_model_is_that_of_its_folder(family: str, tmp_path: Path) ->
     arch, params = load_hf(golden.write_model(tmp_path / "hf"))
     found, loaded = load_gguf(convert(golden, tmp_path / "m.gguf"))
     if family.startswith("gemma"):  # what the file does not say is that of the published models
-        arch = replace(arch, query_pre_attn_scalar=arch.head_dim)
-        assert found.layer_types[0] == "sliding_attention"
-        arch = replace(arch, layer_types=found.layer_types)
+        assert found.layers[0].mixer.window
+        windows = [kind.mixer.window for kind in found.layers]
+        mixer = next(kind.mixer for kind in arch.layers if kind.mixer.window)
+        arch = changed(arch, windows=windows, sliding_rope=mixer.rope, query_scalar=mixer.head_dim)
     assert found == replace(arch, eos_token_ids=found.eos_token_ids)
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     tolerance = 2e-7 if family.startswith("gemma") else 0.0  # the 1 that was added costs a digit
@@ -122,8 +124,8 @@ def test_a_gemma_2_file_without_windows(tmp_path: Path) -> None:
         writer.add_sliding_window_pattern(1)
 
     found = gguf_architecture(convert(replace(golden, config=config), tmp_path / "m.gguf", more))
-    assert (found.sliding_window, found.layer_types) == (None, ())
-    assert (found.attention_softcap, found.final_softcap) == (
+    assert [kind.mixer.window for kind in found.layers] == [None] * found.num_layers
+    assert (found.layers[0].mixer.softcap, found.final_softcap) == (
         config["attn_logit_softcapping"],
         config["final_logit_softcapping"],
     )
@@ -142,9 +144,9 @@ def with_layers(golden: Golden, layers: int) -> Golden:
     ("layers", "period", "scalar"), [(26, 6, 128), (62, 6, 5376 // 32), (26, 2, 128), (46, 2, 5376 // 32)]
 )
 def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period: int, scalar: int) -> None:
-    family = {6: "gemma3_text", 2: "gemma2"}[period]
+    family = FAMILIES[{6: "gemma3_text", 2: "gemma2"}[period]]
     keys = _Keys.model_validate(
-        _OF_GEMMA[family]
+        family.gguf.keys
         | {
             "block_count": layers,
             "context_length": 8192,
@@ -155,7 +157,7 @@ def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period
             "attention.sliding_window": 1024,
         }
     )
-    fields = _gemma_fields(family, keys, 128)
+    fields = _windows_and_scales(family, keys, 128)
     assert fields["query_pre_attn_scalar"] == scalar
     assert fields["sliding_window"] == 1024
     assert [i for i, kind in enumerate(fields["layer_types"]) if kind == "full_attention"] == list(

@@ -1,13 +1,13 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 from goldens import CASES, read_golden
 from safetensors.numpy import load_file, save_file
 
@@ -280,7 +280,7 @@ def test_memory_peaks_near_the_size_of_the_parameters(stored, tmp_path):
     """The resident peak of a fresh process; half the parameters are embeddings, the hardest to stay below."""
     arch = builtin_architecture("tiny", 64, ())
     save_hf(tmp_path / "small", arch, init_params(arch, jax.random.key(0)))
-    large = replace(arch, vocab_size=100_000, hidden_size=1024, intermediate_size=4096, num_layers=8)
+    large = changed(arch, vocab_size=100_000, hidden_size=1024, width=4096, num_layers=8)
     ones = jax.tree.map(lambda x: jnp.ones(x.shape, stored), abstract_params(large))
     save_hf(tmp_path / "large", large, ones)
     del ones

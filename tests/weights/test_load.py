@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from quatrain.models.families import architecture_to_hf, builtin_architecture
-from quatrain.weights.hf import save_hf
-from quatrain.weights.load import load_architecture, load_classifier, load_model, model_directory
+from quatrain.weights.hf import model_directory, save_hf
+from quatrain.weights.load import load_architecture, load_classifier, load_model
 
 
 def test_builtin_model():

@@ -19,7 +19,7 @@ from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import MicroBatch, micro_batches
 from quatrain.forward.specs import CriticSpec, ModelSpec
 from quatrain.forward.table import TokenTable
-from quatrain.parallel.axes import DATA_AXES
+from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.collectives import all_gather_shards, from_first_device, shard_mapped
 from quatrain.parallel.compilations import jit_for_backend
 from quatrain.parallel.host_memory import trim_after_compiling
@@ -33,7 +33,7 @@ def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.A
 
     def on_shard(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.where(batch.mask, model.predict(params, batch)[0], 0.0)
-        return all_gather_shards((from_first_device(predicted, "tp"), batch.mask))
+        return all_gather_shards((from_first_device(predicted, TP), batch.mask))
 
     in_specs = (model.partition, PartitionSpec(DATA_AXES))
     return shard_mapped(on_shard, model.mesh, in_specs, PartitionSpec())(params, batch)

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from quatrain.backend import ACCELERATOR, Backend
+from quatrain.models.architecture import Architecture
 from quatrain.models.attention import attention_pattern, self_attention
 from quatrain.models.attention.unpacking import Unpacking
-from quatrain.models.decoder import Attend, run_layers
-from quatrain.models.families import Architecture
+from quatrain.models.blocks.attention import Attend, Attention
+from quatrain.models.decoder import run_layers
 from quatrain.models.kv_cache import CachePart, LayerCache, write
 from quatrain.models.layers import MASKED, softcap
 from quatrain.models.params import Params
@@ -68,37 +69,22 @@ def prefill(
     `layout` has the prompts in rows of their own, for an implementation that `unpacks`.
     """
 
-    def attend_within(window: int | None) -> Attend:
+    def attend_of(mixer: Attention) -> Attend:
+        window, cap, sizes = mixer.window, mixer.softcap, backend.attention_blocks
         pattern = attention_pattern(
-            attention,
-            positions[None],
-            segment_ids[None],
-            branch_ids[None],
-            window,
-            backend.attention_blocks,
-            layout=layout,
+            attention, positions[None], segment_ids[None], branch_ids[None], window, sizes, layout=layout
         )
 
         def attend(
             q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: None
         ) -> tuple[jax.Array, LayerCache]:
-            cap = arch.attention_softcap
             y_BTNH = self_attention(attention, q_BTNH, k_BTKH, v_BTKH, pattern, window=window, cap=cap)
             return y_BTNH, (k_BTKH[0], v_BTKH[0])
 
         return attend
 
-    caches = [None] * arch.num_layers
-    hidden, new = run_layers(
-        params,
-        arch,
-        input_ids[None],
-        positions[None],
-        attend_within,
-        caches,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs, caches = (input_ids[None], positions[None]), [None] * arch.num_layers
+    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 
 
@@ -120,7 +106,8 @@ def extend(
     rows_N1 = continued.rows[:, None]
     back_NTS = positions_NT[:, :, None] - columns_S
 
-    def attend_within(window: int | None) -> Attend:
+    def attend_of(mixer: Attention) -> Attend:
+        window, cap = mixer.window, mixer.softcap
         near = back_NTS >= 0
         mask_NTS = near if window is None else near & (back_NTS < window)
 
@@ -134,22 +121,14 @@ def extend(
             values = values.at[rows_N1, :, columns_NT].set(v_BTKH.astype(values.dtype), mode="drop")
             own_keys, own_values = (jnp.take(x, continued.rows, axis=0, mode="clip") for x in (keys, values))
             q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
-            attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, arch.attention_softcap)
+            attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, cap)
             y_BTKGH = attended.sums / attended.total
             return y_BTKGH.reshape(B, T, heads, H).astype(q_BTNH.dtype), (keys, values)
 
         return attend
 
-    hidden, new = run_layers(
-        params,
-        arch,
-        continued.input_ids,
-        positions_NT,
-        attend_within,
-        prompts.layers,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs = continued.input_ids, positions_NT
+    hidden, new = run_layers(params, arch, *inputs, attend_of, prompts.layers, dtype=dtype, backend=backend)
     last_N = jnp.maximum(continued.counts - 1, 0)
     return hidden[jnp.arange(N), last_N], CachePart.of_layers(new)
 
@@ -181,7 +160,8 @@ def decode(
     real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
     valid_BC = back_C < generated_lengths[:, None]
 
-    def attend_within(window: int | None) -> Attend:
+    def attend_of(mixer: Attention) -> Attend:
+        window, cap = mixer.window, mixer.softcap
         near = (True, True) if window is None else (back_RMS < window, back_C < window)
         prompt_mask, generated_mask = real_RMS & near[0], (valid_BC & near[1])[:, None]
 
@@ -194,7 +174,6 @@ def decode(
             keys = write(keys, k_BTKH[0, :, :, :, None], column, 3)
             values = write(values, v_BTKH[0, :, :, None], column, 2)
             q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
-            cap = arch.attention_softcap
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
             prompt = _Attended(*(x.reshape(-1, *x.shape[2:])[sharing.place] for x in shared))
@@ -203,17 +182,8 @@ def decode(
 
         return attend
 
-    caches = list(zip(prompts.layers, generated.layers, strict=True))
-    hidden, new = run_layers(
-        params,
-        arch,
-        tokens[None],
-        positions[None],
-        attend_within,
-        caches,
-        dtype=dtype,
-        backend=backend,
-    )
+    inputs, caches = (tokens[None], positions[None]), list(zip(prompts.layers, generated.layers, strict=True))
+    hidden, new = run_layers(params, arch, *inputs, attend_of, caches, dtype=dtype, backend=backend)
     return hidden[0], CachePart.of_layers(new)
 
 

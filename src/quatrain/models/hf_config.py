@@ -1,6 +1,6 @@
 """The keys of config.json and generation_config.json that quatrain reads, with their types and bounds.
 
-Data flow: a file's values -> `config.files.checked` -> an instance of these -> `families.py`. The bounds are
+Data flow: a file's values -> `config.files.checked` -> an instance of these -> `families/`. The bounds are
 far above any known model; they keep a wrong number from taking all memory.
 """
 
@@ -21,6 +21,9 @@ Heads = Annotated[int, Field(ge=1, le=2**12)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
+Window = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Period = Annotated[int, Field(ge=0, le=2**10)]
+"""Of so many layers, the last has full attention."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_TOKEN_IDS = 1_000
 
@@ -77,6 +80,13 @@ class RopeConfig(Description):
     partial_rotary_factor: float | None = None
 
 
+class RopeParameters(RopeConfig):
+    """Rotary embeddings, or those of each type of layer."""
+
+    full_attention: RopeConfig | None = None
+    sliding_attention: RopeConfig | None = None
+
+
 class HFConfig(GenerationConfig):
     """config.json of a causal language model."""
 
@@ -90,8 +100,8 @@ class HFConfig(GenerationConfig):
     max_position_embeddings: Positions | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
     rope_theta: Positive | None = None
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: RopeParameters | None = None
+    rope_scaling: RopeConfig | None = None
     rope_local_base_freq: Positive | None = None
     original_max_position_embeddings: Positions | None = None
     partial_rotary_factor: float | None = None
@@ -104,9 +114,9 @@ class HFConfig(GenerationConfig):
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
     use_sliding_window: bool | None = None
-    sliding_window: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=0, le=2**10)] | None = None
-    max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
+    sliding_window: Window | None = None
+    sliding_window_pattern: Period | None = None
+    max_window_layers: Window = 28
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     use_bidirectional_attention: bool | None = None
     quantization_config: Any = None

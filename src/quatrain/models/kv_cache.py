@@ -5,7 +5,8 @@ Data flow: the rollout allocates the cache; `decode_step.py` writes and reads it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture
+from quatrain.models.architecture import Architecture
 from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.mesh import mesh_shape
 
@@ -38,7 +39,7 @@ class CachePart:
     values: tuple[jax.Array, ...]
 
     @classmethod
-    def of_layers(cls, layers: Iterable[LayerCache]) -> CachePart:
+    def of_layers(cls, layers: Iterable[Sequence[jax.Array]]) -> CachePart:
         """The cache with these keys and values, layer after layer."""
         keys, values = zip(*layers, strict=True)
         return cls(keys, values)
@@ -56,25 +57,17 @@ class CachePart:
 
 def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
     """A cache of zeros with `rows` rows on each replica (data shard) of `mesh`."""
-    heads, size = cached_heads(arch, mesh.shape[TP]), arch.head_dim
     rows *= mesh_shape(mesh).num_data_shards
     place = NamedSharding(mesh, CACHE_SPEC)
-    keys, values = (
-        tuple(jnp.zeros((rows, heads, *shape), dtype, device=place) for _ in range(arch.num_layers))
-        for shape in ((size, columns), (columns, size))
-    )
-    return CachePart(keys, values)
-
-
-def cached_heads(arch: Architecture, tp: int) -> int:
-    """Key/value heads in the caches of `tp` devices: with fewer heads than devices, each device has one."""
-    return max(arch.num_kv_heads, tp)
+    states = [kind.mixer.state(rows, columns, mesh.shape[TP]) for kind in arch.layers]
+    layers = ([jnp.zeros(shape, dtype, device=place) for shape in state] for state in states)
+    return CachePart.of_layers(layers)
 
 
 def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
     """Bytes of one column (the keys and values of one token in all layers) on each of `tp` devices."""
-    heads = cached_heads(arch, tp) // tp
-    return 2 * arch.num_layers * heads * arch.head_dim * jnp.dtype(dtype).itemsize
+    shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
+    return sum(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:

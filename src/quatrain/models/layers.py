@@ -1,22 +1,23 @@
-"""The parts of a decoder layer: RMS norm, linear maps, rotary embeddings, attention mask, gated MLP.
+"""The parts of a decoder layer: RMS norm, linear maps, attention mask, soft cap.
 
-Data flow: pure functions, which the decoder and the attention implementations call.
+Data flow: pure functions, which the blocks, the decoder and the attention implementations call.
 
-Shapes: B rows, T queries, S keys, D hidden, N query heads, K key/value heads, G = N / K, H head size,
-X = G x T.
+Shapes: B rows, T queries, S keys, D hidden, K key/value heads, G query heads of each, H head size, F columns
+of the MLP.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from quatrain.models.families import Architecture, RopeScaling
+from quatrain.models.spec import LORA_A, LORA_B, ParamSpec
 from quatrain.parallel.axes import TP
 from quatrain.parallel.collectives import psum_backward, psum_forward
 
@@ -60,6 +61,22 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm that multiplies by `offset` + weight (1 + weight in Gemma models)."""
+
+    eps: float = 1e-6
+    offset: float = 0.0
+
+    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """`rms_norm` over the last dimension of `x`."""
+        return rms_norm(x, weight, self.eps, self.offset)
+
+    def spec(self, size: int) -> ParamSpec:
+        """The weight of a norm of vectors of this size."""
+        return ParamSpec((size,), ("norm",), "constant", 1.0 - self.offset)
+
+
 def matmul_transposed(
     x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, few_rows: int = 0
 ) -> jax.Array:
@@ -74,10 +91,8 @@ def matmul_transposed(
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1]).astype(x.dtype)
     along_in = (((1,), (1,)), ((), ()))
     product = partial(jax.lax.dot_general, dimension_numbers=along_in, preferred_element_type=dtype)
-    if len(rows) <= few_rows:
-        y = jax.lax.optimization_barrier(product(matrix, rows)).T
-    else:
-        y = product(rows, matrix)
+    few = len(rows) <= few_rows
+    y = jax.lax.optimization_barrier(product(matrix, rows)).T if few else product(rows, matrix)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
@@ -119,7 +134,6 @@ def linear(
     x: jax.Array,
     layer: Layer,
     name: str,
-    *,
     sum_axis: str | None = None,
     few_rows: int = 0,
     lora_scale: float = 1.0,
@@ -130,11 +144,10 @@ def linear(
     the axis (psum) before the bias is added. Adapters of the matrix, if any, add `lora_scale` · B (A x).
     """
     y = matmul_transposed(x, layer[name], few_rows=few_rows)
-    if f"{name}_lora_a" in layer:
+    if name + LORA_A in layer:
         y = y + lora_scale * _adapted(x, layer, name, sum_axis, few_rows)
     y = y if sum_axis is None else psum_forward(y, sum_axis)
-    bias = layer.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(x.dtype)
+    return y + layer[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in layer else y
 
 
 def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_rows: int) -> jax.Array:
@@ -143,53 +156,25 @@ def _adapted(x: jax.Array, layer: Layer, name: str, sum_axis: str | None, few_ro
     Over `tp`, the factor that is not sharded is on every device, each of which uses it for its part of the
     work: A where outputs are sharded, B where inputs are.
     """
-    a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
+    a, b = layer[name + LORA_A], layer[name + LORA_B]
     a, b = (psum_backward(a, TP), b) if sum_axis is None else (a, psum_backward(b, sum_axis))
     low = matmul_transposed(x, a, few_rows=few_rows)
     if a.ndim > 2:
-        b = _beside_each_other(b, name, len(a))
+        b = _one_factor(b, len(a))
     return matmul_transposed(low.reshape(*x.shape[:-1], -1), b, few_rows=few_rows)
 
 
-def _beside_each_other(b: jax.Array, name: str, blocks: int) -> jax.Array:
+def _one_factor(b: jax.Array, blocks: int) -> jax.Array:
     """B of matrices that are stored as one, as one factor of their A x in a row: [*out, blocks * r].
 
     An output has the r columns of its own block and zeros in the others: one product in place of one for each
     block, which are small.
     """
     # qkv [K, G + 2, H, r] has G query heads, a key head and a value head; gate_up is [2, F, r].
-    block_of = jnp.array([0] * (b.shape[1] - 2) + [1, 2]) if name == "qkv" else jnp.arange(blocks)
-    own = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
-    return (b[..., None, :] * own).reshape(*b.shape[:-1], -1)
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """[H/2] float32 angles per position: theta ** (-2i / H), scaled as `scaling` says (see `RopeScaling`)."""
-    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
-        return frequencies
-    slow = frequencies / scaling.factor
-    if scaling.kind == "linear":
-        return slow
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * slow
-
-
-def rope_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position x frequency, each [B, T, 1, H/2] float32."""
-    angles = positions_BT.astype(jnp.float32)[..., None, None] * frequencies
-    # The barrier makes XLA compute the angles once; otherwise it recomputes them at every use, twice per
-    # layer.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, H]: each pair (i, i + H/2) turns by its angle (Su et al. 2021)."""
-    cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    groups = b.shape[-3]
+    block_of = jnp.asarray(np.maximum(np.arange(groups) - (groups - blocks), 0))
+    same = (block_of[:, None, None, None] == jnp.arange(blocks)[:, None]).astype(b.dtype)
+    return (b[..., None, :] * same).reshape(*b.shape[:-1], -1)
 
 
 def attention_mask(
@@ -226,17 +211,3 @@ def attention_mask(
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap * tanh(x / cap) (Gemma 2): close to x for small x, always within (-cap, cap); x if cap is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def mlp_up(x_BTD: jax.Array, layer: Layer, *, few_rows: int = 0, lora_scale: float = 1.0) -> jax.Array:
-    """The first half of a gated MLP: gate(x) and up(x) as [B, T, 2, F] (Shazeer 2020)."""
-    x_BTD = psum_backward(x_BTD, TP)
-    return linear(x_BTD, layer, "gate_up", few_rows=few_rows, lora_scale=lora_scale)
-
-
-def mlp_down(gate_up: jax.Array, layer: Layer, arch: Architecture, *, few_rows: int = 0) -> jax.Array:
-    """The second half of a gated MLP: down(activation(gate) * up)."""
-    gate, up = jnp.split(gate_up.reshape(*gate_up.shape[:-2], -1), 2, axis=-1)
-    gate = jax.nn.silu(gate) if arch.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    scale = arch.lora_scale
-    return linear(gate * up, layer, "down", sum_axis=TP, few_rows=few_rows, lora_scale=scale)

@@ -7,7 +7,6 @@ Data flow: a loaded base -> `with_adapters` -> parameters of an `Architecture` w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,15 +18,8 @@ from jax.typing import DTypeLike
 
 from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import Architecture, LoRA
-from quatrain.models.params import (
-    ADAPTED,
-    LORA_A,
-    LORA_B,
-    Params,
-    draw_params,
-    param_specs,
-    partition,
-)
+from quatrain.models.params import Params, draw_params, param_specs, partition
+from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
 from quatrain.parallel.mesh import mesh_shape, one_device, to_memory, unshared
 
@@ -46,34 +38,36 @@ def with_lora(arch: Architecture, config: LoraConfig) -> Architecture:
 
 def check_lora(arch: Architecture, lora: LoRA) -> None:
     """Raises ValueError if a model of `arch` cannot have these adapters."""
-    specs = param_specs(replace(arch, lora=None))["layers"][0]
-    for name in lora.targets:
-        if name not in ADAPTED or name not in specs:
-            known = ", ".join(each for each in ADAPTED if each in specs)
-            raise ValueError(
-                f"lora.targets must be matrices of the model's layers; a {arch.family} model has no {name}; "
-                f"choose from {known}"
-            )
-        for module, (rows, columns) in _sides(arch, name).items():
-            if lora.rank > min(rows, columns):
+    for kind in arch.kinds:
+        matrices, layer = kind.matrices(), kind.params(arch.hidden_size, arch.norm, 1.0, None)
+        for name in lora.targets:
+            if name not in matrices:
                 raise ValueError(
-                    f"lora.rank must be at most the shorter side of each matrix that has adapters; {module} "
-                    f"of this {arch.family} model is {rows} x {columns}, got rank {lora.rank}; lower "
-                    f"lora.rank, or leave {name} out of lora.targets"
+                    f"lora.targets must be matrices of the model's layers; a {arch.family} model has no "
+                    f"{name}; choose from {', '.join(matrices)}"
                 )
+            for tensor in matrices[name]:
+                rows, columns = tensor.shape_in(layer[name].shape)
+                if lora.rank > min(rows, columns):
+                    raise ValueError(
+                        "lora.rank must be at most the shorter side of each matrix that has adapters; "
+                        f"{tensor.name.split('.')[-2]} of this {arch.family} model is {rows} x {columns}, "
+                        f"got rank {lora.rank}; lower lora.rank, or leave {name} out of lora.targets"
+                    )
 
 
-def _sides(arch: Architecture, name: str) -> dict[str, tuple[int, int]]:
-    """(out, in) of the matrices that are stored as `name`, by their names in a checkpoint."""
-    d, f, h = arch.hidden_size, arch.intermediate_size, arch.head_dim
-    queries, keys = (arch.num_heads * h, d), (arch.num_kv_heads * h, d)
-    sides = {
-        "qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        "o": {"o_proj": (d, arch.num_heads * h)},
-        "gate_up": {"gate_proj": (f, d), "up_proj": (f, d)},
-        "down": {"down_proj": (d, f)},
-    }
-    return sides[name]
+def adapter_names(arch: Architecture) -> list[TensorName]:
+    """All tensors of an adapter of `arch.lora` in peft's names: A [r, in] and B [out, r] of each matrix."""
+    names = []
+    for i, kind in enumerate(arch.layers):
+        for matrix, tensors in kind.matrices().items():
+            for number, tensor in enumerate(tensors if arch.lora and matrix in arch.lora.targets else ()):
+                start = f"base_model.model.model.layers.{i}.{tensor.name.removesuffix('weight')}"
+                block = number if len(tensors) > 1 else ...
+                for end, adapter, part in (("A", LORA_A, block), ("B", LORA_B, tensor.part)):
+                    path = ("layers", i, matrix + adapter)
+                    names.append(TensorName(f"{start}lora_{end}.weight", path, part, vector=False))
+    return names
 
 
 def with_adapters(params: Params, arch: Architecture, key: jax.Array, mesh: Mesh | None = None) -> Params:
@@ -95,31 +89,28 @@ def with_trained(tree: Any, trained: Any, arch: Architecture) -> Any:
     if arch.lora is None:
         return trained
     layers = zip(tree["layers"], trained["layers"], strict=True)
-    return {**tree, "layers": [{**layer, **adapters} for layer, adapters in layers]}
+    return {**tree, "layers": [layer | adapters for layer, adapters in layers]}
 
 
 def adapters_of(tree: Any) -> Any:
     """The adapters in a tree like parameters: `{"layers": [one dict per layer]}`."""
-    return {"layers": [{name: layer[name] for name in _adapters_in(layer)} for layer in tree["layers"]]}
+    layers = [{name: layer[name] for name in layer if _is_adapter(name)} for layer in tree["layers"]]
+    return {"layers": layers}
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like parameters without its adapters: the base, whose arrays are not copied."""
-
-    def base(layer: Any) -> dict[str, Any]:
-        own = set(_adapters_in(layer))
-        return {name: leaf for name, leaf in layer.items() if name not in own}
-
-    return {**tree, "layers": [base(layer) for layer in tree["layers"]]}
+    layers = [{name: layer[name] for name in layer if not _is_adapter(name)} for layer in tree["layers"]]
+    return {**tree, "layers": layers}
 
 
 def has_adapters(tree: Any) -> bool:
     """Whether a tree like parameters has adapters."""
-    return any(_adapters_in(layer) for layer in tree.get("layers", ()))
+    return any(_is_adapter(name) for layer in tree.get("layers", ()) for name in layer)
 
 
-def _adapters_in(layer: Iterable[str]) -> list[str]:
-    return [name for name in layer if name.endswith((LORA_A, LORA_B))]
+def _is_adapter(name: str) -> bool:
+    return name.endswith((LORA_A, LORA_B))
 
 
 def apart_from(placed: Params, params: Params) -> Params:
@@ -133,15 +124,14 @@ def apart_from(placed: Params, params: Params) -> Params:
         return placed  # merged with its adapters, which are none of its arrays
     copied = jax.tree.map(unshared, adapters_of(placed), adapters_of(params))
     layers = zip(placed["layers"], copied["layers"], strict=True)
-    return {**placed, "layers": [{**layer, **own} for layer, own in layers]}
+    return {**placed, "layers": [layer | adapters for layer, adapters in layers]}
 
 
 def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -> Params:
     """The parameters of a model without adapters that computes what `params` of `arch` compute.
 
     A matrix W with adapters becomes W + (alpha / rank) B A in `dtype` (default: that of W), on the devices:
-    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are those of
-    `params`. Parameters without adapters come back as they are.
+    W as a model of that dtype has it, and the sum in float32, rounded once. The other arrays are not copied.
 
     The sum is rounded to bfloat16 stochastically (`ops.rounding`): the nearest number is W itself for changes
     of less than half the spacing there, which would be lost. The random bits of an element depend on its
@@ -154,15 +144,10 @@ def merged(params: Params, arch: Architecture, dtype: DTypeLike | None = None) -
     key = jax.random.key(STREAM, impl="threefry2x32")
     for number, (layer, whole) in enumerate(zip(layers, params["layers"], strict=True)):
         for place, name in enumerate(arch.lora.targets, start=number * len(arch.lora.targets)):
-            parts = to_memory("device", [whole[each] for each in (name, name + LORA_A, name + LORA_B)])
-            layer[name] = _merged(
-                *parts,
-                jax.random.fold_in(key, place),
-                scale=arch.lora.scale,
-                dtype=jnp.dtype(dtype or parts[0].dtype),
-                sharding=parts[0].sharding,
-            )
-            if parts[0] is not whole[name]:
+            matrix, a, b = to_memory("device", [whole[name + end] for end in ("", LORA_A, LORA_B)])
+            how = {"dtype": jnp.dtype(dtype or matrix.dtype), "sharding": matrix.sharding}
+            layer[name] = _merged(matrix, a, b, jax.random.fold_in(key, place), scale=arch.lora.scale, **how)
+            if matrix is not whole[name]:
                 jax.block_until_ready(layer[name])  # the device has room for one such copy at a time
     return {**base, "layers": layers}
 
@@ -179,10 +164,8 @@ def _merged(
 ) -> jax.Array:
     """One matrix [*out, in], of one array at a time: it needs memory for this one in float32."""
     exact = changed(matrix.astype(dtype), a, b, scale)
-    if dtype == jnp.bfloat16:
-        rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape))
-    else:
-        rounded = exact.astype(dtype)
+    stochastic = dtype == jnp.bfloat16
+    rounded = stochastic_bfloat16(exact, random_bits(key, exact.shape)) if stochastic else exact.astype(dtype)
     return jax.lax.with_sharding_constraint(rounded, sharding)
 
 

@@ -6,21 +6,20 @@ Data flow: `Architecture` -> tree of `ParamSpec` -> parameter tree, filled by lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from quatrain.config.mesh import MeshShape
-from quatrain.models.families import Architecture, TensorName, tensor_names
-from quatrain.parallel.axes import FSDP, partition_spec
-from quatrain.parallel.collectives import all_gather, psum_backward
+from quatrain.models.architecture import Architecture
+from quatrain.models.spec import ParamSpec, TensorName
+from quatrain.parallel.axes import partition_spec
 from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
 
 Params = dict[str, Any]
@@ -29,25 +28,10 @@ Params = dict[str, Any]
 The head is `lm_head` [V, D] unless it is tied to `embed`, or `score` [1, D] (`Architecture.head`).
 """
 
+MAX_TP = 2**12
+"""The largest `tp` that an error names: as many heads as config.json may have."""
 XLA_ALIGNMENT = 64
 """The alignment, in bytes, of host arrays that XLA uses on a CPU without copying them."""
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
-
-    Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
-    each with its query heads), `mlp`, and `group`, `head`, `rank` and `norm`, which are never sharded.
-    `scale` is the standard deviation if `init` is `normal`, the largest absolute value if it is `uniform`,
-    and the value of every element if it is `constant`. `dtype` is the parameter's own; None: the model's.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    init: Literal["normal", "uniform", "constant"]
-    scale: float
-    dtype: str | None = None
 
 
 def param_specs(arch: Architecture) -> Params:
@@ -63,11 +47,11 @@ def param_specs(arch: Architecture) -> Params:
     not grow with depth (Radford et al. 2019). A `score` head is zero. The adapters of `Architecture.lora` are
     parameters of their layers (`models.lora`).
     """
-    d = arch.hidden_size
+    d, residual = arch.hidden_size, (2 * arch.num_layers) ** -0.5
     specs: Params = {
         "embed": ParamSpec((arch.vocab_size, d), ("vocab", "embed"), "normal", d**-0.5),
-        "layers": [_layer_specs(arch) for _ in range(arch.num_layers)],
-        "final_norm": _norm(arch, d),
+        "layers": [kind.params(d, arch.norm, residual, arch.lora) for kind in arch.layers],
+        "final_norm": arch.norm.spec(d),
     }
     score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0)
     specs[output_head_name(arch)] = score if arch.head == "score" else specs["embed"]
@@ -81,63 +65,6 @@ def output_head_name(arch: Architecture) -> str:
     return "embed" if arch.tie_embeddings else "lm_head"
 
 
-def _layer_specs(arch: Architecture) -> dict[str, ParamSpec]:
-    d, f = arch.hidden_size, arch.intermediate_size
-    heads, per_kv_head = arch.num_heads * arch.head_dim, arch.num_heads // arch.num_kv_heads + 2
-    residual = (2 * arch.num_layers) ** -0.5
-    specs = {
-        "attention_norm": _norm(arch, d),
-        "qkv": _matrix(
-            (arch.num_kv_heads, per_kv_head, arch.head_dim, d), ("kv_heads", "group", "head", "embed")
-        ),
-        "o": _matrix((d, heads), ("embed", "heads"), residual),
-        "mlp_norm": _norm(arch, d),
-        "gate_up": _matrix((2, f, d), ("group", "mlp", "embed")),
-        "down": _matrix((d, f), ("embed", "mlp"), residual),
-    }
-    biased = ["qkv"] * arch.qkv_bias + ["o"] * arch.output_bias + ["gate_up", "down"] * arch.mlp_bias
-    for name in biased:
-        matrix = specs[name]
-        specs[f"{name}_bias"] = ParamSpec(matrix.shape[:-1], matrix.axes[:-1], "constant", 0.0)
-    if arch.qk_norm:
-        specs |= {"q_norm": _norm(arch, arch.head_dim), "k_norm": _norm(arch, arch.head_dim)}
-    if arch.post_norms:
-        specs |= {"post_attention_norm": _norm(arch, d), "post_mlp_norm": _norm(arch, d)}
-    for name in arch.lora.targets if arch.lora else ():
-        specs |= _adapter(name, specs[name], arch.lora.rank if arch.lora else 0)
-    return specs
-
-
-ADAPTED = ("qkv", "o", "gate_up", "down")
-"""The matrices of a layer that may have adapters."""
-LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""How the names of adapters end, after the name of their matrix."""
-
-
-def _adapter(name: str, matrix: ParamSpec, rank: int) -> dict[str, ParamSpec]:
-    """A and B of the matrix `name`, in float32.
-
-    A has a block for each of the matrices that are stored as one, as if they were apart: `qkv_lora_a`
-    [3, r, D], `gate_up_lora_a` [2, r, D], and of others [r, in]. B is [*out, r]. A is uniform up to in**-0.5
-    and B is zero, as in peft.
-    """
-    *out, width = matrix.shape
-    blocks = {"qkv": (3,), "gate_up": (2,)}.get(name, ())
-    a_axes = ("group",) * len(blocks) + ("rank", matrix.axes[-1])
-    return {
-        name + LORA_A: ParamSpec((*blocks, rank, width), a_axes, "uniform", width**-0.5, "float32"),
-        name + LORA_B: ParamSpec((*out, rank), (*matrix.axes[:-1], "rank"), "constant", 0.0, "float32"),
-    }
-
-
-def _matrix(shape: tuple[int, ...], axes: tuple[str, ...], factor: float = 1.0) -> ParamSpec:
-    return ParamSpec(shape, axes, "normal", factor * shape[-1] ** -0.5)
-
-
-def _norm(arch: Architecture, size: int) -> ParamSpec:
-    return ParamSpec((size,), ("norm",), "constant", 1.0 - arch.norm_offset)
-
-
 def is_spec(leaf: object) -> bool:
     """Whether `leaf` is a ParamSpec; for `jax.tree.map(..., is_leaf=is_spec)`."""
     return isinstance(leaf, ParamSpec)
@@ -148,55 +75,15 @@ def partition(arch: Architecture, mesh: MeshShape) -> Params:
 
     Raises ValueError if a layer cannot be split over the `tp` devices of `mesh`.
     """
-    valid = [tp for tp in range(1, arch.num_heads + 1) if _divides_layers(arch, tp)]
-    if mesh.tp not in valid:
+    blocks = [block for kind in arch.kinds for block in (kind.mixer, kind.mlp)]
+    if not all(block.splits(mesh.tp) for block in blocks):
+        rules = dict.fromkeys(block.split_rule for block in blocks)
+        valid = [str(tp) for tp in range(1, MAX_TP + 1) if all(block.splits(tp) for block in blocks)]
         raise ValueError(
-            f"tp must be a number that divides the {arch.num_heads} query heads and the "
-            f"{arch.intermediate_size} columns of the MLP, and that divides or is a multiple of the "
-            f"{arch.num_kv_heads} key/value heads; got tp {mesh.tp}; "
-            f"choose one of {', '.join(map(str, valid))}"
+            f"tp must be a number that {', and '.join(rules)}; got tp {mesh.tp}; choose one of "
+            f"{', '.join(valid)}"
         )
     return jax.tree.map(lambda s: partition_spec(s.shape, s.axes, mesh), param_specs(arch), is_leaf=is_spec)
-
-
-def _divides_layers(arch: Architecture, tp: int) -> bool:
-    kv_heads = arch.num_kv_heads
-    return not (arch.num_heads % tp or arch.intermediate_size % tp or (kv_heads % tp and tp % kv_heads))
-
-
-def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
-    """`params` all-gathered over the `fsdp` axis; for use inside `shard_map`, where the parameters are read.
-
-    `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
-    backward pass sums the gradients over the `fsdp` axis (reduce-scatter).
-    """
-
-    def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if FSDP not in spec:
-            return psum_backward(parameter, FSDP)
-        return all_gather(parameter, FSDP, spec.index(FSDP), dtype if parameter.ndim > 1 else None)
-
-    return jax.tree.map(one, params, specs)
-
-
-class GatheredLayer(Mapping[str, jax.Array]):
-    """The parameters of one layer as a mapping; reading one all-gathers it, as `gather_params` does."""
-
-    def __init__(self, layer: Mapping[str, jax.Array], specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
-        self._layer, self._specs, self._dtype = layer, specs, dtype
-
-    def __getitem__(self, name: str) -> jax.Array:
-        whole: jax.Array = gather_params(self._layer[name], self._specs[name], self._dtype)
-        return whole
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layer
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layer)
-
-    def __len__(self) -> int:
-        return len(self._layer)
 
 
 def init_params(
@@ -204,8 +91,7 @@ def init_params(
 ) -> Params:
     """Random parameters for `arch`, each shard created on its own device of `mesh`, by default one device.
 
-    The random key of a parameter is `key` folded with its index in the tree, so values do not depend on
-    the mesh.
+    The random key of a parameter is `key` folded with its index in the tree: values do not depend on `mesh`.
     """
     mesh = mesh or one_device()
     return draw_params(param_specs(arch), partition(arch, mesh_shape(mesh)), key, dtype, mesh)
@@ -227,11 +113,26 @@ def _draw(seed: Any, spec: ParamSpec, dtype: jnp.dtype, sharding: NamedSharding)
         drawn = jnp.full(spec.shape, spec.scale, dtype)
     elif spec.init == "uniform":
         key = jax.random.wrap_key_data(seed)
-        drawn = jax.random.uniform(key, spec.shape, jnp.float32, -spec.scale, spec.scale).astype(dtype)
+        drawn = jax.random.uniform(key, spec.shape, jnp.float32, -spec.scale, spec.scale)
     else:
-        key = jax.random.wrap_key_data(seed)
-        drawn = (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
-    return jax.lax.with_sharding_constraint(drawn, sharding)
+        drawn = spec.scale * jax.random.normal(jax.random.wrap_key_data(seed), spec.shape, jnp.float32)
+    return jax.lax.with_sharding_constraint(drawn.astype(dtype), sharding)
+
+
+def tensor_names(arch: Architecture) -> list[TensorName]:
+    """All tensors of a Hugging Face checkpoint of `arch`."""
+    names = [
+        TensorName("model.embed_tokens.weight", ("embed",), vector=False),
+        TensorName("model.norm.weight", ("final_norm",)),
+    ]
+    if (head := output_head_name(arch)) != "embed":
+        names.append(TensorName(f"{head}.weight", (head,), vector=False))
+    for i, kind in enumerate(arch.layers):
+        names += [
+            tensor._replace(name=f"model.layers.{i}.{tensor.name}", path=("layers", i, *tensor.path))
+            for tensor in kind.tensors()
+        ]
+    return names
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -249,8 +150,7 @@ def assemble(
     """Parameters of `arch` on `mesh`, by default one device, read from the tensors of a checkpoint.
 
     `read(name, parameter)` copies the tensor `name` into its slice of `parameter`. The host holds one
-    parameter at a time, the largest first, so that the peak memory of the process stays close to the size of
-    the parameters on its devices.
+    parameter at a time, the largest first, so that peak memory is close to the size of the parameters.
     """
     assert arch.lora is None, "adapters come after the model they adapt"
     mesh = mesh or one_device()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,25 +80,14 @@ def activations(
     With adapters of rank r, their gradients are the only ones. The r columns of A x of each adapted matrix
     are added to `layer` and to `kept` of `dots` and `none`, and the most columns of a B (A x) to `layer`.
     """
-    b, own_b = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize
-    sharded, cast, tp = mesh.fsdp > 1, dtype != param_dtype, mesh.tp
+    b, own_b, n = jnp.dtype(dtype).itemsize, jnp.dtype(param_dtype).itemsize, _Widths.of(arch, mesh)
+    sharded, cast = mesh.fsdp > 1, dtype != param_dtype
     tile = ACCELERATOR.tile(arch.vocab_size)
-    hidden, mlp, heads = arch.hidden_size, arch.intermediate_size // tp, arch.num_heads // tp
-    queries = arch.num_heads * arch.head_dim // tp
-    keys_values = 2 * max(arch.num_kv_heads // tp, 1) * arch.head_dim
-    vocabulary = arch.vocab_size // (tp if TP in partition(arch, mesh)["embed"] else 1)
-    norms = arch.qk_norm * (queries + keys_values) + arch.post_norms * 2 * hidden
-    low = added = 0
-    if arch.lora:
-        out = {"qkv": queries + keys_values, "o": hidden, "gate_up": 2 * mlp, "down": hidden}
-        blocks = {"qkv": 3, "gate_up": 2}
-        low = sum(blocks.get(name, 1) for name in arch.lora.targets) * arch.lora.rank
-        added = max(out[name] for name in arch.lora.targets)
-    products = hidden + 2 * queries + keys_values + 2 * mlp + norms + low
-    every = products + 4 * hidden + norms
-    columns = hidden + {"layer": 0, "dots": products, "none": every}[remat]
-    statistics = FLOAT32 * {"layer": 0, "dots": heads, "none": heads + 2}[remat]
-    works = 6 * hidden + 3 * queries + keys_values + 6 * mlp + norms + 2 * low + added
+    products = n.hidden + n.kept + n.normed + n.low
+    every = products + 4 * n.hidden + n.normed
+    columns = n.hidden + {"layer": 0, "dots": products, "none": every}[remat]
+    statistics = FLOAT32 * {"layer": 0, "dots": n.statistics, "none": n.statistics + 2}[remat]
+    works = 6 * n.hidden + n.working + n.normed + 2 * n.low + n.added
     works -= 0 if remat == "layer" else products
 
     specs, places, gathered = param_specs(arch), partition(arch, mesh), mesh._replace(fsdp=1)
@@ -108,11 +97,11 @@ def activations(
     layer_gradient = sum_on_device(specs["layers"][0], whole["layers"][0], gathered)
     gradients = sum_on_device(specs, places, mesh)
     in_dtype = weights * b if sharded or cast else 0
-    table = vocabulary * hidden
+    table = n.vocabulary * n.hidden
     trained_table = 0 if arch.lora else table
-    head = tokens * 5 * hidden * b
+    head = tokens * 5 * n.hidden * b
     if arch.head == "vocabulary":
-        logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, vocabulary)
+        logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
         whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
         head += 3 * FLOAT32 * logits + whole_head
     return Activations(
@@ -122,6 +111,38 @@ def activations(
         head=head,
         gradients=gradients * (FLOAT32 if arch.lora else own_b),
     )
+
+
+class _Widths(NamedTuple):
+    """Columns of a token's activations in a layer on one `tp` device (`blocks.layer_run.Costs`)."""
+
+    hidden: int
+    vocabulary: int
+    kept: int
+    normed: int
+    working: int
+    statistics: int
+    low: int
+    """Columns of A x of all adapted matrices of a layer."""
+    added: int
+    """Columns of B (A x) of the largest of them."""
+
+    @classmethod
+    def of(cls, arch: Architecture, mesh: MeshShape) -> _Widths:
+        kind, d = arch.layers[0], arch.hidden_size
+        mixer, mlp = kind.mixer.costs(d, mesh.tp), kind.mlp.costs(d, mesh.tp)
+        outputs, parts = {**mixer.outputs, **mlp.outputs}, kind.matrices()
+        targets = arch.lora.targets if arch.lora else ()
+        return cls(
+            hidden=d,
+            vocabulary=arch.vocab_size // (mesh.tp if TP in partition(arch, mesh)["embed"] else 1),
+            kept=mixer.kept + mlp.kept,
+            normed=mixer.normed + mlp.normed + 2 * d * (kind.norms == "both"),
+            working=mixer.working + mlp.working,
+            statistics=mixer.statistics + mlp.statistics,
+            low=sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0),
+            added=max((outputs[name] for name in targets), default=0),
+        )
 
 
 def elements_on_device(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> int:

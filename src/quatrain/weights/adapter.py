@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from quatrain.cluster.processes import is_main_process
-from quatrain.models.families import Architecture, adapter_names
-from quatrain.models.lora import without_adapters
+from quatrain.models.architecture import Architecture
+from quatrain.models.lora import adapter_names, without_adapters
 from quatrain.models.params import Params, leaf_at
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import to_host

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,8 +32,6 @@ _FETCH = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": "`make smollm2` in quatrain's repository downloads it into models/"
 }
 """How to get the files that the repository's configurations name."""
-
-
 _NO_TOKEN = (-1, 2**32 - 1)  # what llama.cpp writes for "none", as a signed and as an unsigned number
 _SpecialId = Annotated[TokenId | None, BeforeValidator(lambda value: None if value in _NO_TOKEN else value)]
 
@@ -77,8 +75,8 @@ def read_header(path: str | Path) -> GGUFHeader:
     """The metadata and tensor table of the GGUF file at `path` (version 2 or 3, little-endian).
 
     If `path` is the first file of a split model, the tensors are those of all its files, which must be in the
-    same folder. Raises ValueError if a file does not exist, is not GGUF, has another version, or is truncated
-    inside its header, and for a file of a split model that is not the first.
+    same folder. Raises ValueError if a file does not exist, is not GGUF or is damaged, and for a file of a
+    split model that is not the first.
     Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     path = Path(os.path.expanduser(path))
@@ -89,65 +87,65 @@ def read_header(path: str | Path) -> GGUFHeader:
 
 def _joined(first: GGUFHeader, split: _Split) -> GGUFHeader:
     """The header of a split model, of which `first` is the first part."""
-    path = first.path
-    end = f"-00001-of-{split.count:05}.gguf"
+    path, count = first.path, split.count
+    end = f"-00001-of-{count:05}.gguf"
     if split.number or not path.name.endswith(end):
         raise ValueError(
-            f"a model split into {split.count} files must be given by the first, which is called NAME{end}; "
+            f"a model split into {count} files must be given by the first, which is called NAME{end}; "
             f"{path} is part {split.number + 1}; give the first, or restore its name"
         )
     name = path.name.removesuffix(end)
-    parts = [path.with_name(f"{name}-{i + 1:05}-of-{split.count:05}.gguf") for i in range(split.count)]
+    parts = [path.with_name(f"{name}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ValueError(
-            f"{path} is the first of {split.count} parts, which must be in the same folder; missing: "
+            f"{path} is the first of {count} parts, which must be in the same folder; missing: "
             f"{', '.join(missing[:5])}; fetch all parts"
         )
-    headers = [first, *map(_read_one, parts[1:])]
-    tensors = {tensor.name: tensor for each in headers for tensor in each.tensors}
-    for number, each in enumerate(headers):
-        own = checked(_Split, each.metadata, str(each.path))
-        if (own.number, own.count) != (number, split.count):
+    tensors: dict[str, TensorInfo] = {}
+    for number, header in enumerate([first, *map(_read_one, parts[1:])]):
+        part = checked(_Split, header.metadata, str(header.path))
+        if (part.number, part.count) != (number, count):
             raise ValueError(
-                f"{each.path} must be part {number + 1} of {split.count}; it is part {own.number + 1} of "
-                f"{own.count}; fetch it again"
+                f"{header.path} must be part {number + 1} of {count}; it is part {part.number + 1} of "
+                f"{part.count}; fetch it again"
             )
+        tensors |= {tensor.name: tensor for tensor in header.tensors}
     if len(tensors) != split.tensors:
         raise ValueError(
-            f"{path} is the first of {split.count} parts of {split.tensors} tensors; they have "
-            f"{len(tensors)}; fetch all parts again"
+            f"{path} is the first of {count} parts of {split.tensors} tensors; they have {len(tensors)}; "
+            "fetch all parts again"
         )
     return replace(first, tensors=tuple(tensors.values()))
 
 
 def _read_one(path: Path) -> GGUFHeader:
     if not path.is_file():
-        fetch = _FETCH.get(path.name, "check the path")
-        raise ValueError(f"there is no GGUF file {path}; {fetch}")
+        raise ValueError(f"there is no GGUF file {path}; {_FETCH.get(path.name, 'check the path')}")
     with path.open("rb") as file:
-        start = file.read(24)
-        if start[:4] != _MAGIC:
+        start = file.read(len(_MAGIC))
+        if start != _MAGIC:
             raise ValueError(
-                f"a GGUF file must start with the bytes {_MAGIC!r}; {path} starts with {start[:4]!r}; "
-                "give a .gguf file, or the path of a Hugging Face folder"
-            )
-        if len(start) < 24:
-            raise ValueError(_truncated(path, len(start)))
-        version, num_tensors, num_keys = struct.unpack_from("<IQQ", start, 4)
-        if version not in _VERSIONS:
-            raise ValueError(
-                f"GGUF versions {_VERSIONS} in little-endian order are supported; {path} has version "
-                f"{version}; convert the model again with a current llama.cpp"
+                f"a GGUF file must start with the bytes {_MAGIC!r}; {path} starts with {start!r}; give a "
+                ".gguf file, or the path of a Hugging Face folder"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, path)
-            metadata = _metadata(cursor, num_keys)
-            table = _table(cursor, num_tensors)
+            version, num_tensors, num_keys = cursor.numbers("IQQ")
+            if version not in _VERSIONS:
+                raise ValueError(
+                    f"GGUF versions {_VERSIONS} in little-endian order are supported; {path} has version "
+                    f"{version}; convert the model again with a current llama.cpp"
+                )
+            metadata = cursor.named("key", num_keys, cursor.value)
+            table = cursor.named("tensor", num_tensors, cursor.tensor)
             alignment = checked(_General, metadata, str(path)).alignment
-            data_start = -(-cursor.position // alignment) * alignment
-            tensors = tuple(TensorInfo(*entry[:3], path, entry[3] + data_start) for entry in table)
-            return GGUFHeader(path, metadata, tensors)
+            start_of_data = -(-cursor.position // alignment) * alignment
+    tensors = (
+        TensorInfo(name, shape, kind, path, start_of_data + offset)
+        for name, (shape, kind, offset) in table.items()
+    )
+    return GGUFHeader(path, metadata, tuple(tensors))
 
 
 class _General(Description):
@@ -164,95 +162,73 @@ class _Split(Description):
     tensors: Annotated[int, Field(alias="split.tensors.count")] = 0
 
 
-def _metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
-        key = cursor.string()
-        if key in metadata:
-            raise ValueError(f"{cursor.path} has the key {shown(key)} twice; fetch it again")
-        metadata[key] = cursor.value(cursor.scalar("I"))
-    return metadata
-
-
-def _table(cursor: _Cursor, num_tensors: int) -> list[tuple[str, tuple[int, ...], int, int]]:
-    table: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    for _ in range(num_tensors):
-        entry = cursor.tensor()
-        if entry[0] in table:
-            raise ValueError(f"{cursor.path} has the tensor {shown(entry[0])} twice; fetch it again")
-        table[entry[0]] = entry
-    return list(table.values())
-
-
-def _truncated(path: Path, size: int) -> str:
-    return f"the GGUF file {path} ends inside its header ({size} bytes); it is truncated: fetch it again"
-
-
 class _Cursor:
     """Reads the little-endian fields of a GGUF header in sequence."""
 
     def __init__(self, data: mmap.mmap, path: Path):
-        self.data = data
-        self.path = path
-        self.position = 24
+        self.data, self.path, self.position = data, path, len(_MAGIC)
+
+    def damaged(self, problem: str) -> ValueError:
+        """The error of a file whose header breaks a rule of the format."""
+        return ValueError(
+            f"{self.path}, before byte {self.position}: {problem}; the file is damaged: fetch it again"
+        )
 
     def take(self, count: int) -> int:
         """Advances the position by `count` bytes; returns the position before."""
-        start = self.position
-        if start + count > len(self.data):
-            raise ValueError(_truncated(self.path, len(self.data)))
+        start, size = self.position, len(self.data)
+        if start + count > size:
+            raise ValueError(
+                f"the GGUF file {self.path} ends inside its header ({size} bytes); it is truncated: fetch it "
+                "again"
+            )
         self.position = start + count
         return start
 
-    def scalar(self, code: str) -> Any:
-        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        """Numbers of the types that `codes` names, as in `struct`."""
+        return struct.unpack_from("<" + codes, self.data, self.take(struct.calcsize("<" + codes)))
 
     def string(self) -> str:
-        size = self.scalar("Q")
+        (size,) = self.numbers("Q")
         start = self.take(size)
         try:
             return self.data[start : start + size].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"strings in a GGUF file must be UTF-8; {self.path} has one at byte {start} that is not"
-            ) from error
+            raise self.damaged("strings must be UTF-8, and one is not") from error
 
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self.array()
-        return self.scalar(self.code(kind))
+    def named(self, what: str, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+        """`count` entries by their names, each of which `read` reads after its name."""
+        entries: dict[str, Any] = {}
+        for _ in range(count):
+            name = self.string()
+            if name in entries:
+                raise self.damaged(f"it has the {what} {shown(name)} twice")
+            entries[name] = read()
+        return entries
+
+    def value(self) -> Any:
+        (kind,) = self.numbers("I")
+        return self.array() if kind == _ARRAY else self.values(kind, 1)[0]
 
     def array(self) -> list[Any]:
-        kind, count = self.scalar("I"), self.scalar("Q")
+        kind, count = self.numbers("IQ")
+        if kind == _ARRAY:
+            raise self.damaged("arrays of arrays are not supported")
+        return self.values(kind, count)
+
+    def values(self, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
             return [self.string() for _ in range(count)]
-        if kind == _ARRAY:
-            raise ValueError(
-                f"arrays of arrays are not supported; {self.path} has one at byte {self.position}; "
-                "fetch it again"
-            )
-        code = self.code(kind)
-        start = self.take(count * struct.calcsize("<" + code))
-        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
-
-    def code(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise ValueError(
-                f"GGUF value types must be 0 to 12; {self.path} has {kind} at byte {self.position - 4}; "
-                "the file is damaged: download it again"
-            )
-        return _SCALARS[kind]
+            raise self.damaged(f"value types must be 0 to 12, and one has {kind}")
+        start = self.take(count * struct.calcsize("<" + _SCALARS[kind]))
+        return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, start))
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string()
-        num_dims = self.scalar("I")
+    def tensor(self) -> tuple[tuple[int, ...], int, int]:
+        """(shape, type, offset)."""
+        (num_dims,) = self.numbers("I")
         if num_dims > _MAX_DIMS:
-            raise ValueError(
-                f"a tensor must have at most {_MAX_DIMS} dimensions; {shown(name)} in {self.path} has "
-                f"{num_dims}; fetch it again"
-            )
-        start = self.take(8 * num_dims)
-        shape = struct.unpack_from(f"<{num_dims}Q", self.data, start)
-        return name, tuple(reversed(shape)), self.scalar("I"), self.scalar("Q")
+            raise self.damaged(f"a tensor must have at most {_MAX_DIMS} dimensions, and one has {num_dims}")
+        *reversed_shape, kind, offset = self.numbers(f"{num_dims}QIQ")
+        return tuple(reversed(reversed_shape)), kind, offset

@@ -6,8 +6,10 @@ Data flow: a directory or hub id -> `Architecture` and parameters; at the end of
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,16 +27,11 @@ from quatrain.cluster.processes import is_main_process
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Head
-from quatrain.models.families import (
-    Architecture,
-    TensorName,
-    architecture_from_hf,
-    architecture_to_hf,
-    tensor_names,
-)
+from quatrain.models.architecture import Architecture, Head
+from quatrain.models.families import architecture_from_hf, architecture_to_hf
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
-from quatrain.models.params import Params, assemble, leaf_at, tensor_shapes
+from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
+from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -57,20 +54,16 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_hf(
-    directory: str | Path,
-    dtype: DTypeLike = jnp.float32,
-    mesh: Mesh | None = None,
-    head: Head = "vocabulary",
+    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "vocabulary"
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
     With the head `score`, the head is zero if the directory has no `score.weight`, and an output head of the
     vocabulary is not read.
 
-    Weights are read from model.safetensors or the shards of its index, block by block and the largest tensor
-    first, so that peak memory is close to the size of the parameters. Stop tokens are those in config.json
-    and generation_config.json. Raises ValueError for a missing, empty or unsupported directory, and for
-    tensors that are missing, unknown, damaged or of the wrong shape.
+    Weights are read from model.safetensors or the shards of its index, block by block. Stop tokens are those
+    in config.json and generation_config.json. Raises ValueError for a missing, empty or unsupported
+    directory, and for tensors that are missing, unknown, damaged or of the wrong shape.
     """
     directory = local_path(directory)
     arch = replace(read_architecture(directory), head=head)
@@ -97,20 +90,22 @@ def read_architecture(directory: str | Path) -> Architecture:
     directory = local_path(directory)
     source = str(directory / CONFIG)
     config = _read_json(directory, CONFIG)
-    if (directory / GENERATION).is_file():
-        own = checked(GenerationConfig, config, source)
-        ends = checked(GenerationConfig, _read_json(directory, GENERATION), str(directory / GENERATION))
-        config["eos_token_id"] = list(dict.fromkeys([*own.eos_token_id, *ends.eos_token_id]))
+    ends = _generation_config(directory)
+    if ends is not None:
+        ids = checked(GenerationConfig, config, source).eos_token_id + ends.eos_token_id
+        config["eos_token_id"] = list(dict.fromkeys(ids))
     return architecture_from_hf(config, source)
 
 
 def read_sampling(directory: str | Path) -> dict[str, Any]:
     """The settings of sampling in the generation_config.json of a local directory; {} without that file."""
-    directory = local_path(directory)
-    if not (directory / GENERATION).is_file():
-        return {}
-    config = checked(GenerationConfig, _read_json(directory, GENERATION), str(directory / GENERATION))
-    return config.model_dump(exclude={"eos_token_id"}, exclude_none=True)
+    config = _generation_config(local_path(directory))
+    return config.model_dump(exclude={"eos_token_id"}, exclude_none=True) if config else {}
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    path = directory / GENERATION
+    return checked(GenerationConfig, read_json(path), str(path)) if path.is_file() else None
 
 
 def save_hf(
@@ -124,60 +119,60 @@ def save_hf(
     """Writes config.json, generation_config.json and safetensors files that transformers can load.
 
     generation_config.json has the tokens that end a completion, and `sampling` (see `read_sampling`). Weights
-    keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an
-    index. Model weights of an earlier save in `directory` are replaced. In a run of several processes, all
-    must call this, and the main process writes. Host memory needed: one file in the main process, one
-    parameter in the others. If parameters are sharded over devices, a file has at most the size of the
-    largest tensor, or one tensor.
+    keep the dtype of the parameters; above `max_shard_bytes` they are split into shards with an index.
+    Weights of an earlier save in `directory` are replaced. In a run of several processes, all must call this,
+    and the main process writes. It needs memory for one file, the others for one parameter; if parameters are
+    sharded over devices, a file has at most the size of the largest tensor.
     """
     directory = Path(directory)
     if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
         for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
             stale.unlink(missing_ok=True)
-        _write_config(directory, arch, params["embed"].dtype.name, sampling)
+        dtype = params["embed"].dtype.name
+        config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
+        _write_json(directory / CONFIG, config)
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {key: value for key, value in ids.items() if value is not None}
+        _write_json(directory / GENERATION, {**sampling, **ids})
     _write_tensors(directory, tensor_names(arch), params, max_shard_bytes)
 
 
-def _write_config(directory: Path, arch: Architecture, dtype: str, sampling: Mapping[str, Any]) -> None:
-    config = {**architecture_to_hf(arch), "dtype": dtype, "torch_dtype": dtype}
-    _write_json(directory / CONFIG, config)
-    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    tokens = {key: value for key, value in tokens.items() if value is not None}
-    _write_json(directory / GENERATION, {**sampling, **tokens})
+def model_directory(path: str, *, weights: bool = True) -> Path:
+    """The local directory of a model: `path` itself, or the downloaded files if it is a hub id.
 
-
-def resolve_hub(model_id: str) -> Path:
-    """The local snapshot of a model on the Hub, downloaded unless it is in the cache.
-
-    config.json is downloaded first, so that weights of an unsupported model are not downloaded. Raises
-    ValueError if the Hub cannot be reached, the download fails, or the model is unsupported.
+    The two configurations of a model on the Hub are downloaded first, so that `weights` of an unsupported
+    model are not. Raises ValueError if a download fails. A local directory is not checked here.
     """
-    from huggingface_hub import snapshot_download
-
-    hub_architecture(model_id)
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:
-        raise _no_download(model_id, error) from error
-
-
-def hub_architecture(model_id: str) -> Architecture:
-    """The architecture of a model on the Hub, whose two configurations are downloaded unless they are cached.
-
-    Raises ValueError in the same cases as `resolve_hub`.
-    """
-    from huggingface_hub import hf_hub_download
+    local = local_path(path)
+    if local.exists() or not HUB_ID.fullmatch(path):
+        return local
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    config = _hub_config(model_id)
+    with _downloading(path):
+        config = Path(hf_hub_download(path, CONFIG))
+    with _downloading(path), suppress(EntryNotFoundError):  # not every model has it
+        hf_hub_download(path, GENERATION)
+    if not weights:
+        return config.parent
+    read_architecture(config.parent)
+    with _downloading(path):
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+
+
+@contextmanager
+def _downloading(model_id: str) -> Iterator[None]:
+    """Raises ValueError for the exceptions of huggingface_hub and its HTTP libraries, of many classes."""
     try:
-        hf_hub_download(model_id, GENERATION)
-    except EntryNotFoundError:  # not every model has it
-        pass
+        yield
     except Exception as error:
-        raise _no_download(model_id, error) from error
-    return read_architecture(config.parent)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
+            f"({type(error).__name__}: {reason}): check the name and the network, log in if the model is "
+            "gated, or give the path of a local directory or .gguf file"
+        ) from error
 
 
 def check_classifier(path: str) -> None:
@@ -186,9 +181,12 @@ def check_classifier(path: str) -> None:
     `path` is a local directory or a hub id, of which only config.json is downloaded. The model's class must
     be called `…ForSequenceClassification`. As in transformers, a config.json without `id2label` has 2 labels.
     """
-    local = local_path(path)
-    remote = not local.exists() and HUB_ID.fullmatch(path)
-    config = _read_json(_hub_config(path).parent if remote else local, CONFIG)
+    if path.startswith("builtin:") or path.endswith(".gguf"):
+        raise ValueError(
+            "a reward model must be a Hugging Face folder or a hub id of a sequence-classification model; "
+            f"{path} is neither; convert the model to such a folder"
+        )
+    config = _read_json(model_directory(path, weights=False), CONFIG)
     described = checked(ClassifierConfig, config, f"{path}, {CONFIG}")
     classes = described.architectures or ["none"]
     if not any(name.endswith(CLASSIFIER) for name in classes):
@@ -214,24 +212,6 @@ def check_score_head(directory: Path) -> None:
         )
 
 
-def _hub_config(model_id: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model_id, CONFIG))
-    except Exception as error:  # huggingface_hub and its HTTP libraries raise exceptions of many classes
-        raise _no_download(model_id, error) from error
-
-
-def _no_download(model_id: str, error: Exception) -> ValueError:
-    reason = str(error).strip().splitlines() or [""]
-    return ValueError(
-        f"{model_id!r} is not a local directory, and downloading it from the Hugging Face Hub failed "
-        f"({type(error).__name__}: {reason[0]}): check the name and the network, log in if the model "
-        "is gated, or give the path of a local directory or .gguf file"
-    )
-
-
 def _read_json(directory: Path, name: str) -> dict[str, Any]:
     if not directory.is_dir():
         raise ValueError(f"the model must be a directory; {directory} does not exist or is not a directory")
@@ -241,7 +221,7 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     return read_json(directory / name)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
@@ -258,16 +238,14 @@ def _weight_map(directory: Path) -> dict[str, str]:
     root = directory.resolve()
     for file in files:
         if not file.isprintable() or len(file.encode()) > MAX_NAME_BYTES:
-            raise ValueError(
-                f"a file name in {directory / INDEX} must be printable and have at most {MAX_NAME_BYTES} "
-                f"bytes; got {shown(file)}; fetch it again"
-            )
+            rule = f"must be printable and have at most {MAX_NAME_BYTES} bytes"
+            raise ValueError(f"a file name in {directory / INDEX} {rule}; got {shown(file)}; fetch it again")
         # Symbolic links to files are allowed, because in the Hub's cache each file is a link to ../../blobs.
         # Links to folders are not; the cache does not contain any.
         folder = (directory / file).parent.resolve()
         if Path(file).is_absolute() or ".." in Path(file).parts or not folder.is_relative_to(root):
             raise ValueError(
-                f"the files named in {INDEX} must be in the folder of the index; {directory / INDEX} names "
+                f"files of a checkpoint must be in the folder of the index; {directory / INDEX} names "
                 f"{file!r}; do not use this model unless you trust its source, or correct the name"
             )
     return index.weight_map
@@ -280,22 +258,22 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         shards = sorted(set(weight_map.values()))
         if (directory / SINGLE).is_file() and SINGLE not in shards:
             raise ValueError(
-                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both, "
-                "and one may be left from an earlier model; remove the one that is not this model's"
+                f"a model directory must contain {SINGLE} or {INDEX} with its files; {directory} has both; "
+                "remove the one that is left from another model"
             )
-        missing = [shard for shard in shards if not (directory / shard).is_file()]
+        missing = {shard for shard in shards if not (directory / shard).is_file()}
         if missing or not shards:
-            lacks = _some(set(missing)) if missing else "any file"
+            lacks = _some(missing) if missing else "any file"
             raise ValueError(f"{INDEX} names files that {directory} lacks: {lacks}; fetch them again")
-        found = ((name, shard) for shard in shards for name in _names_in(directory / shard))
+        stored = ((name, shard) for shard in shards for name in _names_in(directory / shard))
         # A tensor that is in several files is that of the file in the index.
-        return {name: directory / file for name, file in found if weight_map.get(name, file) == file}
+        return {name: directory / file for name, file in stored if weight_map.get(name, file) == file}
     if not (directory / SINGLE).is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:8])
         raise ValueError(
             f"a model directory must contain {SINGLE} or the files of {INDEX}; {directory} has neither (it "
-            f"contains {held}): convert the model to safetensors (torch's .bin and .pt files are pickles, "
-            "which may run code when they are opened, and are never opened)"
+            f"contains {held}): convert the model to safetensors (.bin and .pt files may run code and are "
+            "never opened)"
         )
     return dict.fromkeys(_names_in(directory / SINGLE), directory / SINGLE)
 
@@ -375,20 +353,19 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _read_tensor(path: Path, name: TensorName, parameter: np.ndarray) -> None:
-    rows, own = name.rows(parameter)
+    rows, numbers = name.rows(parameter)
     for start, block in _blocks(path, name.name):
-        rows[own[start : start + len(block)]] = block
-
-
-def _num_bytes(name: TensorName, parameter: jax.Array) -> int:
-    return np.empty(parameter.shape, parameter.dtype)[name.part].nbytes
+        rows[numbers[start : start + len(block)]] = block
 
 
 def _write_tensors(
     directory: Path, names: Sequence[TensorName], params: Params, max_shard_bytes: int
 ) -> None:
     """Writes one file at a time, so that at most one shard is in host memory."""
-    sizes = {name.name: _num_bytes(name, leaf_at(params, name.path)) for name in names}
+    sizes = {}
+    for name in names:
+        parameter = leaf_at(params, name.path)
+        sizes[name.name] = math.prod(name.shape_in(parameter.shape)) * parameter.dtype.itemsize
     if isinstance(params["embed"], jax.Array) and len(params["embed"].sharding.device_set) > 1:
         max_shard_bytes = min(max_shard_bytes, max(sizes.values()))
     shards: list[list[TensorName]] = [[]]
@@ -397,15 +374,15 @@ def _write_tensors(
             shards.append([])
         shards[-1].append(name)
     weight_map: dict[str, str] = {}
-    gathered, parameter = None, np.empty(0)
+    gathered, whole = None, np.empty(0)
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, np.ndarray] = {}
         for name in shard:
             if name.path != gathered:  # several tensors are parts of one parameter
-                gathered, parameter = name.path, to_host(leaf_at(params, name.path))
+                gathered, whole = name.path, to_host(leaf_at(params, name.path))
             if is_main_process():
-                tensors[name.name] = name.of(parameter)
+                tensors[name.name] = name.of(whole)
         weight_map |= dict.fromkeys(tensors, file)
         if is_main_process():
             save_file(tensors, directory / file, metadata={"format": "pt"})

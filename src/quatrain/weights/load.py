@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,19 +14,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from quatrain.config.places import HUB_ID, local_path
-from quatrain.models.architecture import Head
-from quatrain.models.families import Architecture, builtin_architecture
+from quatrain.config.places import local_path
+from quatrain.models.architecture import Architecture, Head
+from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params, partition
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.weights.hf import (
     check_classifier,
     check_score_head,
-    hub_architecture,
     load_hf,
+    model_directory,
     read_architecture,
     read_sampling,
-    resolve_hub,
 )
 
 BUILTIN = "builtin:"
@@ -62,16 +60,14 @@ def load_model(
     None, and files of weights are neither read nor downloaded. Raises ValueError if the model is
     missing, damaged or of an unsupported kind.
     """
-    if not weights:
+    if not weights or path.startswith(BUILTIN):
         arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         arch = replace(arch, head=head)
+        if weights:
+            return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
         if mesh is not None:
             partition(arch, mesh_shape(mesh))
         return Model(arch, None)
-    if path.startswith(BUILTIN):
-        arch = load_architecture(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        arch = replace(arch, head=head)
-        return Model(arch, init_params(arch, jax.random.key(seed), dtype, mesh))
     if path.endswith(".gguf"):
         from quatrain.weights.gguf import load_gguf
 
@@ -87,7 +83,7 @@ def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | N
     the model is missing, damaged, of an unsupported family, no sequence-classification model, or has several
     labels or no head. config.json is checked before any weights are downloaded.
     """
-    _check_classifier(path)
+    check_classifier(path)
     directory = model_directory(path)
     check_score_head(directory)
     return Model(*load_hf(directory, dtype, mesh, "score"))
@@ -98,17 +94,8 @@ def classifier_architecture(path: str) -> Architecture:
 
     Raises ValueError in the same cases as `load_classifier`, but for what is wrong with the weights.
     """
-    _check_classifier(path)
-    return load_architecture(path)
-
-
-def _check_classifier(path: str) -> None:
-    if path.startswith(BUILTIN) or path.endswith(".gguf"):
-        raise ValueError(
-            "a reward model must be a Hugging Face folder or a hub id of a sequence-classification model; "
-            f"{path} is neither; convert the model to such a folder"
-        )
     check_classifier(path)
+    return load_architecture(path)
 
 
 def load_architecture(
@@ -127,17 +114,4 @@ def load_architecture(
         from quatrain.weights.gguf import gguf_architecture
 
         return gguf_architecture(local_path(path))
-    if not local_path(path).exists() and HUB_ID.fullmatch(path):
-        return hub_architecture(path)
-    return read_architecture(path)
-
-
-def model_directory(path: str) -> Path:
-    """The local directory of `path`: `path` itself, or the downloaded files if it is a hub id.
-
-    Raises ValueError if the model cannot be downloaded. A directory is not checked here.
-    """
-    local = local_path(path)
-    if local.exists() or not HUB_ID.fullmatch(path):
-        return local
-    return resolve_hub(path)
+    return read_architecture(model_directory(path, weights=False))

@@ -1,4 +1,3 @@
-import dataclasses
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -7,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architectures import changed
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from packed_rows import inputs, with_branches, with_grouped_branches
 from reference import attention
@@ -22,10 +22,8 @@ from quatrain.models.families import builtin_architecture
 from quatrain.models.layers import attention_mask
 
 TINY = builtin_architecture("tiny", 100, ())
-CAPPED = dataclasses.replace(TINY, family="gemma2", attention_softcap=50.0)
-WINDOWED = dataclasses.replace(
-    TINY, family="gemma3_text", sliding_window=512, layer_types=("full_attention", "sliding_attention") * 2
-)
+CAPPED = changed(TINY, family="gemma2", softcap=50.0)
+WINDOWED = changed(TINY, family="gemma3_text", windows=(None, 512) * 2)
 TPU = AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu")
 
 
@@ -82,7 +80,7 @@ def test_splash_takes_the_mask_of_packed_rows(split, window, cap):
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_the_call_of_cudnn_equals_dense_attention_in_rows_of_one_sequence(window):
     segments, positions = whole_rows((13, 20, 1), 20)
-    kernel = partial(kernels._causal_attention, window=window, cap=None, implementation="xla")
+    kernel = partial(kernels.cudnn_attention, window=window, cap=None, implementation="xla")
     assert_equals_dense_attention(kernel, segments, positions, jnp.zeros_like(segments), 16, window, None)
 
 
@@ -151,8 +149,8 @@ def test_splash_and_its_gradients_lower_for_a_tpu(masked, H, window, cap, dtype)
         (TINY, "METAL", "float32", ["xla"]),
         (TINY, "gpu", "bfloat16", ["cudnn", "tokamax", "xla"]),
         (TINY, "gpu", "float32", ["xla"]),
-        (dataclasses.replace(TINY, head_dim=20), "gpu", "bfloat16", ["xla"]),
-        (dataclasses.replace(TINY, head_dim=256), "gpu", "bfloat16", ["tokamax", "xla"]),
+        (changed(TINY, head_dim=20), "gpu", "bfloat16", ["xla"]),
+        (changed(TINY, head_dim=256), "gpu", "bfloat16", ["tokamax", "xla"]),
         (CAPPED, "gpu", "bfloat16", ["tokamax", "xla"]),
         (WINDOWED, "gpu", "bfloat16", ["cudnn", "tokamax", "xla"]),
         (CAPPED, "tpu", "float32", ["splash", "xla"]),
@@ -185,14 +183,14 @@ def test_tokamax_is_no_candidate_without_its_package(monkeypatch):
         ("cudnn", TINY, "gpu", "float32", "cannot compute in float32, only in bfloat16 or float16"),
         (
             "cudnn",
-            dataclasses.replace(TINY, head_dim=20),
+            changed(TINY, head_dim=20),
             "gpu",
             "bfloat16",
             r"multiple of 8 elements \(llama, head_dim 20\)",
         ),
         (
             "cudnn",
-            dataclasses.replace(TINY, head_dim=256),
+            changed(TINY, head_dim=256),
             "gpu",
             "bfloat16",
             r"more than 128 elements \(llama, head_dim 256\); set model.attention to auto or xla",

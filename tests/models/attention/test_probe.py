@@ -1,11 +1,11 @@
 """Kernels are compiled and compared with `xla` before a run uses them."""
 
-import dataclasses
 import logging
 
 import jax
 import jax.numpy as jnp
 import pytest
+from architectures import changed
 
 from quatrain.models import attention
 from quatrain.models.attention import kernels
@@ -13,16 +13,11 @@ from quatrain.models.attention import probe as module
 from quatrain.models.attention.probe import probe, trusted_attention
 from quatrain.models.families import builtin_architecture
 
-ARCH = dataclasses.replace(
-    builtin_architecture("tiny", 100, ()),
-    family="gemma3_text",
-    sliding_window=512,
-    layer_types=("full_attention", "sliding_attention") * 2,
-)
+ARCH = changed(builtin_architecture("tiny", 100, ()), family="gemma3_text", windows=(None, 512) * 2)
 
 
 def right(q, k, v, *, window, cap):
-    return kernels._causal_attention(q, k, v, window=window, cap=cap, implementation="xla")
+    return kernels.cudnn_attention(q, k, v, window=window, cap=cap, implementation="xla")
 
 
 def without_window(q, k, v, *, window, cap):
@@ -106,6 +101,6 @@ def test_xla_is_not_compared_with_itself(monkeypatch):
 def test_a_kernel_is_probed_once_for_models_of_one_shape(monkeypatch):
     probed = []
     monkeypatch.setattr(module, "_compared", lambda name, case: probed.append(case.window))
-    for layers in (2, 4):
-        probe("cudnn", dataclasses.replace(ARCH, num_layers=layers, layer_types=(), head_dim=24), "bfloat16")
+    for pairs in (1, 2):
+        probe("cudnn", changed(ARCH, windows=(None, 512) * pairs, head_dim=24), "bfloat16")
     assert probed == [None, 50]

@@ -17,7 +17,7 @@ SPLITS = (None, with_branches, with_grouped_branches)
 
 
 def _unpacked(q, k, v, positions, segments, branches, window, cap, *, layout):
-    causal = functools.partial(kernels._causal_attention, window=window, cap=cap, implementation="xla")
+    causal = functools.partial(kernels.cudnn_attention, window=window, cap=cap, implementation="xla")
     y = unpacked_attention(causal, q, k, v, layout)
     return jnp.where((segments != 0)[..., None, None], y, 0)
 

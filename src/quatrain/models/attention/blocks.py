@@ -49,11 +49,7 @@ class BlockPattern:
 
 
 def block_pattern(
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    branch_ids: jax.Array,
-    window: int | None,
-    sizes: BlockSizes,
+    positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, window: int | None, sizes: BlockSizes
 ) -> BlockPattern:
     """The pattern of rows with `positions`, `segment_ids` and `branch_ids` [B, T], in blocks of `sizes`.
 
@@ -183,10 +179,7 @@ def _forward(
             weights = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0.0)
             shrink = jnp.exp(peak - new_peak)
             product = jnp.einsum(
-                "AKXY,AKYH->AKXH",
-                weights.astype(v.dtype),
-                _joined(v, at),
-                preferred_element_type=jnp.float32,
+                "AKXY,AKYH->AKXH", weights.astype(v.dtype), _joined(v, at), preferred_element_type=jnp.float32
             )
             return new_peak, total * shrink + weights.sum(axis=-1), y * shrink[..., None] + product
 

@@ -14,6 +14,8 @@ Shapes: B rows, T tokens, N query heads, K key/value heads, G = N / K, H head si
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -36,11 +38,12 @@ def choose_attention(name: str, arch: Architecture, *, platform: str, dtype: DTy
     """The attention implementation for `model.attention` = `name`: `xla`, `cudnn`, `tokamax` or `splash`.
 
     `platform` is `Backend.kind`, `dtype` the dtype of activations. `auto` takes the first of `candidates`.
-    Raises ValueError for an unknown name, and for a kernel of another platform or one that does not support
-    `arch` or `dtype`.
+    Raises ValueError for an unknown name, and for a kernel that does not support the platform or the model.
     """
-    if name in ("auto", "xla"):
-        return candidates(arch, platform=platform, dtype=dtype)[0] if name == "auto" else name
+    if name == "auto":
+        return candidates(arch, platform=platform, dtype=dtype)[0]
+    if name == "xla":
+        return name
     if name not in PLATFORMS:
         raise ValueError(f"model.attention must be auto, xla, {', '.join(PLATFORMS)}; got {name!r}")
     if platform != PLATFORMS[name]:
@@ -68,44 +71,32 @@ def obstacle(kernel: str, arch: Architecture, dtype: DTypeLike) -> str | None:
         return "be imported: it needs the extra quatrain[gpu], Python 3.12 or later and JAX 0.11.1 or later"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"compute in {jnp.dtype(dtype)}, only in bfloat16 or float16"
-    if arch.head_dim % 8:
-        return f"take heads that are no multiple of 8 elements ({arch.family}, head_dim {arch.head_dim})"
-    if kernel == "tokamax":
-        return None
-    if arch.attention_softcap is not None:
-        return f"apply a soft-cap to attention scores ({arch.family}, cap {arch.attention_softcap:g})"
-    if arch.head_dim > MAX_HEAD_DIM:
-        return f"take heads of more than {MAX_HEAD_DIM} elements ({arch.family}, head_dim {arch.head_dim})"
+    for mixer in arch.mixers:
+        size, cap = f"({arch.family}, head_dim {mixer.head_dim})", mixer.softcap
+        if mixer.head_dim % 8:
+            return f"take heads that are no multiple of 8 elements {size}"
+        if kernel == "cudnn" and cap is not None:
+            return f"apply a soft-cap to attention scores ({arch.family}, cap {cap:g})"
+        if kernel == "cudnn" and mixer.head_dim > MAX_HEAD_DIM:
+            return f"take heads of more than {MAX_HEAD_DIM} elements {size}"
     return None
 
 
 def cudnn_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: int | None, cap: float | None
-) -> jax.Array:
-    """Attention [B, T, N, H] by cuDNN."""
-    return _causal_attention(q_BTNH, k_BTKH, v_BTKH, window=window, cap=cap, implementation="cudnn")
-
-
-def _causal_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     *,
     window: int | None,
     cap: float | None,
-    implementation: Literal["xla", "cudnn"],
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
+    """Attention [B, T, N, H] by cuDNN, or as XLA computes the same."""
     # The causal mask alone keeps a sequence from attending to the padding after it, so cuDNN gets no sequence
     # lengths: no row of scores is fully masked, and its restrictions on windows with lengths do not apply.
     assert cap is None
-    T = q_BTNH.shape[1]
-    return jax.nn.dot_product_attention(
-        *(_pad(x, 1, T + -T % BLOCK) for x in (q_BTNH, k_BTKH, v_BTKH)),
-        scale=1.0,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )[:, :T]
+    attend = partial(jax.nn.dot_product_attention, implementation=implementation)
+    return _causal(attend, q_BTNH, k_BTKH, v_BTKH, window)
 
 
 def tokamax_attention(
@@ -114,16 +105,21 @@ def tokamax_attention(
     """Attention [B, T, N, H] by the Mosaic kernel of the package tokamax."""
     import tokamax
 
-    T = q_BTNH.shape[1]
-    y_BTNH: jax.Array = tokamax.dot_product_attention(
-        *(_pad(x, 1, T + -T % BLOCK) for x in (q_BTNH, k_BTKH, v_BTKH)),
-        scale=1.0,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        logits_soft_cap=cap,
-        implementation="mosaic",
-    )
-    return y_BTNH[:, :T]
+    attend = partial(tokamax.dot_product_attention, logits_soft_cap=cap, implementation="mosaic")
+    return _causal(attend, q_BTNH, k_BTKH, v_BTKH, window)
+
+
+def _causal(
+    attend: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attention of rows that are padded to whole blocks."""
+    T, near = q_BTNH.shape[1], None if window is None else (window - 1, 0)
+    padded = (_pad(x, 1, T + -T % BLOCK) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return attend(*padded, scale=1.0, is_causal=True, local_window_size=near)[:, :T]
 
 
 def splash_attention(
@@ -174,15 +170,11 @@ def splash_masked_attention(
     mask_BTT = _pad(_pad(mask_BTT, 1, width), 2, width)
     mask_BTT = mask_BTT | (jnp.eye(width, dtype=bool) & ~mask_BTT.any(axis=2, keepdims=True))
     kernel = splash.make_splash_mha_single_device(
-        mask_BTT,
-        block_sizes=_splash_blocks(width),
-        attn_logits_soft_cap=cap,
-        interpret=interpret,
+        mask_BTT, block_sizes=_splash_blocks(width), attn_logits_soft_cap=cap, interpret=interpret
     )
 
-    def one_head(q_BTH: jax.Array, k_BTH: jax.Array, v_BTH: jax.Array) -> jax.Array:
-        y_BTH: jax.Array = _with_dynamic_mask(kernel)(q_BTH, k_BTH, v_BTH)
-        return y_BTH
+    def one_head(*rows: jax.Array) -> Any:
+        return _with_dynamic_mask(kernel)(*rows)
 
     q_BNTH, k_BKTH, v_BKTH = (_splash_heads(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     q_BKGTH = q_BNTH.reshape(B, K, N // K, *q_BNTH.shape[2:])
@@ -193,8 +185,7 @@ def splash_masked_attention(
 
 def _with_dynamic_mask(kernel: Any) -> Any:
     """`kernel` with the flag that its mask is an array, which `jit` would otherwise make a traced value."""
-    names = ("fwd_mask_info", "dq_mask_info", "dkv_mask_info")
-    for name in names:
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
         info = getattr(kernel, name)
         if info is not None:
             setattr(kernel, name, info._replace(is_dynamic_mask=True))
@@ -205,14 +196,9 @@ def _splash_blocks(width: int) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     block = next(size for size in (4 * BLOCK, 2 * BLOCK, BLOCK) if width % size == 0)
-    return splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: Any = dict.fromkeys(names, block)
+    return splash.BlockSizes(**sizes)
 
 
 def _splash_heads(x_BTNH: jax.Array) -> jax.Array:

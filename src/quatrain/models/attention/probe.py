@@ -63,11 +63,11 @@ def probe(name: str, arch: Architecture, dtype: DTypeLike) -> str | None:
 
     Returns why it cannot be used: its error, or how far its results are from those of `xla`; None if it can.
     """
-    windows = (None, WINDOW) if arch.sliding_window else (None,)
-    sizes = arch.num_heads, arch.num_kv_heads, arch.head_dim
     # What unpacks computes packed rows as rows of one sequence; the others have two ways.
-    for window, packed in product(windows, (True,) if unpacks(name) else (True, False)):
-        case = _Case(*sizes, window, packed, arch.attention_softcap, str(jnp.dtype(dtype)))
+    for mixer, packed in product(arch.mixers, (True,) if unpacks(name) else (True, False)):
+        window = WINDOW if mixer.window else None
+        sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        case = _Case(*sizes, window, packed, mixer.softcap, str(jnp.dtype(dtype)))
         reason = _probed(name, case)
         if reason is not None:
             return reason
@@ -80,30 +80,31 @@ def trusted_attention(
     """The attention implementation for `model.attention` = `name`, whose kernel passed its `probe`.
 
     In a run of several processes all must call this; the main process probes its devices for all of them.
-
     `auto` takes the first of `kernels.candidates` that passes, and logs it with the reasons against those
     before it. Raises ValueError for a kernel that does not pass, or that `choose_attention` refuses.
     """
+
+    def failure(kernel: str) -> str | None:
+        return None if kernel == "xla" else decided_by_main(partial(probe, kernel, arch, dtype))
+
     if name != "auto":
         chosen = choose_attention(name, arch, platform=platform, dtype=dtype)
-        reason = None if chosen == "xla" else decided_by_main(partial(probe, chosen, arch, dtype))
+        reason = failure(chosen)
         if reason is not None:
             raise ValueError(
                 f"model.attention={name} must compute what xla computes on these devices, and it does not: "
                 f"{reason}; set model.attention to auto or xla"
             )
         return chosen
-    order = candidates(arch, platform=platform, dtype=dtype)
-    own = [kernel for kernel, where in PLATFORMS.items() if where == platform]
-    against = [
-        f"not {kernel}: it cannot {obstacle(kernel, arch, dtype)}" for kernel in own if kernel not in order
-    ]
-    for kernel in order:
-        reason = None if kernel == "xla" else decided_by_main(partial(probe, kernel, arch, dtype))
+    kernels = [kernel for kernel, where in PLATFORMS.items() if where == platform]
+    refused = ((kernel, obstacle(kernel, arch, dtype)) for kernel in kernels)
+    against = [f"not {kernel}: it cannot {reason}" for kernel, reason in refused if reason]
+    for kernel in candidates(arch, platform=platform, dtype=dtype):
+        reason = failure(kernel)
         if reason is None:
             break
         against.append(f"not {kernel}: {reason}")
-    if own:
+    if kernels:
         logger.info("attention: %s", "; ".join((kernel, *against)))
     return kernel
 
@@ -125,10 +126,8 @@ def _compared(name: str, case: _Case) -> str | None:
     for part, wanted in expected.items():
         distance = float(np.linalg.norm(got[part] - wanted) / np.linalg.norm(wanted))
         if not distance <= limit:
-            return (
-                f"its {part} differs from that of xla by {distance:.2g} of its norm, and rounding explains "
-                f"at most {limit:g}"
-            )
+            norms = f"{distance:.2g} of its norm, and rounding explains at most {limit:g}"
+            return f"its {part} differs from that of xla by {norms}"
     return None
 
 

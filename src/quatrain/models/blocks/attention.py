@@ -1,0 +1,166 @@
+"""Grouped-query attention with rotary embeddings.
+
+Shapes: B rows, T tokens, D hidden, N query heads, K key/value heads, G = N / K, X = G + 2, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from quatrain.models.blocks.layer_run import Costs, Enter, LayerRun
+from quatrain.models.layers import Layer, Norm
+from quatrain.models.rope import Angles, Rope, rotate
+from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, require
+from quatrain.parallel.axes import TP
+from quatrain.parallel.collectives import axis_index, axis_size, psum_backward
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(q [B, T, N, H], k and v [B, T, K, H], the layer's cache) -> ([B, T, N, H], the layer's new cache).
+
+A cache is any tree of arrays, or None."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of `num_heads` query heads, several of which may share a key/value head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    """The sliding window in tokens; None: full attention."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    query_scalar: float | None = None
+    """Queries are divided by the square root of this value; None: by the square root of `head_dim`."""
+    softcap: float | None = None
+    """The soft cap of scores (`layers.softcap`)."""
+
+    def __post_init__(self) -> None:
+        multiple = f"a multiple of num_kv_heads = {self.num_kv_heads}"
+        require(self.num_heads % self.num_kv_heads == 0, "num_heads", multiple, self.num_heads)
+        even = self.head_dim > 0 and self.head_dim % 2 == 0
+        require(even, "head_dim", "a positive even number", self.head_dim)
+        require(self.window is None or self.window > 0, "sliding_window", "a positive number", self.window)
+
+    @property
+    def query_scale(self) -> float:
+        """The factor that queries are multiplied by before the dot product with keys."""
+        return float(self.query_scalar or self.head_dim) ** -0.5
+
+    def params(self, d: int, norm: Norm, residual: float) -> dict[str, ParamSpec]:
+        """`qkv` [K, G + 2, H, D], `o` [D, N H], whose standard deviation is scaled by `residual`, and others.
+
+        `qkv` holds for each key/value head its G query heads, its key head and its value head.
+        """
+        shape = (self.num_kv_heads, self.num_heads // self.num_kv_heads + 2, self.head_dim, d)
+        specs = {
+            "qkv": ParamSpec.matrix(shape, ("kv_heads", "group", "head", "embed")),
+            "o": ParamSpec.matrix((d, self.num_heads * self.head_dim), ("embed", "heads"), residual),
+        }
+        biased = ["qkv"] * self.qkv_bias + ["o"] * self.output_bias
+        norms = ("q_norm", "k_norm") if self.qk_norm else ()
+        return (
+            specs
+            | {f"{name}_bias": specs[name].bias() for name in biased}
+            | {name: norm.spec(self.head_dim) for name in norms}
+        )
+
+    def tensors(self) -> list[TensorName]:
+        """Its tensors in a layer of a checkpoint."""
+        tensors = [
+            *linear_tensors("self_attn.q_proj", "qkv", np.s_[:, :-2], bias=self.qkv_bias),
+            *linear_tensors("self_attn.k_proj", "qkv", np.s_[:, -2], bias=self.qkv_bias),
+            *linear_tensors("self_attn.v_proj", "qkv", np.s_[:, -1], bias=self.qkv_bias),
+            *linear_tensors("self_attn.o_proj", "o", bias=self.output_bias),
+        ]
+        norms = ("q_norm", "k_norm") if self.qk_norm else ()
+        return tensors + [TensorName(f"self_attn.{name}.weight", (name,)) for name in norms]
+
+    def run(
+        self, x_BTD: jax.Array, enter: Enter, run: LayerRun, angles: Angles, attend: Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Attention of `enter(x)`: ([B, T, D], summed over the heads of all `tp` devices, the new cache)."""
+
+        def heads(x_BTD: jax.Array, layer: Layer) -> jax.Array:
+            """[B, T, K, X, H]: for each key/value head its query heads, its key and its value."""
+            x_BTD = psum_backward(enter(x_BTD, layer), TP)
+            return run.linear(x_BTD, self._rows_of_device(layer), "qkv")
+
+        def queries_keys_values(heads_BTKXH: jax.Array, layer: Layer) -> tuple[jax.Array, ...]:
+            """(queries, rotated and scaled for the dot product; keys, rotated; values)."""
+            B, T = heads_BTKXH.shape[:2]
+            q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, self.head_dim)
+            k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
+            if self.qk_norm:
+                q_norm, k_norm = (psum_backward(layer[name], TP) for name in ("q_norm", "k_norm"))
+                q_BTNH, k_BTKH = run.norm(q_BTNH, q_norm), run.norm(k_BTKH, k_norm)
+            return rotate(q_BTNH, angles) * self.query_scale, rotate(k_BTKH, angles), v_BTKH
+
+        def output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
+            return run.linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis=TP)
+
+        q_BTNH, k_BTKH, v_BTKH = run.part(queries_keys_values, run.part(heads, x_BTD))
+        y_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
+        return run.part(output, y_BTNH), cache
+
+    def _rows_of_device(self, layer: Layer) -> Layer:
+        """`qkv`, its bias and its adapters, with the rows that this `tp` device computes.
+
+        If `tp` divides the number of key/value heads, the parameters are sharded and a device holds only its
+        rows. Otherwise there are more devices than key/value heads, and every device holds all of them:
+        several devices then compute the same key/value head, each with its part of that head's query heads.
+        """
+        if self.num_kv_heads % axis_size(TP) == 0:
+            return layer
+        sharing = axis_size(TP) // self.num_kv_heads
+        number = axis_index(TP)
+
+        def sliced(rows: jax.Array) -> jax.Array:
+            head = lax.dynamic_index_in_dim(psum_backward(rows, TP), number // sharing, 0)
+            queries = (head.shape[1] - 2) // sharing
+            first = number % sharing * queries
+            return jnp.concatenate([lax.dynamic_slice_in_dim(head, first, queries, 1), head[:, -2:]], axis=1)
+
+        rows = {name: sliced(layer[name]) for name in ("qkv", "qkv_bias", "qkv" + LORA_B) if name in layer}
+        return {**rows, **{name: layer[name] for name in ("qkv" + LORA_A,) if name in layer}}
+
+    def splits(self, tp: int) -> bool:
+        """Whether `tp` devices can share its heads."""
+        return not (self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads))
+
+    @property
+    def split_rule(self) -> str:
+        """What a valid `tp` does, for an error."""
+        return (
+            f"divides the {self.num_heads} query heads, divides or is a multiple of the {self.num_kv_heads} "
+            "key/value heads"
+        )
+
+    def state(self, rows: int, columns: int, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of cached keys and values; with fewer heads than `tp` devices, each device has one."""
+        heads = max(self.num_kv_heads, tp)
+        return (rows, heads, self.head_dim, columns), (rows, heads, columns, self.head_dim)
+
+    def costs(self, d: int, tp: int) -> Costs:
+        """Of a block for hidden states of `d` elements."""
+        queries = self.num_heads * self.head_dim // tp
+        keys_values = 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
+        return Costs(
+            weights=d * (2 * queries + keys_values),
+            per_key=queries,
+            outputs={"qkv": queries + keys_values, "o": d},
+            kept=2 * queries + keys_values,
+            normed=self.qk_norm * (queries + keys_values),
+            working=3 * queries + keys_values,
+            statistics=self.num_heads // tp,
+        )

@@ -1,0 +1,98 @@
+"""What a block needs to run: a layer's weights, gathered part by part, and the settings of products.
+
+Data flow: the decoder makes a `LayerRun` for each layer; its blocks compute in parts.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from quatrain.models.layers import Layer, Norm, linear
+from quatrain.parallel.axes import FSDP
+from quatrain.parallel.collectives import all_gather, psum_backward
+
+Enter = Callable[[jax.Array, Layer], jax.Array]
+"""What a block's first part does before its product: the norm before the block."""
+
+
+class Costs(NamedTuple):
+    """What a block costs on one of `tp` devices."""
+
+    weights: int
+    """Weights that a token is multiplied by."""
+    per_key: int
+    """Multiplications, scores and weighted values each, of a pair of query and key."""
+    outputs: Mapping[str, int]
+    """Columns of a token's results of each matrix, by its name."""
+    kept: int
+    """Columns that the backward pass needs if matrix products are kept, the results of norms left out."""
+    normed: int
+    """Columns of the results of norms within the block."""
+    working: int
+    """Columns of temporary arrays in the backward pass, the results of norms left out."""
+    statistics: int
+    """Further float32 numbers that are kept."""
+
+
+def gather_params(params: Any, specs: Any, dtype: DTypeLike | None = None) -> Any:
+    """`params` all-gathered over the `fsdp` axis; for use inside `shard_map`, where the parameters are read.
+
+    `specs` are the partition specs of `params`. Matrices are cast to `dtype` before the all-gather. The
+    backward pass sums the gradients over the `fsdp` axis (reduce-scatter).
+    """
+
+    def one(parameter: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if FSDP not in spec:
+            return psum_backward(parameter, FSDP)
+        return all_gather(parameter, FSDP, spec.index(FSDP), dtype if parameter.ndim > 1 else None)
+
+    return jax.tree.map(one, params, specs)
+
+
+class GatheredLayer(UserDict[str, jax.Array]):
+    """The parameters of one layer as a mapping; reading one all-gathers it, as `gather_params` does."""
+
+    def __init__(self, layer: Layer, specs: Mapping[str, PartitionSpec], dtype: DTypeLike):
+        super().__init__(layer)
+        self._specs, self._dtype = specs, dtype
+
+    def __getitem__(self, name: str) -> jax.Array:
+        whole: jax.Array = gather_params(self.data[name], self._specs[name], self._dtype)
+        return whole
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer's weights, its norms and how its products are computed."""
+
+    layer: Layer
+    specs: Mapping[str, PartitionSpec]
+    dtype: DTypeLike
+    norm: Norm
+    by_parts: bool
+    few_rows: int
+    lora_scale: float
+
+    def part(self, run: Callable[[Any, Layer], Any], inputs: Any) -> Any:
+        """`run(inputs, layer)`, which all-gathers the weights that it reads.
+
+        If the layer runs `by_parts`, the backward pass recomputes the part from its inputs, so gathered
+        weights are not kept between the passes. A part ends with its product with weights: no gradient
+        within the part needs the result of that product, so the product is not recomputed.
+        """
+
+        def gathering(inputs: Any, layer: Layer) -> Any:
+            return run(inputs, GatheredLayer(layer, self.specs, self.dtype))
+
+        return (jax.checkpoint(gathering) if self.by_parts else gathering)(inputs, self.layer)
+
+    def linear(self, x: jax.Array, layer: Layer, name: str, sum_axis: str | None = None) -> jax.Array:
+        """`layers.linear` with the settings of this run."""
+        return linear(x, layer, name, sum_axis, self.few_rows, self.lora_scale)

@@ -1,0 +1,82 @@
+"""The supported families of models, one file each, and the way from config.json to `Architecture` and back.
+
+Data flow: config.json -> `Architecture` -> parameters and forward pass; export goes the other way. To add a
+family, write its file and add it to `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quatrain.config.errors import shown
+from quatrain.config.files import checked
+from quatrain.models.architecture import Architecture
+from quatrain.models.families.common import Json, write_common
+from quatrain.models.families.gemma import GEMMA2, GEMMA3
+from quatrain.models.families.llama import LLAMA
+from quatrain.models.families.qwen import QWEN2, QWEN3
+from quatrain.models.hf_config import HFConfig
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3)}
+"""The supported families, keyed by the `model_type` of config.json."""
+_UNSUPPORTED = {
+    "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",
+    "use_bidirectional_attention": "only causal attention is supported",
+}
+_BUILTIN: dict[str, Json] = {
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+    }
+}
+
+
+def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
+    """The architecture of the model `builtin:NAME`, for a tokenizer of `vocab_size` tokens.
+
+    `tiny` is a Llama of about 0.8 M parameters, which trains on two CPU cores in minutes.
+    """
+    if name not in _BUILTIN:
+        known = ", ".join(f"builtin:{known}" for known in _BUILTIN)
+        raise ValueError(f"unknown builtin model builtin:{name}; the builtin models are: {known}")
+    config = {**_BUILTIN[name], "vocab_size": vocab_size, "eos_token_id": list(eos_token_ids)}
+    return architecture_from_hf(config, f"builtin:{name}")
+
+
+def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture that the values of a Hugging Face config.json describe; `source` names the file.
+
+    Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
+    `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
+    Raises ValueError for a value outside its bounds (`HFConfig`), and for what the decoder does not support.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}")
+    values = {**FAMILIES[family].defaults, **config}
+    for key, remedy in _UNSUPPORTED.items():
+        if values.get(key):
+            raise ValueError(f"{source} has {key} = {shown(values[key])}: {remedy}")
+    hf_config = checked(HFConfig, values, source)
+    try:
+        return FAMILIES[family].read(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def architecture_to_hf(arch: Architecture) -> Json:
+    """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the model."""
+    family = FAMILIES[arch.family]
+    score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "score" else {}
+    names = {"architectures": [family.classifier if score else family.hf_class], "model_type": arch.family}
+    return {**names, **write_common(arch), **family.write(arch), **score}

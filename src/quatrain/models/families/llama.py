@@ -1,0 +1,30 @@
+"""Llama 2 and 3, and models of the same architecture, such as SmolLM2."""
+
+from __future__ import annotations
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.families import common
+from quatrain.models.families.common import GGUF, Family, Json
+from quatrain.models.hf_config import HFConfig
+
+
+def _read(c: HFConfig) -> Architecture:
+    mixer = common.read_attention(c, common.read_rope(c))
+    return common.architecture("llama", c, [mixer] * c.num_hidden_layers, bias=bool(c.mlp_bias))
+
+
+def _write(arch: Architecture) -> Json:
+    mlp = arch.layers[0].mlp
+    return {**common.write_attention(arch), "hidden_act": mlp.activation, "mlp_bias": mlp.bias}
+
+
+_DEFAULTS: Json = {"bos_token_id": 1, "eos_token_id": 2}
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    _DEFAULTS,
+    _read,
+    _write,
+    GGUF("llama", permuted=True),
+)

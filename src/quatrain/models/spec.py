@@ -1,0 +1,97 @@
+"""What a parameter is, and which slice of it a tensor of a checkpoint fills.
+
+Data flow: blocks and `Architecture` -> `ParamSpec`s and `TensorName`s -> `params.py`, `weights/`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from quatrain.config.errors import shown
+
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""How the names of adapters end, after the name of their matrix."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: its shape, the logical axis of each dimension, and its random initialisation.
+
+    Logical axes: `vocab`, `embed` (hidden), `heads` (query heads x head size), `kv_heads` (key/value heads,
+    each with its query heads), `mlp`, and `group`, `head`, `rank` and `norm`, which are never sharded.
+    `scale` is the standard deviation if `init` is `normal`, the largest absolute value if it is `uniform`,
+    and the value of every element if it is `constant`. `dtype` is the parameter's own; None: the model's.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Literal["normal", "uniform", "constant"]
+    scale: float
+    dtype: str | None = None
+
+    @classmethod
+    def matrix(cls, shape: tuple[int, ...], axes: tuple[str, ...], factor: float = 1.0) -> ParamSpec:
+        """A matrix [*out, in] of standard deviation `factor` * in**-0.5."""
+        return cls(shape, axes, "normal", factor * shape[-1] ** -0.5)
+
+    def bias(self) -> ParamSpec:
+        """The bias of this matrix."""
+        return ParamSpec(self.shape[:-1], self.axes[:-1], "constant", 0.0)
+
+    def adapters(self, name: str, rank: int, num_parts: int) -> dict[str, ParamSpec]:
+        """A and B of this matrix `name`, in float32, which holds `num_parts` matrices of a checkpoint.
+
+        A has a block for each of these, as if they were apart: `qkv_lora_a` [3, r, D], `gate_up_lora_a`
+        [2, r, D], and of a single matrix [r, in]. B is [*out, r]. A is uniform up to in**-0.5 and B is zero,
+        as in peft.
+        """
+        *out, width = self.shape
+        parts = (num_parts,) if num_parts > 1 else ()
+        a_axes = ("group",) * len(parts) + ("rank", self.axes[-1])
+        a = ParamSpec((*parts, rank, width), a_axes, "uniform", width**-0.5, "float32")
+        b = ParamSpec((*out, rank), (*self.axes[:-1], "rank"), "constant", 0.0, "float32")
+        return {name + LORA_A: a, name + LORA_B: b}
+
+
+class TensorName(NamedTuple):
+    """A tensor of a Hugging Face checkpoint: its name, the path of the parameter, and the slice it fills."""
+
+    name: str
+    path: tuple[str | int, ...]
+    part: Any = ...
+    vector: bool = True
+
+    def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this tensor, given the shape of its parameter; needs no memory."""
+        part = np.broadcast_to(np.empty(()), parameter)[self.part].shape
+        return (math.prod(part),) if self.vector else (math.prod(part[:-1]), part[-1])
+
+    def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).
+
+        A parameter [*out, in] has prod(out) rows; if the tensor is a vector, each element is a row.
+        """
+        shape = parameter.shape if self.vector else parameter.shape[:-1]
+        numbers = np.arange(math.prod(shape)).reshape(shape)[self.part].reshape(-1)
+        return parameter.reshape(-1, *parameter.shape[len(shape) :]), numbers
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        """This tensor's slice of `parameter`: [out, in], or [out] for a vector."""
+        part = parameter[self.part]
+        return np.ascontiguousarray(part.reshape(-1) if self.vector else part.reshape(-1, part.shape[-1]))
+
+
+def linear_tensors(module: str, param: str, part: Any = ..., *, bias: bool) -> list[TensorName]:
+    """The weight of the linear module `module`, a slice of matrix `param`, and its bias if it has one."""
+    weight = TensorName(f"{module}.weight", (param,), part, vector=False)
+    return [weight, TensorName(f"{module}.bias", (f"{param}_bias",), part)][: 1 + bias]
+
+
+def require(holds: bool, name: str, expected: str, got: object) -> None:
+    """Raises ValueError unless a field of an architecture is as expected."""
+    if not holds:
+        raise ValueError(f"model architecture: {name} must be {expected}; got {shown(got)}")

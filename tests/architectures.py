@@ -1,0 +1,46 @@
+"""Architectures that differ from others in some values."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from quatrain.config.schema import LoraConfig
+from quatrain.models.architecture import Architecture, LayerKind
+from quatrain.models.rope import Rope
+
+ADAPTED = LoraConfig().targets
+"""All matrices of a layer that may have adapters."""
+
+
+def changed(
+    arch: Architecture,
+    *,
+    num_layers: int | None = None,
+    windows: Sequence[int | None] | None = None,
+    sliding_rope: Rope | None = None,
+    **values: Any,
+) -> Architecture:
+    """`arch` with other `values`, which may be fields of it, its norms and every layer's kind, mixer and MLP.
+
+    `windows` are the sliding windows of its layers, and `sliding_rope` the rotary embeddings of layers that
+    have one.
+    """
+    layers = arch.layers[:1] * num_layers if num_layers else arch.layers
+    if windows:
+        layers = (layers * len(windows))[: len(windows)]
+    used = set[str]()
+
+    def picked(of: Any, **more: Any) -> Any:
+        names = {field.name for field in fields(of)} & values.keys()
+        used.update(names)
+        return replace(of, **{name: values[name] for name in names} | more)
+
+    def layer(kind: LayerKind, window: int | None) -> LayerKind:
+        mixer = picked(kind.mixer, window=window)
+        mixer = replace(mixer, rope=sliding_rope) if window and sliding_rope else mixer
+        return picked(kind, mixer=mixer, mlp=picked(kind.mlp))
+
+    windows = windows or [kind.mixer.window for kind in layers]
+    arch = picked(arch, layers=tuple(map(layer, layers, windows)), norm=picked(arch.norm))
+    assert used == values.keys(), values.keys() - used
+    return arch
