@@ -434,3 +434,12 @@ def test_counts_include_the_greedy_completions(tmp_path):
     assert batch.metrics["reward/picky/abstained"].result() == 1
     assert batch.metrics["reward/mean"].result() == 1  # of the samples alone
     np.testing.assert_array_equal(batch.baseline_rewards, np.float32([-1, np.nan]))
+
+
+def test_a_column_does_not_replace_an_argument_that_was_bound_in_python():
+    def above(completions, limit):
+        return [float(len(text) > limit) for text in completions]
+
+    scorer = RewardScorer(RewardConfig(functions={"long": 1.0}), functions={"long": partial(above, limit=2)})
+    rollouts = replace(make_rollouts(["abc", "a"]), columns={"limit": [9, 0]})
+    assert scorer.score(rollouts).rewards.tolist() == [1.0, 0.0]

@@ -173,8 +173,8 @@ class RewardScorer:
                 )
             else:
                 function = _builtin(spec, config, self.opening)
-                # A column of the name of a built-in function's limit must not replace the limit.
-                bound |= getattr(function, "keywords", {}).keys()
+            # A column of the name of a built-in function's limit must not replace the limit.
+            bound |= getattr(function, "keywords", {}).keys()
             submit: Submit = partial(call_in_process, function, is_users)
             parameters = parameters_of(function)
         else:
