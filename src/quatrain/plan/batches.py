@@ -301,33 +301,27 @@ def _warnings(config: Config, shards: int, replicas: int) -> Iterator[str]:
     sequences = _mini_batches(config, config.update)[1].times(config.rollout.n)
     fleet = config.rollout.workers or len(config.rollout.servers)
     n, prompts, size = config.rollout.n, config.data.batch_size, config.update.micro_batch_size
-    more = "raise data.batch_size"
-    for count, name, least, than, idle, remedy in (
-        (
-            *(shards, "data shards", sequences.low, "sequences of an optimizer step"),
-            "shards compute only padding",
-            "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices",
-        ),
-        (
-            *(fleet, "rollout workers or servers", prompts, "prompts of a training step"),
-            *("are idle", f"{more}, or use fewer of them"),
-        ),
-        (
-            *(0 if fleet else replicas, "rollout replicas", prompts * n, "sequences of a training step"),
-            *("replicas are idle", f"{more} or rollout.n, or use fewer devices"),
-        ),
-    ):
+
+    def too_many(count: int, name: str, least: int, than: str, idle: str, remedy: str) -> Iterator[str]:
         if least < count:
-            yield (
-                f"there are more {name} ({count}) than {than} ({least}): {count - least} of {count} {idle}; "
-                f"{remedy}"
-            )
+            idle = f"{count - least} of {count} {idle}"
+            yield f"there are more {name} ({count}) than {than} ({least}): {idle}; {remedy}"
+
+    remedy = "raise update.mini_batch_size, data.batch_size or rollout.n, or use fewer devices"
+    step = "sequences of an optimizer step"
+    yield from too_many(shards, "data shards", sequences.low, step, "shards compute only padding", remedy)
     share = _ceil(sequences.high, shards)
     if size is not None and size > share:
         yield (
             f"update.micro_batch_size ({size}) is larger than the number of sequences per shard ({share}): a "
             f"micro-batch has {share} sequences"
         )
+    name, remedy = "rollout workers or servers", "raise data.batch_size, or use fewer of them"
+    yield from too_many(fleet, name, prompts, "prompts of a training step", "are idle", remedy)
+    if not fleet:
+        name, remedy = "rollout replicas", "raise data.batch_size or rollout.n, or use fewer devices"
+        step = "sequences of a training step"
+        yield from too_many(replicas, name, prompts * n, step, "replicas are idle", remedy)
 
 
 def _ceil(number: int, parts: int) -> int:
