@@ -7,7 +7,7 @@ Data flow: an engine (`RolloutEngine`, or another that implements `Rollouts`) pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ class Sampling:
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling parameters of training, from the section `rollout` of the configuration."""
-        return cls(**{key.name: getattr(config, key.name) for key in fields(cls)})
+        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     def of_one_token(self) -> Sampling:
         """This sampling with n = 1 and no `stop`: they do not affect the distribution of a token."""
