@@ -31,8 +31,8 @@ from quatrain.backend import this_backend
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cut, describe_cuts
 from quatrain.forward.micro_batch import MicroBatch, fill
+from quatrain.forward.planner import MicroBatchPlan, describe_plans
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -213,8 +213,8 @@ class Bench:
         policy = PolicySpec(arch, dtype=dtype, remat=self.remat, attention=attention)
         table = random_table(arch, scale)
         sizes = LogprobConfig(max_tokens_per_device=scale.max_tokens)
-        cuts = policy.cutting(sizes, share_prompts=layout == "shared").cut(table)
-        flops, filled = 3 * needed_flops(arch, table, cuts), describe_cuts(table, cuts, packing_cost(arch))
+        cuts = policy.planner(sizes, share_prompts=layout == "shared").plans(table)
+        flops, filled = 3 * needed_flops(arch, table, cuts), describe_plans(table, cuts, packing_cost(arch))
         for name in ("tokens", "micro_batches", "padding_fraction", "shared_fraction"):
             figures[name] = filled[f"batch/{name}"].result()
         seconds, figures["grad_norm"] = self._optimizer_steps(
@@ -328,8 +328,8 @@ def describe_gap(
     """Log-probabilities of `policy` minus the sampler's, over the tokens of the first `rows` sequences."""
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     table = table.take(np.arange(len(table))[:rows])
-    cutting = policy.cutting(LogprobConfig(max_tokens_per_device=max_tokens))
-    trained = predict_tokens(params, table, model=policy, cutting=cutting)
+    planner = policy.planner(LogprobConfig(max_tokens_per_device=max_tokens))
+    trained = predict_tokens(params, table, model=policy, planner=planner)
     mask = table.completion_mask
     gap = (trained - batch.rollout_logprobs[:rows])[mask].astype(np.float64)
     return {
@@ -341,7 +341,7 @@ def describe_gap(
     }
 
 
-def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[Cut]) -> float:
+def needed_flops(arch: Architecture, table: TokenTable, cuts: Sequence[MicroBatchPlan]) -> float:
     """Operations of a forward pass over `cuts` of `table`: what is shared counts once."""
     tokens = keys = 0.0
     for cut in cuts:

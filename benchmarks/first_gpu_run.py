@@ -159,7 +159,7 @@ def _attention_ms(scale: Scale, arch: Architecture, kernel: str, name: str) -> F
     spec = accelerator.PolicySpec(arch, dtype="bfloat16", attention=kernel)
     table = accelerator.random_table(arch, scale)
     sizes = accelerator.LogprobConfig(max_tokens_per_device=scale.max_tokens)
-    cut = spec.cutting(sizes, share_prompts=True).cut(table)[0]
+    cut = spec.planner(sizes, share_prompts=True).plans(table)[0]
     batch = fill(cut, table, spec.mesh, unpack=unpacks(kernel))
     line = batch.input_ids.shape
     mixer = arch.layers[0].mixer

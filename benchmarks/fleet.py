@@ -180,15 +180,15 @@ def share_of_same(one: RolloutBatch, other: RolloutBatch) -> float:
 def kills_table(runs: dict[str, Run]) -> list[str]:
     """The table of `kills`."""
     table = [
-        "| | seconds | regiven groups | workers started again | same completions |",
+        "| | seconds | retried groups | workers started again | same completions |",
         "|---|---|---|---|---|",
     ]
     for name, run in runs.items():
-        regiven, restarts = (
-            run.batch.metrics[f"fleet/{each}"].result() for each in ("regiven_groups", "restarts")
+        retried, restarts = (
+            run.batch.metrics[f"fleet/{each}"].result() for each in ("retried_groups", "restarts")
         )
         same = share_of_same(runs["unharmed"].batch, run.batch)
-        table.append(f"| {name} | {run.seconds:.1f} | {regiven:.0f} | {restarts:.0f} | {same:.4f} |")
+        table.append(f"| {name} | {run.seconds:.1f} | {retried:.0f} | {restarts:.0f} | {same:.4f} |")
     return table
 
 

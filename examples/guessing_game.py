@@ -12,7 +12,7 @@ of an answer in both turns, with each number equally often, so that the warm sta
 
 import re
 
-from quatrain import Turn
+from quatrain import StepResult
 
 
 class GuessingGame:
@@ -28,8 +28,8 @@ class GuessingGame:
         guess = re.search(r"<answer>([1-3])</answer>", completion)
         right = guess is not None and int(guess[1]) == self.number
         if right or self.turns == 2:
-            return Turn([], reward=float(right), done=True)
-        return Turn([{"role": "user", "content": self.hint(guess and int(guess[1]))}])
+            return StepResult([], reward=float(right), done=True)
+        return StepResult([{"role": "user", "content": self.hint(guess and int(guess[1]))}])
 
     def hint(self, guess):
         """What follows a wrong guess, or None, a completion without one."""

@@ -24,7 +24,7 @@ from quatrain.weights.hf import save_hf
 STEPS, PAIRS, WIDTH = 200, 32, 48
 tokenizer = builtin_tokenizer()
 arch = builtin_architecture("tiny", len(tokenizer), (tokenizer.eos_token_id,))
-arch = dataclasses.replace(arch, head="score", pad_token_id=tokenizer.pad_token_id)
+arch = dataclasses.replace(arch, head="value_head", pad_token_id=tokenizer.pad_token_id)
 
 
 def conversation(row: dict, result: int) -> list[int]:

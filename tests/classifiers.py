@@ -16,7 +16,7 @@ from quatrain.weights.hf import save_hf
 
 def save_classifier(folder: Path, arch: Architecture, tokenizer: Any, seed: int = 5) -> Path:
     """A classifier of one label with the layers of `arch` in `folder`, with its tokenizer."""
-    arch = dataclasses.replace(arch, head="score")
+    arch = dataclasses.replace(arch, head="value_head")
     layers, head = jax.random.split(jax.random.key(seed))
     score = jax.random.normal(head, (1, arch.hidden_size))
     save_hf(folder, arch, {**init_params(arch, layers), "score": score})

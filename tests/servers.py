@@ -19,7 +19,13 @@ MODEL = "small"
 def service_of(arch, params, tokenizer, *, seed=11, cache_bytes=1 << 26, **config):
     settings = RolloutConfig(**{"n": 1, "max_new_tokens": arch.max_position, **config})
     engine = RolloutEngine(
-        arch, settings, tokenizer, stop_ids=(0, 7), seed=seed, cache_bytes=cache_bytes, own_sampling=True
+        arch,
+        settings,
+        tokenizer,
+        stop_ids=(0, 7),
+        seed=seed,
+        cache_bytes=cache_bytes,
+        per_request_sampling=True,
     )
     engine.sync_weights(params, 0)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quatrain.config.schema import Config as Config
     from quatrain.data.prompts import load_prompts as load_prompts
     from quatrain.environments.environment import Environment as Environment
+    from quatrain.environments.environment import StepResult as StepResult
     from quatrain.environments.environment import Turn as Turn
     from quatrain.environments.tools import Tools as Tools
     from quatrain.loop.build import LoadedPolicy as LoadedPolicy
@@ -46,7 +47,7 @@ _MODULES = {
     "config.load": ("load_config",),
     "config.schema": ("Config",),
     "data.prompts": ("load_prompts",),
-    "environments.environment": ("Environment", "Turn"),
+    "environments.environment": ("Environment", "StepResult", "Turn"),
     "environments.tools": ("Tools",),
     "loop.build": ("LoadedPolicy", "load_policy"),
     "loop.evaluate": ("Evaluator",),

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.table import TokenTable
 from quatrain.models.flops import linear_parameters
 from quatrain.models.params import num_params
@@ -90,13 +90,15 @@ def test_operations_are_counted_once_for_a_shared_prompt(script, monkeypatch):
     per_token = 2 * linear_parameters(arch)
     per_key = 4 * arch.num_layers * mixer.num_heads * mixer.head_dim
     scored = 3 * 2 * arch.hidden_size * arch.vocab_size
-    alone = script.needed_flops(arch, table, Cutting(rows=2).cut(table))
+    alone = script.needed_flops(arch, table, MicroBatchPlanner(rows=2).plans(table))
     assert alone == pytest.approx(9 * per_token + (10 + 15) * per_key + scored)
-    shared = script.needed_flops(arch, table, Cutting(max_tokens=64, share_prompts=True).cut(table))
+    shared = script.needed_flops(
+        arch, table, MicroBatchPlanner(max_tokens=64, share_prompts=True).plans(table)
+    )
     assert shared == pytest.approx(6 * per_token + (6 + 4 + 9) * per_key + scored)
     monkeypatch.setattr(packing, "LEAST_COMMON_PREFIX", 2)
     table = replace(table, group_ids=np.arange(2))  # of two groups: three tokens once, then 1 and 2
-    cuts = Cutting(max_tokens=64, share_prompts=True).cut(table)
+    cuts = MicroBatchPlanner(max_tokens=64, share_prompts=True).plans(table)
     assert script.needed_flops(arch, table, cuts) == shared
 
 

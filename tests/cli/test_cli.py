@@ -434,7 +434,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         lambda resolved: told(accuracy, "eval", resolved.config.seed),
     )
     stand_in(
-        monkeypatch, "loop.train", "supervise", lambda resolved: told(None, "sft", resolved.config.sft.steps)
+        monkeypatch, "loop.train", "train_sft", lambda resolved: told(None, "sft", resolved.config.sft.steps)
     )
     stand_in(
         monkeypatch, "loop.export", "export", lambda run, output, *, step: told(7, "export", run, output)
@@ -504,7 +504,7 @@ def test_a_place_among_processes_is_handed_over(quatrain, monkeypatch, command):
     places = []
     monkeypatch.setattr(hosts, "initialize", lambda *place, **timeouts: places.append((place, timeouts)))
     stand_in(monkeypatch, "loop.train", "train", lambda resolved, *, resume: None)
-    sys.modules["quatrain.loop.train"].supervise = lambda resolved: None
+    sys.modules["quatrain.loop.train"].train_sft = lambda resolved: None
     stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: {})
     place = ("--coordinator", "10.0.0.2:8476", "--num-processes", "2", "--process-id", "1")
     assert quatrain(command, *place, "--set", "distributed.start_timeout_s=9")[0] == 0

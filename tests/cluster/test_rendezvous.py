@@ -69,7 +69,7 @@ def test_all_stop_at_one_border_when_one_asks(three, pool, asking):
             if (index, i) == (asking, 50):
                 three[index].connections.agreement.ask(signal.SIGTERM)
             try:
-                three[index].connections.agreement.border()
+                three[index].connections.agreement.safe_point()
             except Stopped as stopped:
                 return i, stopped.status
             time.sleep(0.0005 * index)

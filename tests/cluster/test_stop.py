@@ -59,11 +59,11 @@ def test_a_signal_is_raised_where_the_run_may_be_interrupted(number):
 def test_elsewhere_a_signal_waits_for_the_next_border():
     with Stop() as stop:
         with stop.interruptible():
-            stop.border()
+            stop.safe_point()
         os.kill(os.getpid(), signal.SIGTERM)
         done = time.sleep(0.05) is None  # an update, or files that are being written
         with pytest.raises(Stopped):
-            stop.border()
+            stop.safe_point()
         with pytest.raises(Stopped), stop.interruptible():
             pytest.fail("an interruptible block is not begun after a signal")
     assert done
@@ -85,16 +85,16 @@ def test_an_exception_that_is_swallowed_is_raised_again_at_the_next_border():
 def test_other_threads_neither_install_nor_raise_anything():
     def train():
         with Stop() as stop, stop.interruptible():
-            stop.border()
+            stop.safe_point()
             return signal.getsignal(signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(train).result() is signal.SIG_DFL
         with Stop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            pool.submit(stop.border).result()  # the thread of a rollout
+            pool.submit(stop.safe_point).result()  # the thread of a rollout
             with pytest.raises(Stopped):
-                stop.border()
+                stop.safe_point()
 
 
 def test_signals_that_others_handle_stay_theirs():
@@ -111,7 +111,9 @@ def test_signals_that_others_handle_stay_theirs():
 
 def test_a_run_under_nohup_outlives_its_terminal():
     code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    code += "with Stop() as stop:\n    print('open', flush=True)\n    time.sleep(0.5)\n    stop.border()\n"
+    code += (
+        "with Stop() as stop:\n    print('open', flush=True)\n    time.sleep(0.5)\n    stop.safe_point()\n"
+    )
     assert run_script(code, signal.SIGHUP) == (0, "open\n")
 
 
@@ -196,7 +198,7 @@ def test_all_processes_stop_at_the_same_border(seed):
             if asking.get(index) == i:
                 agreements[index].ask(signal.SIGTERM)
             try:
-                agreements[index].border()
+                agreements[index].safe_point()
             except Stopped:
                 return i
             if i in collectives:
@@ -214,7 +216,7 @@ def test_all_processes_stop_at_the_same_border(seed):
 def test_processes_that_are_asked_after_their_last_border_finish():
     agreements, close = make_agreements(2)
     for agreement in agreements:
-        agreement.border()
+        agreement.safe_point()
     agreements[1].ask(signal.SIGTERM)
     close()
     assert not agreements[0].receive(1, {"done": True})

@@ -65,7 +65,7 @@ def test_answers_that_only_an_evaluation_would_judge_are_said(tmp_path):
 def test_no_weights_are_read(tmp_path):
     loaded = load_policy(small_run(tmp_path, "a", "advantage.estimator=gae").config, weights=False)
     assert loaded.params is loaded.critic_params is None
-    assert loaded.critic_arch.head == "score"
+    assert loaded.critic_arch.head == "value_head"
 
 
 @pytest.mark.parametrize(

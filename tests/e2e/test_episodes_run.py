@@ -13,7 +13,7 @@ from quatrain.run.metrics import read_metrics
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
 GAME = """
-from quatrain import Turn
+from quatrain import StepResult
 
 
 class Game:
@@ -24,8 +24,8 @@ class Game:
         self.turns += 1
         assert self.secret != 4 or len(completion) % 4, "an unlucky length"
         if str(self.secret) in completion:
-            return Turn([], reward=1.0, done=True)
-        return Turn([{"role": "user", "content": f"Tom has {self.turns} more."}], reward=-0.1)
+            return StepResult([], reward=1.0, done=True)
+        return StepResult([{"role": "user", "content": f"Tom has {self.turns} more."}], reward=-0.1)
 """
 REWARD = """
 def talks(completions, messages, turn_rewards, finish_reasons):

@@ -26,7 +26,7 @@ from quatrain.loop.evaluate import evaluate_run, finite_numbers
 from quatrain.loop.export import export
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.recorder import logprob_diff_warning
-from quatrain.loop.train import supervise, train
+from quatrain.loop.train import train, train_sft
 from quatrain.report import progress
 from quatrain.run.catalogue import unknown_metrics
 from quatrain.run.checkpoint import Checkpointer
@@ -242,7 +242,7 @@ def test_stopped_in_the_warm_start_of_sft(tmp_path):
         _signalled(signal.SIGTERM, *steps),
         pytest.raises(Stopped, match="SIGTERM; nothing was saved; remove"),
     ):
-        supervise(small_run(tmp_path, "sft", "sft.steps=5"))
+        train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
 
 
 @pytest.fixture(scope="module")
@@ -713,16 +713,16 @@ def test_too_many_bad_steps_stop_with_a_checkpoint(tmp_path):
 
 
 def test_supervised_command(tmp_path):
-    summary = supervise(small_run(tmp_path, "sft", "sft.steps=5"))
+    summary = train_sft(small_run(tmp_path, "sft", "sft.steps=5"))
     rows = read_metrics(summary.run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[5]["sft/loss"] < rows[1]["sft/loss"]
     assert (summary.run / "final" / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"sft\.steps is 0"):
-        supervise(small_run(tmp_path, "none", "sft.steps=0"))
+        train_sft(small_run(tmp_path, "none", "sft.steps=0"))
     for key, value in {"run.profile_steps": "[2]", "checkpoint.best_metric": "eval/reward"}.items():
         with pytest.raises(ValueError, match=f"{key} must not be set for quatrain sft"):
-            supervise(small_run(tmp_path, "none", "sft.steps=1", f"{key}={value}"))
+            train_sft(small_run(tmp_path, "none", "sft.steps=1", f"{key}={value}"))
     assert not (tmp_path / "none").exists()
 
 

@@ -459,7 +459,7 @@ def test_no_round_runs_once_pause_has_returned(make_engine):
     """Also if the round had seen that sampling goes on, and was about to begin."""
     engine = make_engine()
     ticket = engine.submit(_prompts())
-    paused, tally = threading.Event(), engine.tally
+    paused, stats = threading.Event(), engine.stats
 
     class PausedAfterWait(threading.Event):
         def wait(self, timeout=None):
@@ -475,7 +475,7 @@ def test_no_round_runs_once_pause_has_returned(make_engine):
     waiting.start()
     assert paused.wait(10)
     waiting.join(0.3)
-    assert engine.tally == tally
+    assert engine.stats == stats
     engine.resume()
     waiting.join()
     assert len(batches[0]) == 15
@@ -562,5 +562,5 @@ def test_batches_that_share_slots_are_those_that_are_generated_one_by_one(make_e
         assert _completion_ids(one) == _completion_ids(other)
         np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-6)
     assert len(live) - alone < alone
-    assert live[-1].tally.slot_steps <= live[-1].tally.widest_slot_steps
+    assert live[-1].stats.slot_steps <= live[-1].stats.widest_slot_steps
     assert live[-1]._most_slots == 4

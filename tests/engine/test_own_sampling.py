@@ -5,7 +5,7 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.engine.groups import OwnSampling
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.session import Session
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -26,7 +26,13 @@ def engine_of(small_arch, small_params, tokenizer):
     def make(*, own=True, seed=11, **config):
         settings = RolloutConfig(**{"n": 1, "max_new_tokens": 12, **config})
         engine = RolloutEngine(
-            small_arch, settings, tokenizer, stop_ids=(0, 7), seed=seed, cache_bytes=1 << 26, own_sampling=own
+            small_arch,
+            settings,
+            tokenizer,
+            stop_ids=(0, 7),
+            seed=seed,
+            cache_bytes=1 << 26,
+            per_request_sampling=own,
         )
         engine.sync_weights(small_params, 4)
         return engine
@@ -60,7 +66,7 @@ def test_each_sequence_is_what_it_would_be_alone(engine_of):
     tickets = []
     for prompt, kind, fact in zip(PROMPTS, KINDS, facts):  # one comes after every round
         sampling = Sampling(n=1, max_new_tokens=fact["tokens"], **kind)
-        own = OwnSampling(sampling, fact["seed"], fact["step"], fact["sequence_id"])
+        own = PerRequestSampling(sampling, fact["seed"], fact["step"], fact["sequence_id"])
         tickets += engine.submit_own([prompt], [own])
         engine.advance()
     together = finish(engine, tickets)
@@ -74,10 +80,10 @@ def test_each_sequence_is_what_it_would_be_alone(engine_of):
 
 def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
     engine = engine_of()
-    free = OwnSampling(Sampling(n=1, max_new_tokens=12), 5, 0, 0)
+    free = PerRequestSampling(Sampling(n=1, max_new_tokens=12), 5, 0, 0)
     [whole] = finish(engine, engine.submit_own(PROMPTS[:1], [free]))
     stop = tokenizer.decode(whole.tokens[2:3])
-    stopped = OwnSampling(Sampling(n=1, max_new_tokens=12, stop=(stop,)), 5, 0, 0)
+    stopped = PerRequestSampling(Sampling(n=1, max_new_tokens=12, stop=(stop,)), 5, 0, 0)
     [cut, same] = finish(engine, engine.submit_own([PROMPTS[0]] * 2, [stopped, free]))
     assert (cut.tokens, cut.finish_reason) == (whole.tokens[: len(cut.tokens)], "stop")
     assert len(cut.tokens) <= 3
@@ -87,7 +93,10 @@ def test_a_stop_string_ends_its_sequence_alone(engine_of, tokenizer):
 
 def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
     def owners(count):
-        return [OwnSampling(Sampling(n=1, max_new_tokens=30, temperature=1.5), 1, 0, i) for i in range(count)]
+        return [
+            PerRequestSampling(Sampling(n=1, max_new_tokens=30, temperature=1.5), 1, 0, i)
+            for i in range(count)
+        ]
 
     engine = engine_of(max_concurrency=2, max_new_tokens=30)
     expected = finish(engine, engine.submit_own(PROMPTS[:4], owners(4)))
@@ -104,10 +113,10 @@ def test_a_cancelled_sequence_leaves_the_others_as_they_are(engine_of):
 
 def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(engine_of):
     engine = engine_of()
-    long = OwnSampling(Sampling(n=1, max_new_tokens=10**6), 0, 0, 0)
+    long = PerRequestSampling(Sampling(n=1, max_new_tokens=10**6), 0, 0, 0)
     with pytest.raises(ValueError, match="KV cache"):
         engine.submit_own(PROMPTS[:1], [long])
-    short = OwnSampling(Sampling(n=1, max_new_tokens=4), 0, 0, 0)
+    short = PerRequestSampling(Sampling(n=1, max_new_tokens=4), 0, 0, 0)
     [completion] = finish(engine, engine.submit_own(PROMPTS[:1], [short]))
     assert 1 <= len(completion.tokens) <= 4
 
@@ -135,7 +144,9 @@ def limited(engine_of, monkeypatch):
 
 def asked(*sizes):
     prompts = [Prompt(0, np.arange(size, dtype=np.int32) % 250, "") for size, _ in sizes]
-    owners = [OwnSampling(Sampling(n=1, max_new_tokens=new), 3, 0, i) for i, (_, new) in enumerate(sizes)]
+    owners = [
+        PerRequestSampling(Sampling(n=1, max_new_tokens=new), 3, 0, i) for i, (_, new) in enumerate(sizes)
+    ]
     return prompts, owners
 
 

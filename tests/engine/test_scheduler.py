@@ -291,19 +291,19 @@ def test_little_decode_is_wasted_on_lognormal_lengths():
     st.integers(0, 1000),
 )
 def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_slots, num_replicas, seed):
-    """Each sample has some turns; between two it is held for some rounds."""
+    """Each sample has some turns; between two it is suspended for some rounds."""
     scheduler, chance = Scheduler(max_slots, num_replicas), random.Random(seed)
     turns = {}  # ticket, sample -> turns left
     for left in groups:
         ticket = scheduler.submit(len(left))
         turns |= {(ticket, sample): count for sample, count in enumerate(left)}
-    held = {}  # ticket -> (turns left, round when its answer comes, row that it was given)
+    suspended = {}  # ticket -> (turns left, round when its answer comes, row that it was given)
     rounds = 0
     while scheduler.num_unfinished:
-        for ticket, (left, due, row) in list(held.items()):
+        for ticket, (left, due, row) in list(suspended.items()):
             if due > rounds:
                 continue
-            del held[ticket]
+            del suspended[ticket]
             if not left:
                 scheduler.drop(ticket)
                 assert ticket not in scheduler.rows
@@ -321,16 +321,16 @@ def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_sl
         while admitted := scheduler.admit():
             assert all(scheduler.rows[row] == ticket for ticket, row in admitted)
         scheduler.fill()
-        assert scheduler.num_held == len(held)
-        assert scheduler.num_live or held or not scheduler.num_unfinished
+        assert scheduler.num_suspended == len(suspended)
+        assert scheduler.num_live or suspended or not scheduler.num_unfinished
         for slot, occupant in enumerate(scheduler.slots):
             if occupant is None or chance.random() < 0.3:
                 continue
             assert scheduler.rows[occupant.row] == occupant.ticket
             left = turns.pop((occupant.ticket, occupant.sample)) - 1
             if left or chance.random() < 0.3:  # the environment decides whether it was the last turn
-                ticket, row = scheduler.hold(slot)
-                held[ticket] = (left, rounds + chance.randint(1, 4), row)
+                ticket, row = scheduler.suspend(slot)
+                suspended[ticket] = (left, rounds + chance.randint(1, 4), row)
                 assert row is None or scheduler.rows[row] == ticket
             else:
                 scheduler.finish(slot)
@@ -338,7 +338,7 @@ def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_sl
                 scheduler.take(occupant.ticket)
         rounds += 1
         assert rounds < 2000
-    assert not held
+    assert not suspended
     assert not turns
     assert scheduler.rows == [None] * len(scheduler.rows)
     assert scheduler.num_live == scheduler.num_finished == 0

@@ -6,7 +6,7 @@ import time
 import numpy as np
 from servers import service_of
 
-from quatrain.engine.groups import OwnSampling
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
 
@@ -24,7 +24,7 @@ def test_pause_returns_when_no_round_runs(small_arch, small_params, tokenizer, m
 
     monkeypatch.setattr(engine, "advance", observed)
     sampling = Sampling(n=1, max_new_tokens=40)
-    owners = [OwnSampling(sampling, 5, 0, i) for i in range(4)]
+    owners = [PerRequestSampling(sampling, 5, 0, i) for i in range(4)]
     prompt = Prompt(0, np.arange(3, 9, dtype=np.int32), "")
     service.submit([prompt] * 4, owners, lambda number, progress: None)
     while service.num_running or not rounds:

@@ -40,21 +40,21 @@ class Episodes:
             self.of |= {(ticket, n): (number, n) for n in range(self.session.sampling.n)}
         total, waiting, rounds = len(self.of), [], 0
         while len(self.done) < total:
-            for _, held, sample, completion in [item for item in waiting if item[0] <= rounds]:
-                self.of[held, 0] = sample
+            for _, suspended, sample, completion in [item for item in waiting if item[0] <= rounds]:
+                self.of[suspended, 0] = sample
                 self.session.resume(
-                    held, answer(*sample, len(completion.turns)), self.session.sampling.max_new_tokens
+                    suspended, answer(*sample, len(completion.turns)), self.session.sampling.max_new_tokens
                 )
             waiting = [item for item in waiting if item[0] > rounds]
             self.session.advance(params, 1)
             rounds += 1
             for end in self.session.take_ends():
                 sample = self.of.pop((end.ticket, end.sample))
-                if end.held is None:
+                if end.suspended is None:
                     self.done[sample] = end.completion
                 else:
                     due = rounds + self.wait(sample[1], rounds)
-                    waiting.append((due, end.held, sample, end.completion))
+                    waiting.append((due, end.suspended, sample, end.completion))
             assert rounds < 500
         assert not self.session.num_groups
         return [self.done[sample] for sample in sorted(self.done)]
@@ -150,14 +150,14 @@ def test_what_was_computed_is_not_computed_again(make_session, small_params):
             else:
                 computed += len(PROMPTS[i // 3]) + begin
     assert max(len(completion.turns) for completion in completions) == TURNS
-    assert session.tally.prefilled_tokens == computed
+    assert session.stats.prefilled_tokens == computed
 
 
 def test_a_row_that_others_need_is_computed_again(make_session, small_params):
     fast, slow = make_session(most=4), make_session(most=4)
     Episodes(fast).run(small_params)
     Episodes(slow, lambda number, rounds: 12).run(small_params)
-    assert slow.tally.prefilled_tokens > fast.tally.prefilled_tokens
+    assert slow.stats.prefilled_tokens > fast.stats.prefilled_tokens
 
 
 @pytest.mark.parametrize("most", [None, 2, 5])

@@ -13,7 +13,7 @@ from quatrain.environments.environment import (
     MAX_TURN_CHARS,
     CheckedEnvironment,
     EnvironmentFault,
-    Turn,
+    StepResult,
     with_opening,
 )
 
@@ -58,42 +58,57 @@ def step_fault(value):
 
 
 def test_a_good_turn():
-    turn = checked(Turn([ANSWER], np.float32(0.5))).step("4")
-    assert turn == Turn((ANSWER,), 0.5)
+    turn = checked(StepResult([ANSWER], np.float32(0.5))).step("4")
+    assert turn == StepResult((ANSWER,), 0.5)
     assert type(turn.reward) is float
     assert turn.messages[0] is not ANSWER  # which the environment may change afterwards
     assert checked(None).step("4") is None
-    assert checked(Turn([], 1, done=True)).step("4") == Turn((), 1.0, True)
+    assert checked(StepResult([], 1, done=True)).step("4") == StepResult((), 1.0, True)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("higher", "step must return a quatrain.Turn(messages, reward, done) or None; got 'higher'; correct"),
-        (([ANSWER], 1.0), "step must return a quatrain.Turn"),
-        ({"messages": [ANSWER]}, "step must return a quatrain.Turn"),
-        (Turn("higher"), "messages must be a list of dictionaries with `role` and `content`; got 'higher'"),
-        (Turn(ANSWER), "messages must be a list of dictionaries"),
-        (Turn(None), "messages must be a list of dictionaries with `role` and `content`; got None"),
-        (Turn(["higher"]), "step: a message must have a `role` and a `content`, both strings; got 'higher'"),
-        (Turn([{"role": "user"}]), "a message must have a `role` and a `content`"),
-        (Turn([{"role": "user", "content": 3}]), "a message must have a `role` and a `content`"),
-        (Turn([{"role": "user", "content": "\ud800"}]), "half a surrogate pair"),
-        (Turn([{**ANSWER, "more": object()}]), "must consist of text, numbers, lists and objects"),
-        (Turn([{"role": "assistant", "content": "4"}]), "the last message must not be the assistant's"),
-        (Turn([]), "a turn must have messages, or done=True; got []"),
         (
-            Turn([ANSWER], float("nan")),
+            "higher",
+            "step must return a quatrain.StepResult(messages, reward, done) or None; got 'higher'; correct",
+        ),
+        (([ANSWER], 1.0), "step must return a quatrain.StepResult"),
+        ({"messages": [ANSWER]}, "step must return a quatrain.StepResult"),
+        (
+            StepResult("higher"),
+            "messages must be a list of dictionaries with `role` and `content`; got 'higher'",
+        ),
+        (StepResult(ANSWER), "messages must be a list of dictionaries"),
+        (StepResult(None), "messages must be a list of dictionaries with `role` and `content`; got None"),
+        (
+            StepResult(["higher"]),
+            "step: a message must have a `role` and a `content`, both strings; got 'higher'",
+        ),
+        (StepResult([{"role": "user"}]), "a message must have a `role` and a `content`"),
+        (StepResult([{"role": "user", "content": 3}]), "a message must have a `role` and a `content`"),
+        (StepResult([{"role": "user", "content": "\ud800"}]), "half a surrogate pair"),
+        (StepResult([{**ANSWER, "more": object()}]), "must consist of text, numbers, lists and objects"),
+        (StepResult([{"role": "assistant", "content": "4"}]), "the last message must not be the assistant's"),
+        (StepResult([]), "a turn must have messages, or done=True; got []"),
+        (
+            StepResult([ANSWER], float("nan")),
             "the reward of a turn must be a finite number, at most 1e+30 in size; got nan",
         ),
-        (Turn([ANSWER], float("inf")), "the reward of a turn must be a finite number"),
-        (Turn([ANSWER], "1"), "the reward of a turn must be a finite number, at most 1e+30 in size; got '1'"),
+        (StepResult([ANSWER], float("inf")), "the reward of a turn must be a finite number"),
         (
-            Turn([ANSWER], None),
+            StepResult([ANSWER], "1"),
+            "the reward of a turn must be a finite number, at most 1e+30 in size; got '1'",
+        ),
+        (
+            StepResult([ANSWER], None),
             "the reward of a turn must be a finite number, at most 1e+30 in size; got None",
         ),
-        (Turn([ANSWER], np.zeros(2)), "the reward of a turn must be a finite number"),
-        (FLOOD, "step must return a quatrain.Turn(messages, reward, done) or None; got a value of type str"),
+        (StepResult([ANSWER], np.zeros(2)), "the reward of a turn must be a finite number"),
+        (
+            FLOOD,
+            "step must return a quatrain.StepResult(messages, reward, done) or None; got a value of type str",
+        ),
     ],
 )
 def test_nonsense_is_one_fault(value, message):
@@ -119,7 +134,7 @@ def circle():
     ],
 )
 def test_a_flood_costs_the_episode(messages):
-    fault = step_fault(Turn(messages))
+    fault = step_fault(StepResult(messages))
     assert "the messages of a turn must have at most 1000000 characters; step returned more; cut" in str(
         fault
     )
@@ -153,8 +168,8 @@ class Strange:
         (ValueError(), "step raised ValueError (test_checked_environment.py"),
         (ValueError(FLOOD), "step raised ValueError: a text of 10000000 characters"),
         (MemoryError(), "step raised MemoryError"),
-        (Turn([ANSWER], Strange()), "step raised ZeroDivisionError: float"),
-        (Turn([ANSWER], 0.0, Strange()), "step raised ZeroDivisionError: bool"),
+        (StepResult([ANSWER], Strange()), "step raised ZeroDivisionError: float"),
+        (StepResult([ANSWER], 0.0, Strange()), "step raised ZeroDivisionError: bool"),
     ],
 )
 def test_an_exception_is_a_fault(value, message):
@@ -168,7 +183,7 @@ def test_an_exception_is_a_fault(value, message):
 
 class Flooding:
     def step(self, completion):
-        turn = Turn([{"role": "user", "content": "x" * 2_000_000}])
+        turn = StepResult([{"role": "user", "content": "x" * 2_000_000}])
         self.turn = weakref.ref(turn)
         if completion == "raise":
             raise LookupError("no such word")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.environments.environment import Ended, EnvironmentFault, Turn
+from quatrain.environments.environment import Ended, EnvironmentFault, StepResult
 from quatrain.environments.environment_threads import MOST_AT_ONCE, InThreads
 from quatrain.environments.environment_workers import InWorkers
 from quatrain.environments.load_environment import load_environment, load_tools
@@ -22,10 +22,10 @@ from quatrain.workers.process import LONGEST_OUTPUT
 GAME = '''
 import os, re, signal, stat, sys, time
 from pathlib import Path
-from quatrain import Turn
+from quatrain import StepResult
 
 def say(value):
-    return Turn([{"role": "user", "content": str(value)}], 0.25)
+    return StepResult([{"role": "user", "content": str(value)}], 0.25)
 
 class Game:
     """Does what its columns and completions say."""
@@ -193,7 +193,7 @@ def is_gone(process):
 
 def test_an_episode(calls):
     assert got(calls.begin(3, {"letters": ["a"]})) == "['a', 'z']"
-    assert got(calls.step(3, "count n")) == Turn(({"role": "user", "content": "n1"},), 0.25)
+    assert got(calls.step(3, "count n")) == StepResult(({"role": "user", "content": "n1"},), 0.25)
     assert text(calls.step(3, "count n")) == "n2"
     assert got(calls.step(3, "stop")) is None
     assert got(calls.end(3)) == Ended(3.0, {})
@@ -231,7 +231,11 @@ def test_an_environment_that_changes_its_columns_does_not_change_others(calls):
         ("raise KeyError", "error", "step raised KeyError: 'no such word' (game.py, line "),
         ("raise SystemExit", "error", "step raised SystemExit: no such word"),
         ("raise KeyboardInterrupt", "error", "step raised KeyboardInterrupt: no such word"),
-        ("number", "invalid", "step must return a quatrain.Turn(messages, reward, done) or None; got 7"),
+        (
+            "number",
+            "invalid",
+            "step must return a quatrain.StepResult(messages, reward, done) or None; got 7",
+        ),
         ("flood", "too_long", "at most 1000000 characters; step returned more; cut"),
     ],
 )
@@ -441,7 +445,7 @@ CLOSED = []
 
 class Closing:
     def step(self, completion):
-        return Turn([], done=True)
+        return StepResult([], done=True)
 
     def close(self):
         CLOSED.append(self)

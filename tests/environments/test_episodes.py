@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from quatrain import Turn
+from quatrain import StepResult
 from quatrain.config.schema import RolloutConfig
 from quatrain.data.tokenizer import render
 from quatrain.data.turns import TurnTemplate
@@ -36,7 +36,7 @@ class Count:
     def step(self, completion):
         self.turn += 1
         message = {"role": "user", "content": f"{self.number} and {self.turn}"}
-        return Turn([message], reward=0.5, done=self.turn == self.last)
+        return StepResult([message], reward=0.5, done=self.turn == self.last)
 
     def get_reward(self):
         return 0.25
@@ -71,7 +71,7 @@ class Faulty(Count):
         if self.number == 2:
             return "yes"
         if self.number == 3:
-            return Turn([{"role": "user", "content": "x" * 10_000_000}])
+            return StepResult([{"role": "user", "content": "x" * 10_000_000}])
         if self.number == 4:
             raise SystemExit
         return super().step(completion)

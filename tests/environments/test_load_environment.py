@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 
-from quatrain.environments.environment import EnvironmentFault, Turn
+from quatrain.environments.environment import EnvironmentFault, StepResult
 from quatrain.environments.load_environment import load_environment, load_tools
 from quatrain.environments.tools import Tools
 
 GAME = '''
 from __future__ import annotations
-from quatrain import Turn
+from quatrain import StepResult
 
 class Game:
     def reset(self, target, hint="none", **_):
@@ -19,8 +19,8 @@ class Game:
 
     def step(self, completion):
         if completion == self.target:
-            return Turn([], 1.0, done=True)
-        return Turn([{"role": "user", "content": "no"}])
+            return StepResult([], 1.0, done=True)
+        return StepResult([{"role": "user", "content": "no"}])
 
 def make():
     return Game()
@@ -57,8 +57,8 @@ def test_a_class_and_a_function_that_makes_one(path):
         environment = environments()
         opening = environment.reset({"target": "7", "hint": "odd", "prompt": "Guess."})
         assert opening == ({"role": "user", "content": "odd"},)
-        assert environment.step("3") == Turn(({"role": "user", "content": "no"},))
-        assert environment.step("7") == Turn((), 1.0, True)
+        assert environment.step("3") == StepResult(({"role": "user", "content": "no"},))
+        assert environment.step("7") == StepResult((), 1.0, True)
         assert environments() is not environments()
 
 

@@ -12,7 +12,7 @@ from chat_templates import FAMILIES, tokenizer_of
 
 from quatrain.data.tokenizer import fill_template
 from quatrain.data.turns import TurnTemplate
-from quatrain.environments.environment import CheckedEnvironment, Turn
+from quatrain.environments.environment import CheckedEnvironment, StepResult
 from quatrain.environments.tools import Tool, Tools
 
 
@@ -106,7 +106,7 @@ def test_the_schema_comes_from_hints_and_docstring():
 
 def test_calls_become_messages_and_no_call_ends_the_episode():
     tools = Tools(add, look)
-    assert tools.step(call("add", a=1) + "\n" + call("add", a=2, b=3)) == Turn(
+    assert tools.step(call("add", a=1) + "\n" + call("add", a=2, b=3)) == StepResult(
         [
             {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "1.5"},
             {"role": "tool", "name": "add", "tool_call_id": "call00002", "content": "5.0"},

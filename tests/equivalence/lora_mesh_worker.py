@@ -9,8 +9,8 @@ import numpy as np
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -62,14 +62,14 @@ def results(shape: MeshShape) -> dict[str, np.ndarray]:
     )
     params = with_trained(params, moved, ARCH)
     model = PolicySpec(ARCH, mesh=mesh)
-    cutting = Cutting(rows=4, num_shards=shape.num_data_shards)
-    batches = [batch for _, batch in micro_batches(table(), cutting, mesh)]
-    logprobs = predict_tokens(params, table(), model=model, cutting=cutting)
+    planner = MicroBatchPlanner(rows=4, num_shards=shape.num_data_shards)
+    batches = [batch for _, batch in micro_batches(table(), planner, mesh)]
+    logprobs = predict_tokens(params, table(), model=model, planner=planner)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     engine = RolloutEngine(ARCH, RolloutConfig(), None, stop_ids=(0,), seed=0, mesh=mesh)
     found = {"logprobs": logprobs}
     found |= _named("gradient", jax.tree.map(lambda g: g.sum(axis=0), grads))
-    found |= _named("merged", merged(params, ARCH)) | _named("placed", engine.place(params))
+    found |= _named("merged", merged(params, ARCH)) | _named("placed", engine.copy_weights(params))
     opt_state = init_optimizer(OPTIMIZER, adapters_of(params))
     params, *_ = optimizer_step(
         params, opt_state, batches, model=model, objective=OBJECTIVE, optimizer=OPTIMIZER

@@ -110,7 +110,7 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
     optimizer = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
     critic, critic_params = None, None
     if ESTIMATORS[mode] == "gae":
-        critic_arch = replace(arch, head="score", layers=arch.layers[:1])
+        critic_arch = replace(arch, head="value_head", layers=arch.layers[:1])
         forward = {f"forward_{name}": size for name, size in logprob.items()}
         critic = Critic(
             CriticSpec(critic_arch, remat=REMAT[mode], mesh=meshes.critic),
@@ -155,7 +155,9 @@ def train(layout: str, mode: str) -> dict[str, np.ndarray]:
         result |= sampled(f"{step}", rollouts) | sampled(
             f"{step} greedy", engine.generate(prompts(step), sampling=greedy)
         )
-        state = learner.step(state, estimator.estimate(learner.score_tokens(state, rewarded(rollouts))))
+        state = learner.step(
+            state, estimator.estimate(learner.compute_logprobs_and_values(state, rewarded(rollouts)))
+        )
         for name in ("loss", "update/grad_norm", "update/kl", "update/entropy", "update/ratio_max"):
             result[f"{name} {step}"] = np.float64(state.metrics[name].result())
         result |= arrays(f"gradients {step}", optax.tree.get(state.opt_state, "mu"))

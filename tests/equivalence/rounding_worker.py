@@ -10,7 +10,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params, partition
-from quatrain.parallel.mesh import make_mesh, place, shardings, to_host
+from quatrain.parallel.mesh import device_put, make_mesh, shardings, to_host
 from quatrain.update.gradient import _apply, _copies, init_optimizer
 from quatrain.update.optimizer import build_optimizer
 
@@ -52,7 +52,7 @@ def _gradient(rng, shape, copies, sharding):
     """A gradient whose sum over copies of the model does not depend on their number: the others are 0."""
     total = np.zeros((copies, *shape), np.float32)
     total[0] = rng.normal(size=shape)
-    return place(total, sharding)
+    return device_put(total, sharding)
 
 
 target, *meshes = sys.argv[1:]

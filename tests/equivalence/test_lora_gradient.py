@@ -10,8 +10,8 @@ from architectures import ADAPTED
 from goldens import SCORE_CASES, read_golden
 
 from quatrain.config.schema import UpdateConfig
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -28,7 +28,7 @@ from quatrain.update.residuals import ResidualMemory
 
 LORA = LoRA(rank=3, alpha=4.5, targets=ADAPTED)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(entropy_coef=0.2), on_policy=True)
-ALL_ROWS = Cutting(rows=1000)
+ALL_ROWS = MicroBatchPlanner(rows=1000)
 LONGEST = 9
 
 
@@ -59,8 +59,8 @@ def _model(arch, remat="layer"):
     return PolicySpec(arch, temperature=0.9, remat=remat)
 
 
-def _gradient(arch, params, table, cutting, remat="layer"):
-    batches = (batch for _, batch in micro_batches(table, cutting, one_device()))
+def _gradient(arch, params, table, planner, remat="layer"):
+    batches = (batch for _, batch in micro_batches(table, planner, one_device()))
     return sum_gradients(params, batches, model=_model(arch, remat), objective=OBJECTIVE)
 
 
@@ -91,7 +91,7 @@ def _assert_same(got, expected):
         assert np.abs(b).max() > 1e-6
 
 
-PADDED, PACKED = Cutting(rows=5), Cutting(max_tokens=32, num_shards=3, share_prompts=True)
+PADDED, PACKED = MicroBatchPlanner(rows=5), MicroBatchPlanner(max_tokens=32, num_shards=3, share_prompts=True)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_the_gradient_of_adapters_is_that_of_merged_matrices(case, cuttings, mak
     arch = _arch(case)
     params, table = _params(arch), _table(make_batch)
     expected = _of_merged(arch, params, table)
-    for cutting in cuttings:
-        grads, _ = _gradient(arch, params, table, cutting)
+    for planner in cuttings:
+        grads, _ = _gradient(arch, params, table, planner)
         _assert_same(grads, expected)
 
 
@@ -118,8 +118,12 @@ def test_the_gradient_of_some_adapters(case, targets, remat, make_batch):
     arch = _arch(case, targets)
     params, table = _params(arch), _table(make_batch)
     expected = _of_merged(arch, params, table)
-    for cutting in (Cutting(rows=1), Cutting(max_tokens=15), Cutting(max_tokens=500, share_prompts=True)):
-        _assert_same(_gradient(arch, params, table, cutting, remat)[0], expected)
+    for planner in (
+        MicroBatchPlanner(rows=1),
+        MicroBatchPlanner(max_tokens=15),
+        MicroBatchPlanner(max_tokens=500, share_prompts=True),
+    ):
+        _assert_same(_gradient(arch, params, table, planner, remat)[0], expected)
 
 
 def test_only_adapters_have_a_gradient_and_nothing_of_the_base_is_held(make_batch, monkeypatch):
@@ -144,8 +148,8 @@ def test_new_adapters_change_nothing(make_batch):
     params = with_adapters(base, arch, jax.random.key(3))
     table = replace(_table(make_batch), columns={})
     plain = _model(replace(arch, lora=None))
-    before = predict_tokens(base, table, model=plain, cutting=ALL_ROWS)
-    after = predict_tokens(params, table, model=_model(arch), cutting=ALL_ROWS)
+    before = predict_tokens(base, table, model=plain, planner=ALL_ROWS)
+    after = predict_tokens(params, table, model=_model(arch), planner=ALL_ROWS)
     np.testing.assert_array_equal(after, before)
-    off = predict_tokens(without_adapters(_params(arch)), table, model=plain, cutting=ALL_ROWS)
+    off = predict_tokens(without_adapters(_params(arch)), table, model=plain, planner=ALL_ROWS)
     np.testing.assert_array_equal(off, before)

@@ -9,7 +9,7 @@ from architectures import ADAPTED
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -40,7 +40,7 @@ def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer,
     batch = engine.generate([Prompt(i, row, "") for i, row in enumerate(ids)])
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     trained, base = (
-        predict_tokens(p, table, model=PolicySpec(a, temperature=0.8), cutting=Cutting(rows=6))
+        predict_tokens(p, table, model=PolicySpec(a, temperature=0.8), planner=MicroBatchPlanner(rows=6))
         for a, p in ((arch, params), (replace(arch, lora=None), small_params))
     )
     assert np.abs(trained - batch.rollout_logprobs).max() < 1e-4
@@ -50,7 +50,9 @@ def test_sampler_and_trainer_agree_on_adapters(adapted, small_params, tokenizer,
 def test_a_sampler_with_adapters_has_no_copy_of_the_base(adapted, tokenizer):
     arch, params = adapted
     placed = {
-        way: RolloutEngine(arch, RolloutConfig(lora=way), tokenizer, stop_ids=(0,), seed=1).place(params)
+        way: RolloutEngine(arch, RolloutConfig(lora=way), tokenizer, stop_ids=(0,), seed=1).copy_weights(
+            params
+        )
         for way in ("merged", "adapter")
     }
     for name, leaf in placed["adapter"]["layers"][0].items():

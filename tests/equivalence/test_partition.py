@@ -12,8 +12,8 @@ from architectures import changed
 
 from quatrain.backend import backend_of
 from quatrain.config.schema import UpdateConfig
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -36,7 +36,7 @@ ARGUMENTS = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}}  # so that some sequen
 SEQUENCE_LOSS = f"{sequence_loss.__file__}:sequence_ratio"
 LONGEST = 9
 """Completion tokens of `make_batch`'s longest sequences; its prompts have up to 6."""
-ALL_ROWS = Cutting(rows=1000)
+ALL_ROWS = MicroBatchPlanner(rows=1000)
 
 
 COMMON_PREFIX = 40
@@ -63,7 +63,7 @@ def _table(arch, params, batch, seed: int, num_common: int = 0) -> TokenTable:
         table.group_ids,
     )
     table.input_ids[:, :num_common] = rng.integers(0, arch.vocab_size, num_common)
-    own = predict_tokens(params, table, model=_policy(arch), cutting=ALL_ROWS)
+    own = predict_tokens(params, table, model=_policy(arch), planner=ALL_ROWS)
     old, ref = (np.where(table.completion_mask, own + rng.normal(0, 0.4, own.shape), 0) for _ in range(2))
     return table.with_columns(old_logprobs=old.astype(np.float32), ref_logprobs=ref.astype(np.float32))
 
@@ -77,9 +77,9 @@ def _policy(arch) -> PolicySpec:
     return PolicySpec(arch, temperature=0.9, remat="none")
 
 
-def _gradient(arch, params, table, cutting, objective, **settings):
+def _gradient(arch, params, table, planner, objective, **settings):
     policy = replace(_policy(arch), **settings)
-    batches = (b for _, b in micro_batches(table, cutting, one_device(), unpack=policy.unpacks))
+    batches = (b for _, b in micro_batches(table, planner, one_device(), unpack=policy.unpacks))
     grads, stats = sum_gradients(params, batches, model=policy, objective=objective)
     return jax.tree.map(np.asarray, (grads, stats))
 
@@ -95,18 +95,18 @@ def _assert_same(got, expected):
 
 LONGEST_SEQUENCE = 15
 CUTTINGS = (
-    Cutting(rows=5),
-    Cutting(max_tokens=LONGEST_SEQUENCE),
-    Cutting(max_tokens=32, num_shards=3, share_prompts=True),
-    Cutting(max_tokens=64, num_shards=2, share_prompts=True, line_tokens=20),
+    MicroBatchPlanner(rows=5),
+    MicroBatchPlanner(max_tokens=LONGEST_SEQUENCE),
+    MicroBatchPlanner(max_tokens=32, num_shards=3, share_prompts=True),
+    MicroBatchPlanner(max_tokens=64, num_shards=2, share_prompts=True, line_tokens=20),
 )
 MORE_CUTTINGS = (
-    Cutting(rows=1),
-    Cutting(rows=2, num_shards=3),
-    Cutting(max_tokens=500),
-    Cutting(max_tokens=32, num_shards=3),
-    Cutting(max_tokens=LONGEST_SEQUENCE, share_prompts=True),
-    Cutting(max_tokens=500, share_prompts=True),
+    MicroBatchPlanner(rows=1),
+    MicroBatchPlanner(rows=2, num_shards=3),
+    MicroBatchPlanner(max_tokens=500),
+    MicroBatchPlanner(max_tokens=32, num_shards=3),
+    MicroBatchPlanner(max_tokens=LONGEST_SEQUENCE, share_prompts=True),
+    MicroBatchPlanner(max_tokens=500, share_prompts=True),
 )
 
 
@@ -128,8 +128,8 @@ def test_no_cut_changes_the_gradient(small_arch, small_params, make_batch, loss,
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
     assert table.lengths.max() == LONGEST_SEQUENCE
-    for cutting in cuttings:
-        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
+    for planner in cuttings:
+        _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
 
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
@@ -147,8 +147,8 @@ def test_no_cut_changes_the_gradient_of_a_corrected_loss(small_arch, small_param
     assert 0.1 < corrected < 0.9
     with pytest.raises(AssertionError):
         _assert_same((uncorrected[0], whole[1]), whole)
-    for cutting in CUTTINGS[-1:]:
-        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
+    for planner in CUTTINGS[-1:]:
+        _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
 
 
 WINDOWED = {"windows": (None, 5)}
@@ -175,12 +175,12 @@ def test_attention_in_rows_of_whole_sequences_does_not_change_the_gradient(
     table = _table(arch, small_params, make_batch(20), 1, num_common).weighted("token_mean", LONGEST)
     whole = _gradient(arch, small_params, table, ALL_ROWS, objective)
     settings = {"attention": "cudnn", "backend": backend_of("gpu")}
-    for cutting in (
-        Cutting(rows=5),
-        Cutting(max_tokens=150),
-        Cutting(max_tokens=150, num_shards=2, share_prompts=True),
+    for planner in (
+        MicroBatchPlanner(rows=5),
+        MicroBatchPlanner(max_tokens=150),
+        MicroBatchPlanner(max_tokens=150, num_shards=2, share_prompts=True),
     ):
-        _assert_same(_gradient(arch, small_params, table, cutting, objective, **settings), whole)
+        _assert_same(_gradient(arch, small_params, table, planner, objective, **settings), whole)
 
 
 @pytest.mark.slow
@@ -194,10 +194,10 @@ def test_attention_with_the_mask_of_a_line_does_not_change_the_gradient(
     table = _table(small_arch, small_params, make_batch(20), 1, COMMON_PREFIX)
     table = table.weighted("token_mean", LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
-    cutting = Cutting(max_tokens=200, share_prompts=True, line_tokens=100)
-    assert len(cutting.cut(table)[0].buffers) == 2
+    planner = MicroBatchPlanner(max_tokens=200, share_prompts=True, line_tokens=100)
+    assert len(planner.plans(table)[0].buffers) == 2
     settings = {"attention": "splash", "backend": backend_of("tpu")}
-    _assert_same(_gradient(small_arch, small_params, table, cutting, objective, **settings), whole)
+    _assert_same(_gradient(small_arch, small_params, table, planner, objective, **settings), whole)
 
 
 def _chosen(table: TokenTable, seed: int) -> dict[str, np.ndarray]:
@@ -219,19 +219,19 @@ def test_no_cut_changes_the_gradient_of_any_loss(small_arch, small_params, make_
         table = table.with_columns(**_chosen(table, 2))
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0])) > 1e-3
-    for cutting in CUTTINGS:
-        _assert_same(_gradient(small_arch, small_params, table, cutting, objective), whole)
+    for planner in CUTTINGS:
+        _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
 
 
-def _random_cutting(rng: np.random.Generator, table: TokenTable) -> Cutting:
+def _random_cutting(rng: np.random.Generator, table: TokenTable) -> MicroBatchPlanner:
     """Fixed rows or a token budget, over one to four shards: more shards than sequences included."""
     shards = int(rng.integers(1, 5))
     if rng.random() < 0.5:
-        return Cutting(rows=int(rng.integers(1, 6)), num_shards=shards)
+        return MicroBatchPlanner(rows=int(rng.integers(1, 6)), num_shards=shards)
     cap = int(table.lengths.max())
     budget = int(rng.choice([cap, cap + 3, max(cap, 32), cap + 49]))
     line = int(rng.choice([cap, budget])) if rng.random() < 0.3 else None
-    return Cutting(
+    return MicroBatchPlanner(
         max_tokens=budget * (2 if line else 1),
         num_shards=shards,
         share_prompts=bool(rng.random() < 0.5),
@@ -257,7 +257,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
     parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, renamed)]
-    batches = [batch for part, cutting in parts for _, batch in micro_batches(part, cutting, one_device())]
+    batches = [batch for part, planner in parts for _, batch in micro_batches(part, planner, one_device())]
     got = sum_gradients(small_params, batches, model=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
 
@@ -273,9 +273,9 @@ def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
     for _ in range(20):
         parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, table)]
         seen = 0
-        for part, cutting in parts:
+        for part, planner in parts:
             whole = part.columns["values"].sum(axis=1)
-            for rows, micro in micro_batches(part, cutting, one_device()):
+            for rows, micro in micro_batches(part, planner, one_device()):
                 zeros = np.zeros(micro.mask.shape, np.float32)
                 tokens = ScoredTokens(zeros, zeros, micro.mask, micro.sequence_ids, micro.columns)
                 sums = np.asarray(tokens.sequence_sum(tokens.column("values")))
@@ -386,15 +386,17 @@ def test_a_common_prefix_computed_once_changes_nothing(
     expected = _gradient(arch, small_params, table, ALL_ROWS, objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[0])) > 1e-3
     for budget, shards in cuttings:
-        cutting = Cutting(max_tokens=budget, num_shards=shards, share_prompts=True)
-        cuts = cutting.cut(table)
+        planner = MicroBatchPlanner(max_tokens=budget, num_shards=shards, share_prompts=True)
+        cuts = planner.plans(table)
         assert {cut.num_common for cut in cuts} == {COMMON_PREFIX}
         assert max(cut.work(buffer)[0] for cut in cuts for buffer in cut.buffers) <= budget
-        _assert_same(_gradient(arch, small_params, table, cutting, objective), expected)
+        _assert_same(_gradient(arch, small_params, table, planner, objective), expected)
 
 
-@pytest.mark.parametrize("cutting", [Cutting(rows=4), Cutting(max_tokens=64)], ids=["fixed", "budget"])
-def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
+@pytest.mark.parametrize(
+    "planner", [MicroBatchPlanner(rows=4), MicroBatchPlanner(max_tokens=64)], ids=["fixed", "budget"]
+)
+def test_padding_changes_nothing(small_arch, small_params, make_batch, planner):
     """A row is the same alone and beside a far longer one."""
     objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(small_arch, small_params, make_batch(23), 3).weighted("seq_mean_token_sum", LONGEST)
@@ -407,21 +409,21 @@ def test_padding_changes_nothing(small_arch, small_params, make_batch, cutting):
     )
     wide.attention_mask[-1] = True
     expected = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
-    _assert_same(_gradient(small_arch, small_params, wide, cutting, objective), expected)
+    _assert_same(_gradient(small_arch, small_params, wide, planner, objective), expected)
 
 
 @pytest.mark.parametrize(
-    "cutting",
+    "planner",
     [
-        Cutting(rows=2, num_shards=2),
-        Cutting(max_tokens=40),
-        Cutting(max_tokens=40, num_shards=2, share_prompts=True),
+        MicroBatchPlanner(rows=2, num_shards=2),
+        MicroBatchPlanner(max_tokens=40),
+        MicroBatchPlanner(max_tokens=40, num_shards=2, share_prompts=True),
     ],
 )
-def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, make_batch, cutting):
+def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, make_batch, planner):
     table = _table(small_arch, small_params, make_batch(24), 4)
-    whole = predict_tokens(small_params, table, model=_policy(small_arch), cutting=ALL_ROWS)
-    got = predict_tokens(small_params, table, model=_policy(small_arch), cutting=cutting)
+    whole = predict_tokens(small_params, table, model=_policy(small_arch), planner=ALL_ROWS)
+    got = predict_tokens(small_params, table, model=_policy(small_arch), planner=planner)
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)
     assert not got[~table.completion_mask].any()
     assert (got[table.completion_mask] < 0).all()
@@ -456,8 +458,8 @@ def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
     params = init_params(arch, jax.random.key(3))
     objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)
-    padded = _gradient(arch, params, table, Cutting(rows=3), objective)
+    padded = _gradient(arch, params, table, MicroBatchPlanner(rows=3), objective)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded[0])) > 1e-3
     for share in (False, True):
-        cutting = Cutting(max_tokens=70, share_prompts=share)
-        _assert_same(_gradient(arch, params, table, cutting, objective), padded)
+        planner = MicroBatchPlanner(max_tokens=70, share_prompts=share)
+        _assert_same(_gradient(arch, params, table, planner, objective), padded)

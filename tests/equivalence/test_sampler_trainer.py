@@ -5,7 +5,7 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -34,7 +34,7 @@ def test_sampler_and_trainer_agree(small_arch, small_params, tokenizer, temperat
     batch = engine.generate(prompts)
     table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
     policy = PolicySpec(small_arch, temperature=temperature, remat="layer")
-    trained = predict_tokens(small_params, table, model=policy, cutting=Cutting(rows=6))
+    trained = predict_tokens(small_params, table, model=policy, planner=MicroBatchPlanner(rows=6))
     gap = np.abs(trained - batch.rollout_logprobs)
     assert len(np.unique(batch.completion_lengths)) > 2
     assert gap.max() < 1e-4

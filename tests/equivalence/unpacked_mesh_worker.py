@@ -14,8 +14,8 @@ from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import RolloutConfig, UpdateConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -68,8 +68,8 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
     params = init_params(ARCH, jax.random.key(0), mesh=mesh)
     model = PolicySpec(ARCH, attention=name, mesh=mesh, backend=replace(backend_of("cpu"), kind="gpu"))
-    cutting = Cutting(max_tokens=150, num_shards=shape.num_data_shards, share_prompts=True)
-    batches = [batch for _, batch in micro_batches(table(), cutting, mesh, unpack=model.unpacks)]
+    planner = MicroBatchPlanner(max_tokens=150, num_shards=shape.num_data_shards, share_prompts=True)
+    batches = [batch for _, batch in micro_batches(table(), planner, mesh, unpack=model.unpacks)]
     assert all((batch.layout is not None) == (name == "cudnn") for batch in batches)
     grads, _ = sum_gradients(params, batches, model=model, objective=OBJECTIVE)
     engine = RolloutEngine(
@@ -87,7 +87,7 @@ def results(shape: MeshShape, name: str) -> dict[str, np.ndarray]:
     scored = [scores for part in engine.score([p.input_ids for p in prompts], 3) for scores in part]
     leaves = jax.tree.leaves(jax.tree.map(lambda g: to_host(g).sum(axis=0), grads))
     return {
-        "logprobs": predict_tokens(params, table(), model=model, cutting=cutting),
+        "logprobs": predict_tokens(params, table(), model=model, planner=planner),
         "gradient": np.concatenate([leaf.reshape(-1) for leaf in leaves]),
         "tokens": sampled.input_ids,
         "sampled logprobs": sampled.rollout_logprobs,

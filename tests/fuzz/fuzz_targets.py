@@ -109,11 +109,11 @@ def saved_state(folder: Path) -> None:
     """The host data of a checkpoint."""
     from quatrain.config.files import read_json
     from quatrain.run.saved_state import check_saved_state
-    from quatrain.types.batches import PromptPlace
+    from quatrain.types.batches import PromptPosition
 
     host = read_json(folder / "host.json")
     check_saved_state(host, folder)
-    PromptPlace(**host["place"])
+    PromptPosition(**host["place"])
 
 
 def spin(folder: Path) -> None:

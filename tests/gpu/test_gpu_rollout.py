@@ -6,7 +6,7 @@ import pytest
 
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -42,7 +42,7 @@ def test_sampler_and_trainer_agree(arch, params, n):
         batch = _sampled(arch, params, n, "xla", temperature=0.8)
         table = TokenTable(batch.input_ids, batch.attention_mask, batch.completion_mask, {})
         policy = PolicySpec(arch, temperature=0.8, attention="xla")
-        trained = predict_tokens(params, table, model=policy, cutting=Cutting(max_tokens=512))
+        trained = predict_tokens(params, table, model=policy, planner=MicroBatchPlanner(max_tokens=512))
     assert len(np.unique(batch.completion_lengths)) > 2
     assert trained[batch.completion_mask].std() > 0.5
     assert np.abs(trained - batch.rollout_logprobs).max() < LARGEST_GAP

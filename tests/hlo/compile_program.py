@@ -218,7 +218,7 @@ class Programs:
         sampled["rollout_logprobs"] = -sampled["advantages"]
         table = TokenTable(tokens, attention, completion, sampled, ids).weighted("token_mean", 1024)
         sizes = LogprobConfig(max_tokens_per_device=UPDATE_TOKENS)
-        cut = model.cutting(sizes, share_prompts=True).cut(table)[0]
+        cut = model.planner(sizes, share_prompts=True).plans(table)[0]
         whole = replace(cut, width=UPDATE_TOKENS // len(cut.buffers))
         return fill(whole, table, one_device(), unpack=model.unpacks)
 

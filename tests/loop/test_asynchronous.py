@@ -15,7 +15,7 @@ from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop.asynchronous import AsyncRollouts, staleness
 from quatrain.loop.prompts import PromptSampler
-from quatrain.types.batches import PromptPlace, RewardedBatch
+from quatrain.types.batches import PromptPosition, RewardedBatch
 from quatrain.types.rollouts import Completion, rollout_batch
 
 TOKENS_A_STEP = 2
@@ -34,7 +34,7 @@ class Rollout:
         self.decoded = threading.Semaphore(0)
         """Released once for each token that may be decoded, in flight."""
 
-    def place(self, params):
+    def copy_weights(self, params):
         return jax.tree.map(jnp.copy, params)
 
     def sync_weights(self, params, version):
@@ -98,15 +98,15 @@ def source():
 def make(source):
     opened = []
 
-    def make(lag, *, steps=12, fence_every=0, in_flight=False):
+    def make(max_staleness, *, steps=12, barrier_every=0, in_flight=False):
         stages = SimpleNamespace(rollout=Rollout(load_tokenizer("builtin:tiny")), reward=Reward())
         sampler = PromptSampler(source, batch_size=3, rounds=1)
         ahead = AsyncRollouts(
             stages,
             sampler,
-            max_staleness=lag,
+            max_staleness=max_staleness,
             steps=steps,
-            barrier_every=fence_every,
+            barrier_every=barrier_every,
             in_flight=in_flight,
         )
         opened.append(ahead)
@@ -120,8 +120,8 @@ def make(source):
 def state(step):
     """The state at the start of training step `step`; its weights hold the step's number."""
     params = {"w": jnp.full(1, step)}
-    place = PromptPlace(3 * step)
-    return SimpleNamespace(params=params, step=TOKENS_A_STEP * step, train_step=step, place=place)
+    place = PromptPosition(3 * step)
+    return SimpleNamespace(params=params, step=TOKENS_A_STEP * step, train_step=step, position=place)
 
 
 def trained(ahead, steps, first=0):
@@ -135,25 +135,25 @@ def trained(ahead, steps, first=0):
         (token,) = np.unique(rollouts.input_ids[rollouts.completion_mask])
         (version,) = np.unique(rollouts.policy_version[rollouts.completion_mask])
         assert version == TOKENS_A_STEP * token
-        assert taken.place == PromptPlace(3 * (step + 1))
+        assert taken.position == PromptPosition(3 * (step + 1))
         found.append((int(token), int(rollouts.group_ids[0])))
     return found
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 3])
-@pytest.mark.parametrize("fence_every", [0, 1, 4, 5])
-def test_batches_are_sampled_by_weights_of_exactly_the_lag(make, lag, fence_every):
-    ahead, stages = make(lag, fence_every=fence_every)
-    fence = [step // fence_every * fence_every if fence_every else 0 for step in range(12)]
-    assert trained(ahead, 12) == [(max(step - lag, fence[step]), 3 * step) for step in range(12)]
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize("barrier_every", [0, 1, 4, 5])
+def test_batches_are_sampled_by_weights_of_exactly_the_lag(make, max_staleness, barrier_every):
+    ahead, stages = make(max_staleness, barrier_every=barrier_every)
+    barrier = [step // barrier_every * barrier_every if barrier_every else 0 for step in range(12)]
+    assert trained(ahead, 12) == [(max(step - max_staleness, barrier[step]), 3 * step) for step in range(12)]
     assert stages.rollout.calls == list(range(12))
 
 
-@pytest.mark.parametrize("lag", [1, 3])
-def test_a_resumed_run_samples_what_the_uninterrupted_one_does(make, lag):
-    whole = trained(make(lag, fence_every=4)[0], 12)
-    for fence in (4, 8):
-        assert trained(make(lag, fence_every=4)[0], 12, first=fence) == whole[fence:]
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_a_resumed_run_samples_what_the_uninterrupted_one_does(make, max_staleness):
+    whole = trained(make(max_staleness, barrier_every=4)[0], 12)
+    for barrier in (4, 8):
+        assert trained(make(max_staleness, barrier_every=4)[0], 12, first=barrier) == whole[barrier:]
 
 
 def test_an_error_is_raised_when_its_batch_is_taken(make):
@@ -165,12 +165,12 @@ def test_an_error_is_raised_when_its_batch_is_taken(make):
 
 
 def test_a_job_runs_in_its_turn_on_the_thread_of_the_rollout(make):
-    for lag in (0, 2):
-        ahead, stages = make(lag)
+    for max_staleness in (0, 2):
+        ahead, stages = make(max_staleness)
         trained(ahead, 3)
         thread, calls = ahead.run(lambda: (threading.current_thread(), list(stages.rollout.calls)))  # noqa: B023
-        assert (thread is threading.main_thread()) == (lag == 0)
-        assert calls == list(range(3 + lag))  # all batches that may be sampled already
+        assert (thread is threading.main_thread()) == (max_staleness == 0)
+        assert calls == list(range(3 + max_staleness))  # all batches that may be sampled already
         with pytest.raises(ZeroDivisionError):
             ahead.run(lambda: 1 / 0)
         assert len(trained(ahead, 6, first=3)) == 3
@@ -217,12 +217,12 @@ def test_a_thread_that_does_not_end_is_told(make, monkeypatch, caplog):
 
 
 def test_who_waits_for_whom_is_measured_only_with_a_lag(make):
-    waits = {"wait_rollout", "wait_weights", "place_weights", "lead"}
-    for lag in (0, 1):
-        taken = make(lag)[0].take(state(0))
-        assert taken.seconds.keys() == {"rollout", "reward", *(waits if lag else ())}
+    waits = {"wait_rollout", "wait_weights", "copy_weights", "lead"}
+    for max_staleness in (0, 1):
+        taken = make(max_staleness)[0].take(state(0))
+        assert taken.seconds.keys() == {"rollout", "reward", *(waits if max_staleness else ())}
         assert taken.seconds["rollout"] >= 0.002
-        assert ("async/staleness_max" in taken.rewarded.metrics) == (lag > 0)
+        assert ("async/staleness_max" in taken.rewarded.metrics) == (max_staleness > 0)
 
 
 def test_the_age_of_tokens_is_counted_in_optimizer_steps(make):
@@ -263,9 +263,9 @@ def test_weights_are_exchanged_in_flight(make):
 
 
 def test_the_samplers_weights_are_freed_before_the_update_unless_it_runs_ahead(make):
-    for lag in (0, 1):
-        ahead, stages = make(lag)
+    for max_staleness in (0, 1):
+        ahead, stages = make(max_staleness)
         ahead.take(state(0))
-        assert (stages.rollout.weights is None) == (lag == 0)
+        assert (stages.rollout.weights is None) == (max_staleness == 0)
         ahead.run(lambda rollout=stages.rollout: rollout.sync_weights({"w": jnp.zeros(1)}, 9))
-        assert (stages.rollout.weights is None) == (lag == 0)
+        assert (stages.rollout.weights is None) == (max_staleness == 0)

@@ -9,7 +9,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.data.prompts import load_prompts
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.loop.prompts import NoSignal, PromptSampler, groups_with_signal
-from quatrain.types.batches import PromptPlace, RewardedBatch
+from quatrain.types.batches import PromptPosition, RewardedBatch
 from quatrain.types.join import join_groups
 from quatrain.types.metrics import Metric
 from quatrain.types.rollouts import Completion, rollout_batch
@@ -79,10 +79,10 @@ class Training:
     """Takes one batch after the other."""
 
     def __init__(self, draws, given):
-        self.draws, self.given, self.place = draws, given, PromptPlace()
+        self.draws, self.given, self.position = draws, given, PromptPosition()
 
     def take(self):
-        batch, self.place = self.draws.take(self.place, self.given.sample)
+        batch, self.position = self.draws.take(self.position, self.given.sample)
         return batch
 
 
@@ -100,7 +100,7 @@ def test_without_dynamic_sampling_a_step_takes_the_next_prompts(source, tokenize
     batches = [training.take() for _ in range(7)]
     assert [groups(batch) for batch in batches[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert given.calls[1] == [4, 5, 6, 7]
-    assert training.place == PromptPlace(28)
+    assert training.position == PromptPosition(28)
     assert not any(name.startswith("dynamic") for name in batches[0].metrics)
 
 
@@ -112,13 +112,13 @@ def test_further_prompts_are_drawn_until_enough_have_signal(source, tokenizer):
     assert groups(first) == [1, 4, 6, 7]
     assert counts(first) == [8, 4, 0, 0]
     assert first.metrics["dynamic_sampling/rounds"].result() == 2
-    assert training.place == PromptPlace(8)
+    assert training.position == PromptPosition(8)
     # Three of four: for the missing one, ceil(4 / 3) are drawn, and the second of them is not needed.
     second = training.take()
     assert given.calls[2:] == [[8, 9, 10, 11], [12, 13]]
     assert groups(second) == [9, 10, 11, 12]
     assert counts(second) == [6, 1, 1, 0]
-    assert training.place == PromptPlace(13)
+    assert training.position == PromptPosition(13)
     # Metrics are those of all groups that were drawn.
     assert second.rollouts.metrics["rollout/made"].result() == 6 * SAMPLES
     drawn = np.array([8 * 3, 3, 3, 3, 3, 13 * 3])  # sums of rewards, 0 + 1 + 2 with signal
@@ -139,7 +139,7 @@ def test_a_batch_is_the_next_groups_with_signal_whatever_the_rounds(source, toke
         expected = [g for g in range(first, 400) if signal[g]][:wanted]
         assert groups(batch) == expected
         first = expected[-1] + 1
-        assert training.place == PromptPlace(first)
+        assert training.position == PromptPosition(first)
         drawn, dropped, returned, filled = counts(batch)
         assert drawn == wanted + dropped + returned
         assert filled == 0
@@ -170,22 +170,22 @@ def test_rounds_that_do_not_suffice_are_filled(source, tokenizer):
     assert len(given.calls) == 2
     assert groups(batch) == [0, 1, 5, 6]
     assert counts(batch) == [8, 4, 0, 2]
-    assert training.place == PromptPlace(8)
+    assert training.position == PromptPosition(8)
 
 
 def test_five_steps_without_signal_end_the_run(source, tokenizer):
     training, _given = make_training(source, tokenizer, lambda group: group == 8 * 2, rounds=2)
     for step in range(2):
         assert groups(training.take()) == [8 * step + k for k in range(4)]
-    assert training.place == PromptPlace(16, 2)
+    assert training.position == PromptPosition(16, 2)
     training.take()
-    assert training.place == PromptPlace(24, 0)  # signal begins the count again
+    assert training.position == PromptPosition(24, 0)  # signal begins the count again
     for _ in range(3, 7):
         training.take()
-    assert training.place == PromptPlace(56, 4)
+    assert training.position == PromptPosition(56, 4)
     with pytest.raises(NoSignal, match="the last of these steps drew 8 prompts in 2 rounds"):
         training.take()
-    assert training.place == PromptPlace(56, 4)  # a resumed run takes this step again
+    assert training.position == PromptPosition(56, 4)  # a resumed run takes this step again
 
 
 def test_samples_without_a_reward_are_no_signal(source, tokenizer):

@@ -220,7 +220,7 @@ def test_a_gemma_model_without_sliding_windows_is_written_with_the_size_that_tra
 @pytest.mark.parametrize("case", SCORE_CASES)
 def test_a_model_with_a_score_head_is_written_as_a_classifier_of_one_label(case):
     read = read_score_golden(case).config
-    written = architecture_to_hf(replace(architecture_from_hf(read), head="score"))
+    written = architecture_to_hf(replace(architecture_from_hf(read), head="value_head"))
     for key in ("architectures", "id2label", "label2id"):
         assert written[key] == read[key], key
 

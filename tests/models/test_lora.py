@@ -13,9 +13,9 @@ from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import LoRA
 from quatrain.models.lora import (
     adapters_of,
-    apart_from,
     changed,
     check_lora,
+    copies_if_aliased,
     has_adapters,
     merged,
     with_adapters,
@@ -82,7 +82,7 @@ def test_base_and_adapters_are_parts_of_one_tree(adapted, small_params):
 
 def test_weights_for_the_sampler_share_no_buffer_that_is_donated(adapted):
     _, params = adapted
-    copies = apart_from(params, params)
+    copies = copies_if_aliased(params, params)
     for name, leaf in copies["layers"][0].items():
         assert (leaf is params["layers"][0][name]) == ("_lora_" not in name), name
     assert copies["embed"] is params["embed"]

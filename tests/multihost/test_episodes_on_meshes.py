@@ -15,7 +15,7 @@ from quatrain.weights.hf import save_hf
 pytestmark = pytest.mark.slow
 
 GAME = """
-from quatrain import Turn
+from quatrain import StepResult
 
 
 class Game:
@@ -26,7 +26,8 @@ class Game:
     def step(self, completion):
         self.turns += 1
         assert self.secret != 4 or len(completion) % 4, "an unlucky length"
-        return Turn([{"role": "user", "content": f"Tom has {self.turns} more."}], reward=len(completion) / 9)
+        message = {"role": "user", "content": f"Tom has {self.turns} more."}
+        return StepResult([message], reward=len(completion) / 9)
 """
 STEPS = 2
 SETTINGS = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_ladder
+from quatrain.ops.packing import DEFAULT_COST, PackingCost, plan_packing, width_buckets
 
 LOG_NORMAL = [(n, d) for n in (120, 512, 2048, 8192) for d in (1, 2, 8)]
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -61,7 +61,7 @@ def test_every_plan_holds_every_sequence_once_under_the_cap(problem):
     assert {len(bins) for bins in packing.bins} == {num_shards}
     assert len(packing.widths) == len(packing.bins)
     for bins, width in zip(packing.bins, packing.widths, strict=True):
-        assert width in width_ladder(max_tokens)
+        assert width in width_buckets(max_tokens)
         assert max(tokens_of(rows, lengths, **shared) for rows in bins) <= width <= max_tokens
 
 
@@ -244,7 +244,7 @@ def test_the_cost_decides_what_balanced_is():
     ],
 )
 def test_width_ladder(max_tokens, widths):
-    assert width_ladder(max_tokens) == widths
+    assert width_buckets(max_tokens) == widths
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def check_saved(model: Any, ids: np.ndarray, scores: np.ndarray) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = Path(folder) / "theirs", Path(folder) / "ours"
         model.save_pretrained(theirs)
-        save_hf(ours, *load_hf(theirs, head="score"))
+        save_hf(ours, *load_hf(theirs, head="value_head"))
         loaded = AutoModelForSequenceClassification.from_pretrained(ours, attn_implementation="eager").eval()
         assert type(loaded) is type(model), type(loaded)
         off = np.abs(run(loaded, ids) - scores).max()

@@ -16,6 +16,10 @@ if extra:  # before any module reads the table
     axes.DATA_AXES += ("extra",) * axes.AXES[-1].splits_batch
 
 import jax  # noqa: E402
+from quatrain.update.cuts import MicroBatchPlanner  # noqa: E402
+from quatrain.update.micro_batch import micro_batches  # noqa: E402
+from quatrain.update.specs import PolicySpec  # noqa: E402
+from quatrain.update.table import TokenTable  # noqa: E402
 
 from quatrain.config.load import load_config  # noqa: E402
 from quatrain.config.mesh import axis_sizes, resolve_mesh  # noqa: E402
@@ -26,13 +30,9 @@ from quatrain.models.params import init_params, partition  # noqa: E402
 from quatrain.parallel.mesh import role_mesh, to_host  # noqa: E402
 from quatrain.plan import batches, device_memory  # noqa: E402
 from quatrain.plan.placement import placement  # noqa: E402
-from quatrain.update.cuts import Cutting  # noqa: E402
 from quatrain.update.gradient import init_optimizer, optimizer_step  # noqa: E402
-from quatrain.update.micro_batch import micro_batches  # noqa: E402
 from quatrain.update.objective import PolicyObjective  # noqa: E402
 from quatrain.update.optimizer import build_optimizer  # noqa: E402
-from quatrain.update.specs import PolicySpec  # noqa: E402
-from quatrain.update.table import TokenTable  # noqa: E402
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True)
 
@@ -53,8 +53,8 @@ role = resolve_roles(config, 8).train
 mesh = role_mesh(role)
 model = PolicySpec(ARCH, mesh=mesh)
 params = init_params(ARCH, jax.random.key(0), mesh=mesh)
-cutting = Cutting(max_tokens=40, num_shards=role.mesh.num_data_shards, share_prompts=False)
-parts = [part for _, part in micro_batches(table(), cutting, mesh, unpack=model.unpacks)]
+planner = MicroBatchPlanner(max_tokens=40, num_shards=role.mesh.num_data_shards, share_prompts=False)
+parts = [part for _, part in micro_batches(table(), planner, mesh, unpack=model.unpacks)]
 objective = PolicyObjective.of(UpdateConfig(), on_policy=True)
 optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), 1)
 new, _, applied, metrics = optimizer_step(

@@ -31,7 +31,7 @@ KEYS = [
     "micro_batch_sequences",
     "max_tokens_per_device",
     "micro_batches_per_optimizer_step",
-    "logprob_sweeps",
+    "logprob_passes",
     "logprob_micro_batch_sequences",
     "logprob_max_tokens_per_device",
     "logprob_forward_passes",
@@ -71,7 +71,7 @@ def test_the_worked_example():
         "micro_batch_sequences": 8,
         "max_tokens_per_device": None,
         "micro_batches_per_optimizer_step": 15,
-        "logprob_sweeps": 0,
+        "logprob_passes": 0,
         "logprob_micro_batch_sequences": 8,
         "logprob_max_tokens_per_device": None,
         "logprob_forward_passes": 15,
@@ -99,7 +99,7 @@ def test_the_formulas_of_the_worked_example():
         "micro_batch_sequences": "m: update.micro_batch_size",
         "max_tokens_per_device": "not used: update.micro_batch_size is set",
         "micro_batches_per_optimizer_step": "ceil(ceil(B / D) / m) = ceil(120 / 8)",
-        "logprob_sweeps": "old + reference = 0 + 0; update.old_logprobs is auto, 1 optimizer step; "
+        "logprob_passes": "old + reference = 0 + 0; update.old_logprobs is auto, 1 optimizer step; "
         "update.kl_coef is 0",
         "logprob_micro_batch_sequences": "m: logprob.micro_batch_size",
         "logprob_max_tokens_per_device": "not used: logprob.micro_batch_size is set",
@@ -118,7 +118,7 @@ def test_mini_batches_that_do_not_divide_the_batch_are_evened_out():
     assert why["micro_batches_per_optimizer_step"] == (
         "ceil(ceil(B / D) / m) = ceil(60 / 8); the last holds 4"
     )
-    assert (found["logprob_sweeps"], found["logprob_forward_passes"]) == (1, 15)
+    assert (found["logprob_passes"], found["logprob_forward_passes"]) == (1, 15)
 
 
 def test_mini_batches_differ_by_one_prompt_at_most():
@@ -193,7 +193,7 @@ def test_each_stage_has_a_mode_of_its_own():
     ],
 )
 def test_sweeps_of_log_probabilities(update, sweeps):
-    assert planned({f"update.{key}": value for key, value in update.items()})["logprob_sweeps"] == sweeps
+    assert planned({f"update.{key}": value for key, value in update.items()})["logprob_passes"] == sweeps
 
 
 def test_the_critic_has_rows_of_its_own():
@@ -219,7 +219,7 @@ def test_the_critic_has_rows_of_its_own():
 )
 def test_kl_in_the_reward_needs_old_and_reference_log_probabilities(update, kl_coef, sweeps):
     found = planned({"update": {"kl_coef": 0.0, **update}, "reward": {"kl_coef": kl_coef}})
-    assert found["logprob_sweeps"] == sweeps
+    assert found["logprob_passes"] == sweeps
 
 
 def test_the_layout_of_the_devices():

@@ -60,7 +60,7 @@ def test_bytes_are_those_of_the_arrays(final):
     assert warm["reference"] == found["adapters"]
     beside = final(SMALL, "rollout.lora=adapter", "model.dtype=bfloat16", "model.param_dtype=bfloat16")
     engine = RolloutEngine(arch, beside.rollout, None, stop_ids=(0,), seed=0, dtype="bfloat16")
-    assert parts(beside)["rollout_weights"] == size(adapters_of(engine.place(params)))
+    assert parts(beside)["rollout_weights"] == size(adapters_of(engine.copy_weights(params)))
     assert parts(final(SMALL, "rollout.lora=adapter"))["rollout_weights"] == 0
 
 

@@ -45,8 +45,8 @@ def load(folder, max_tokens=256, **options):
 
 
 def score_sequences(params, sequences, spec, *, max_tokens):
-    cutting = spec.cutting(LogprobConfig(max_tokens_per_device=max_tokens))
-    return sequence_scores(params, sequences, model=spec, cutting=cutting)
+    planner = spec.planner(LogprobConfig(max_tokens_per_device=max_tokens))
+    return sequence_scores(params, sequences, model=spec, planner=planner)
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

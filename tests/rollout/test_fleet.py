@@ -10,11 +10,11 @@ import pytest
 from fake_workers import Workers, lost, sample
 from fleets import closing
 
-from quatrain.rollout import crew
-from quatrain.rollout.crew import CrewLost
+from quatrain.rollout import supervisor
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.publish import InMemory
+from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, WorkerRefused
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -89,7 +89,7 @@ def test_a_batch_is_that_of_one_engine_in_the_order_of_the_prompts(count):
     assert batch.columns["answer"] == tuple(i for i in range(9) for _ in range(2))
     assert set(batch.policy_version[batch.completion_mask].tolist()) == {7}
     assert value(batch, "fleet/alive") == count
-    assert value(batch, "fleet/restarts") == value(batch, "fleet/regiven_groups") == 0
+    assert value(batch, "fleet/restarts") == value(batch, "fleet/retried_groups") == 0
     assert 0 < value(batch, "fleet/busy_fraction") <= 1
     assert sum(worker.taken for worker in workers.made) == 9
     assert all(worker.closed.is_set() for worker in workers.made)
@@ -157,10 +157,10 @@ def test_what_a_lost_worker_had_is_given_out_again_and_counted():
     with fleet_of(workers) as fleet:
         batch = generate(fleet)
         assert list(batch.completions) == texts()
-        assert value(batch, "fleet/regiven_groups") > 0
+        assert value(batch, "fleet/retried_groups") > 0
         assert value(batch, "fleet/restarts") == 1
         again = generate(fleet, version=8)
-    assert value(again, "fleet/regiven_groups") == 0
+    assert value(again, "fleet/retried_groups") == 0
     assert workers.made[0].closed.wait(5)
 
 
@@ -284,7 +284,7 @@ def test_a_poisoned_group_is_named_after_its_retries_and_others_finish(fault):
 def test_without_workers_for_too_long_the_error_has_the_last_of_each():
     workers = Workers(2, {"all": in_call("start", lambda worker: lost(f"no route to {worker.name}"))})
     began = time.monotonic()
-    with fleet_of(workers, timeout_s=1) as fleet, pytest.raises(CrewLost) as caught:
+    with fleet_of(workers, timeout_s=1) as fleet, pytest.raises(WorkersLost) as caught:
         generate(fleet)
     assert time.monotonic() - began < 10
     for part in ("alive for 1 s", "worker 0: no route to fake", "worker 1: no route to fake", "resume"):
@@ -292,19 +292,19 @@ def test_without_workers_for_too_long_the_error_has_the_last_of_each():
 
 
 def test_workers_that_start_and_never_load_end_the_run(monkeypatch):
-    monkeypatch.setattr(crew, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.05)
     workers = Workers(2, {"all": in_call("load", lambda worker: lost("cannot read the weights"))})
     began = time.monotonic()
     with fleet_of(workers, timeout_s=0.5) as fleet:
         fleet.wait_for_start()
-        with pytest.raises(CrewLost, match="cannot read the weights"):
+        with pytest.raises(WorkersLost, match="cannot read the weights"):
             generate(fleet)
     assert time.monotonic() - began < 10
 
 
 def test_workers_whose_loads_hang_in_turn_end_the_run(monkeypatch):
     """One of them has always started, and none ever samples."""
-    monkeypatch.setattr(crew, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.05)
     free = threading.Event()
 
     def fault(worker, doing):
@@ -315,7 +315,7 @@ def test_workers_whose_loads_hang_in_turn_end_the_run(monkeypatch):
 
     workers = Workers(3, {"all": fault})
     began = time.monotonic()
-    with fleet_of(workers, timeout_s=0.6) as fleet, pytest.raises(CrewLost, match=r"no answer for 0\.6 s"):
+    with fleet_of(workers, timeout_s=0.6) as fleet, pytest.raises(WorkersLost, match=r"no answer for 0\.6 s"):
         generate(fleet)
     free.set()
     assert time.monotonic() - began < 10
@@ -418,7 +418,7 @@ def test_each_version_is_loaded_once_by_each_worker_before_its_groups():
 def test_placed_weights_are_copies():
     workers = Workers(1)
     with fleet_of(workers) as fleet:
-        placed = fleet.place(PARAMS)
+        placed = fleet.copy_weights(PARAMS)
         assert not np.shares_memory(placed.tree["embed"], np.asarray(PARAMS["embed"]))
         fleet.sync_weights(placed, 4)
         fleet.generate(PROMPTS)

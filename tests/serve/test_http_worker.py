@@ -21,12 +21,12 @@ from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run
 from quatrain.loop.train import train
-from quatrain.rollout.crew import CrewLost
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.group_table import GroupFailed
 from quatrain.rollout.http_worker import HttpWorker, ServerRules, workers
 from quatrain.rollout.publish import Folder, gathered
 from quatrain.rollout.server_kinds import Refusal
+from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import GroupSpec, WorkerLost, WorkerRefused
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -351,7 +351,7 @@ def test_one_bad_log_probability_costs_its_group_which_is_sampled_again(
         after_the_probe(fake, once(answered(fake.kind, logprobs=[logprob, -1.0])))
         batch = fleet.generate(PROMPTS, step=3)
         np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
-        assert batch.metrics["fleet/regiven_groups"].result() == 1
+        assert batch.metrics["fleet/retried_groups"].result() == 1
         assert batch.metrics["fleet/restarts"].result() == 0
     assert f"at {url}: it must return a log-probability for each token" in caplog.text
     assert "it is given out again" in caplog.text
@@ -398,7 +398,7 @@ def test_a_malformed_answer_costs_its_group(
         after_the_probe(fake, once(answer))
         batch = fleet.generate(PROMPTS, step=3)
         assert len(batch) == 15
-        assert batch.metrics["fleet/regiven_groups"].result() == 1
+        assert batch.metrics["fleet/retried_groups"].result() == 1
         assert batch.metrics["fleet/restarts"].result() == 0
 
 
@@ -416,8 +416,8 @@ def test_what_one_server_answers_badly_another_is_given(fake, rules, small_arch,
         batch = fleet.generate(PROMPTS * 3, step=3)
         np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
         assert batch.metrics["fleet/restarts"].result() == 0
-        regiven = batch.metrics["fleet/regiven_groups"].result()
-        assert 0 < regiven <= 15  # each once at most: the other server gets it then
+        retried = batch.metrics["fleet/retried_groups"].result()
+        assert 0 < retried <= 15  # each once at most: the other server gets it then
 
 
 def test_answers_that_stay_unusable_end_the_run_by_name(vllm, rules, small_arch, small_params, tmp_path):
@@ -493,7 +493,7 @@ def test_a_server_that_fails_to_load_is_not_left_paused(fake, rules, small_arch,
     with listening(fake) as url, fleet_of([url], rules, tmp_path, small_arch, timeout_s=2.0) as fleet:
         fake.faults[load] = failing_load
         fleet.sync_weights(small_params, 4)
-        with pytest.raises(CrewLost, match=r"status 500.*no such file"):
+        with pytest.raises(WorkersLost, match=r"status 500.*no such file"):
             fleet.generate(PROMPTS, step=3)
         wait_until(lambda: not fake.paused)  # the next worker may be in a load
 
@@ -710,7 +710,7 @@ def test_unprocessed_log_probabilities_are_refused(vllm, rules):
 def test_nobody_answers(rules, small_arch, small_params, tmp_path):
     with fleet_of(["http://127.0.0.1:9"], rules, tmp_path, small_arch, timeout_s=1.5) as fleet:
         fleet.sync_weights(small_params, 4)
-        with pytest.raises(CrewLost, match=r"GET /version failed: ConnectError"):
+        with pytest.raises(WorkersLost, match=r"GET /version failed: ConnectError"):
             fleet.generate(PROMPTS, step=3)
 
 

@@ -16,7 +16,7 @@ import pytest
 from quatrain.config.load import load_config
 from quatrain.data.prompts import load_prompts
 from quatrain.loop.build import build_engine, load_policy, local_engine
-from quatrain.rollout.crew import CrewLost
+from quatrain.rollout.supervisor import WorkersLost
 from quatrain.rollout.worker import WorkerLost
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -120,7 +120,7 @@ def test_a_worker_killed_or_stopped_in_mid_batch_changes_no_token(watch, prompts
     os.kill(victim, number)
     batch = run.end()
     assert_same(batch, expected)
-    assert batch.metrics["fleet/regiven_groups"].result() > 0
+    assert batch.metrics["fleet/retried_groups"].result() > 0
     assert batch.metrics["fleet/restarts"].result() == 1
     run.until(lambda: len(run.processes()) == 2)
     assert victim not in run.processes()
@@ -151,12 +151,12 @@ def test_without_any_worker_the_run_ends_with_the_last_error(watch, prompts, mon
     def no_room():
         raise WorkerLost("no room on any host")
 
-    monkeypatch.setattr(run.fleet._crew._posts[0], "factory", no_room)
+    monkeypatch.setattr(run.fleet._supervisor._slots[0], "factory", no_room)
     killer = threading.Thread(target=kill)
     killer.start()
     run.begin(prompts)
     try:
-        with pytest.raises(CrewLost, match="no rollout worker has been alive for 10 s"):
+        with pytest.raises(WorkersLost, match="no rollout worker has been alive for 10 s"):
             run.end()
     finally:
         stop.set()

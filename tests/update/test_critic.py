@@ -16,8 +16,8 @@ from quatrain.config.schema import (
     OptimizerConfig,
     UpdateConfig,
 )
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.forward.table import TokenTable
@@ -35,7 +35,7 @@ SIZES = {"mini_batch_size": 2, "epochs": 1, "micro_batch_size": 5, "forward_micr
 
 @pytest.fixture(scope="module")
 def critic_arch(small_arch):
-    return replace(small_arch, head="score")
+    return replace(small_arch, head="value_head")
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +98,19 @@ def test_values_are_those_of_the_state_before_each_token(make_batch, critic_arch
     hidden = forward(value_params, critic_arch, r.input_ids, positions, r.attention_mask.astype(np.int32))
     before = np.pad(np.asarray(hidden @ value_params["score"][0])[:, :-1], ((0, 0), (1, 0)))
     got = predict_tokens(
-        value_params, _table(batch), model=CriticSpec(critic_arch, remat="none"), cutting=Cutting(rows=5)
+        value_params,
+        _table(batch),
+        model=CriticSpec(critic_arch, remat="none"),
+        planner=MicroBatchPlanner(rows=5),
     )
     np.testing.assert_allclose(got, np.where(r.completion_mask, before, 0), rtol=1e-5, atol=1e-5)
 
 
 CUTTINGS = (
-    Cutting(rows=5),
-    Cutting(max_tokens=15),
-    Cutting(max_tokens=32, num_shards=3),
-    Cutting(max_tokens=32, num_shards=3, share_prompts=True),
+    MicroBatchPlanner(rows=5),
+    MicroBatchPlanner(max_tokens=15),
+    MicroBatchPlanner(max_tokens=32, num_shards=3),
+    MicroBatchPlanner(max_tokens=32, num_shards=3, share_prompts=True),
 )
 
 
@@ -120,23 +123,23 @@ def test_no_cut_changes_the_gradient_of_the_value_loss(make_batch, critic_arch, 
     table = _table(batch, **columns).weighted(aggregation, LONGEST)
     model = CriticSpec(critic_arch, remat="none")
 
-    def gradient(cutting):
-        batches = (b for _, b in micro_batches(table, cutting, one_device()))
+    def gradient(planner):
+        batches = (b for _, b in micro_batches(table, planner, one_device()))
         total = sum_gradients(value_params, batches, model=model, objective=ValueObjective(0.5))
         return jax.tree.map(np.asarray, total)
 
-    whole = gradient(Cutting(rows=100))
+    whole = gradient(MicroBatchPlanner(rows=100))
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole[0]))
     assert largest > 1e-3
     assert 0 < whole[1]["sum"]["critic/clip_fraction"] < whole[1]["sum"]["tokens"]
-    for cutting in CUTTINGS:
-        for a, b in zip(jax.tree.leaves(gradient(cutting)), jax.tree.leaves(whole), strict=True):
+    for planner in CUTTINGS:
+        for a, b in zip(jax.tree.leaves(gradient(planner)), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest)
 
 
 def _gae_batch(learner, state, batch):
     estimator = AdvantageEstimator(AdvantageConfig(estimator="gae"))
-    return estimator.estimate(learner.score_tokens(state, batch.rewarded))
+    return estimator.estimate(learner.compute_logprobs_and_values(state, batch.rewarded))
 
 
 def test_a_critic_of_the_policys_weights_starts_at_zero_and_learns(
@@ -182,9 +185,9 @@ def test_the_policy_rests_while_the_critic_warms_up(make_learner, make_batch, sm
 def test_a_batch_without_values_or_returns_is_refused(make_learner, make_batch, small_params, value_params):
     learner, batch = make_learner(critic={}), make_batch(3)
     state = learner.init(_copy(small_params), _copy(value_params))
-    with pytest.raises(ValueError, match="the batch has no values: call score_tokens before"):
+    with pytest.raises(ValueError, match="the batch has no values: call compute_logprobs_and_values before"):
         learner.step(state, batch)
-    scored = learner.score_tokens(state, batch.rewarded)
+    scored = learner.compute_logprobs_and_values(state, batch.rewarded)
     with pytest.raises(ValueError, match=r"the batch has no returns: return TokenAdvantages"):
         learner.step(state, replace(batch, rewarded=scored))
 
@@ -206,9 +209,9 @@ def test_kl_in_the_reward_is_subtracted_from_each_token(make_learner, make_batch
     learner = make_learner(kl_reward=KLReward(0.1, target=None, horizon=100), reference=reference)
     batch = make_batch(5)
     state = learner.init(_copy(small_params))
-    scored = learner.score_tokens(state, batch.rewarded)
+    scored = learner.compute_logprobs_and_values(state, batch.rewarded)
     old, ref = (
-        predict_tokens(params, _table(batch), model=learner.policy, cutting=Cutting(rows=4))
+        predict_tokens(params, _table(batch), model=learner.policy, planner=MicroBatchPlanner(rows=4))
         for params in (small_params, reference)
     )
     np.testing.assert_allclose(scored.token_rewards, -0.1 * (old - ref), rtol=1e-4, atol=1e-6)
@@ -240,7 +243,7 @@ def test_the_update_does_not_compute_log_probabilities_again(
     )
     state = learner.init(_copy(small_params))
     advantaged = AdvantageEstimator(AdvantageConfig()).estimate(
-        learner.score_tokens(state, make_batch(6).rewarded)
+        learner.compute_logprobs_and_values(state, make_batch(6).rewarded)
     )
 
     def again(*args, **kwargs):
@@ -267,7 +270,7 @@ def test_log_probabilities_for_samples_are_the_old_ones_too(
         learner.logs_logprobs = True
         state = learner.init(_copy(small_params))
         passes.clear()
-        scored = learner.score_tokens(state, make_batch(6).rewarded)
+        scored = learner.compute_logprobs_and_values(state, make_batch(6).rewarded)
         if kl_reward:
             np.testing.assert_array_equal(
                 *(scored.token_logprobs[f"{x}_logprobs"] for x in ("old", "trainer"))

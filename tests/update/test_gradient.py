@@ -43,7 +43,7 @@ def test_remat_saves_memory(small_arch):
     }
     table = TokenTable(ids, real, completion, columns, np.arange(4)).weighted("token_mean", 55)
     config = UpdateConfig(mini_batch_size=4, max_tokens_per_device=1024)
-    (cut,) = PolicySpec(arch).cutting(config).cut(table)
+    (cut,) = PolicySpec(arch).planner(config).plans(table)
     none, dots, layer = (
         _temporary_bytes(arch, fill(cut, table, one_device()), remat) for remat in ("none", "dots", "layer")
     )

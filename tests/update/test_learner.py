@@ -8,7 +8,7 @@ import sequence_loss
 from rollouts import at_version
 
 from quatrain.config.schema import LogprobConfig, OptimizerConfig, UpdateConfig
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
@@ -16,7 +16,7 @@ from quatrain.models.architecture import LoRA
 from quatrain.models.decoder import forward, logits
 from quatrain.models.lora import with_adapters
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
-from quatrain.ops.packing import width_ladder
+from quatrain.ops.packing import width_buckets
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import AdvantagedBatch
 from quatrain.update.learner import Learner, TooManyBadSteps
@@ -69,7 +69,7 @@ def _changes(before, after) -> float:
 def _logprobs(learner: Learner, params, batch: AdvantagedBatch) -> np.ndarray:
     r = batch.rollouts
     table = TokenTable(r.input_ids, r.attention_mask, r.completion_mask, {})
-    return predict_tokens(params, table, model=learner.policy, cutting=Cutting(rows=7))
+    return predict_tokens(params, table, model=learner.policy, planner=MicroBatchPlanner(rows=7))
 
 
 def test_logprobs_are_those_of_the_whole_row(make_learner, make_batch, small_arch, small_params):
@@ -133,9 +133,9 @@ def test_a_training_step_is_the_same_in_rows_and_in_tokens(
     reference = jax.tree.map(lambda x: x * 1.05, small_params)
     batch = make_batch(13, groups=5)
     states = []
-    for cutting in ({"micro_batch_size": 4}, {"max_tokens": 40}, {"max_tokens": 15}):
+    for planner in ({"micro_batch_size": 4}, {"max_tokens": 40}, {"max_tokens": 15}):
         learner = make_learner(
-            config, {"learning_rate": 0.05}, mini_batch_size=3, reference=reference, **cutting
+            config, {"learning_rate": 0.05}, mini_batch_size=3, reference=reference, **planner
         )
         states.append(learner.step(learner.init(_copy(small_params)), batch))
     rows, *packed = states
@@ -156,14 +156,14 @@ def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, sm
     state = learner.init(_copy(small_params))
     rng = np.random.default_rng(0)
     widths, seen, settled = set(), set(), 0
-    cut_as_ever = Cutting.cut
+    cut_as_ever = MicroBatchPlanner.cut
 
     def noted(self, table):
         cuts = cut_as_ever(self, table)
         widths.update((self.max_tokens, cut.width) for cut in cuts)
         return cuts
 
-    monkeypatch.setattr(Cutting, "cut", noted)
+    monkeypatch.setattr(MicroBatchPlanner, "cut", noted)
     for step in range(20):
         batch = make_batch(step, groups=int(rng.integers(1, 7)), n=int(rng.integers(1, 9)))
         widths.clear()
@@ -174,7 +174,7 @@ def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, sm
         seen |= widths
     assert settled > 10
     assert len(seen) > 2
-    assert seen <= {(tokens, width) for tokens in (512, 48) for width in width_ladder(tokens)}
+    assert seen <= {(tokens, width) for tokens in (512, 48) for width in width_buckets(tokens)}
 
 
 def test_epochs_and_mini_batches_count_and_move_the_ratio(make_learner, make_batch, small_params):

@@ -9,8 +9,8 @@ import pytest
 from compiling import DEFAULT_FUSION
 
 from quatrain.backend import CPU, backend_of
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.params import abstract_params, output_head_name
@@ -31,7 +31,7 @@ def _micro_batches(arch, rows: int, length: int):
     ids = np.random.default_rng(0).integers(1, arch.vocab_size, (3 * rows, length), dtype=np.int32)
     completion = np.broadcast_to(np.arange(length) >= length // 2, ids.shape)
     table = TokenTable(ids, np.ones(ids.shape, bool), completion, {}).weighted("token_mean", length)
-    return [batch for _, batch in micro_batches(table, Cutting(rows=rows), one_device())]
+    return [batch for _, batch in micro_batches(table, MicroBatchPlanner(rows=rows), one_device())]
 
 
 class Watched(ResidualMemory):

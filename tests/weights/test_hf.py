@@ -190,19 +190,19 @@ def test_known_extras_are_ignored(saved):
 
 def test_a_score_head_is_zero_unless_the_directory_has_one(saved):
     """A critic starts from a language model; a reward model brings its own head, and nothing else is read."""
-    language_model, started = load_hf(saved)[1], load_hf(saved, head="score")
-    assert started[0].head == "score"
+    language_model, started = load_hf(saved)[1], load_hf(saved, head="value_head")
+    assert started[0].head == "value_head"
     np.testing.assert_array_equal(started[1]["score"], np.zeros((1, started[0].hidden_size)))
     np.testing.assert_array_equal(started[1]["embed"], language_model["embed"])
     row = np.arange(started[0].hidden_size, dtype=np.float32)[None]
     edit_tensors(saved, lambda tensors: tensors | {"score.weight": row, "lm_head.weight": row + 1})
-    arch, params = load_hf(saved, head="score")
+    arch, params = load_hf(saved, head="value_head")
     np.testing.assert_array_equal(params["score"], row)
     hidden = jnp.ones((2, 3, arch.hidden_size))
     np.testing.assert_allclose(scores(params, arch, hidden), np.full((2, 3), row.sum()), rtol=1e-6)
     edit_tensors(saved, lambda tensors: tensors | {"score.weight": np.concatenate([row, row])})
     with pytest.raises(ValueError, match=r"score.weight .* shape \(1, "):
-        load_hf(saved, head="score")
+        load_hf(saved, head="value_head")
 
 
 def test_tied_head_that_differs_is_an_error(saved):

@@ -191,9 +191,9 @@ def sft(
     """Train on demonstrations: run only the supervised warm start."""
     resolved = _resolve(config, set_)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
-        from quatrain.loop.train import supervise
+        from quatrain.loop.train import train_sft
 
-        supervise(resolved)
+        train_sft(resolved)
 
 
 @app.command(

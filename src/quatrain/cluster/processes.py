@@ -61,7 +61,7 @@ def joined() -> bool:
 
 
 def agreement() -> Agreement | None:
-    """Where the connected processes of the run agree on a border to stop at; None in a run of one process."""
+    """Where the processes of the run agree on a safe point to stop at; None in a run of one process."""
     return None if _connections is None else _connections.agreement
 
 

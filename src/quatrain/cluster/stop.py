@@ -152,8 +152,8 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_han
 class Stop:
     """Raises `Stopped` in the thread that opened it, after one of SIGNALS, where the run may end.
 
-    That is at each `border`, and in a run of one process anywhere within `interruptible`. `agreement` is that
-    of a run of several processes, which all end at the same border.
+    That is at each `safe_point`, and in a run of one process anywhere within `interruptible`. `agreement` is
+    that of a run of several processes, which all end at the same safe point.
     """
 
     def __init__(self, agreement: Agreement | None = None):
@@ -170,7 +170,7 @@ class Stop:
     def __exit__(self, *raised: object) -> None:
         self._signals.__exit__(*raised)
 
-    def border(self) -> None:
+    def safe_point(self) -> None:
         """The state of the last finished step is whole here, and every process of the run comes by.
 
         Does nothing in other threads than that of the run, such as the rollout's.
@@ -178,7 +178,7 @@ class Stop:
         if threading.current_thread() is not self._owner:
             return
         if self._agreement is not None:
-            self._agreement.border()
+            self._agreement.safe_point()
         elif self._number is not None:
             raise Stopped(self._number)
 
@@ -186,15 +186,15 @@ class Stop:
     def interruptible(self) -> Iterator[None]:
         """The block may end anywhere: it takes long and leaves the state and all files as they are.
 
-        Both ends are borders. With several processes, only these and the borders within the block are.
+        Both ends are safe points. With several processes, only these and those within the block are.
         """
         try:
             self._at_once = self._agreement is None
-            self.border()
+            self.safe_point()
             yield
         finally:
             self._at_once = False
-        self.border()
+        self.safe_point()
 
     def _ask(self, number: int) -> None:
         if self._agreement is None:
@@ -217,12 +217,12 @@ def _announce(number: int) -> None:
 
 
 class Agreement:
-    """Finds the border at which all processes of a run stop, without cost while nobody asks.
+    """Finds the safe point at which all processes of a run stop, without cost while nobody asks.
 
-    Every process passes the same borders in the same order. Once one has asked, process 0 asks each how many
-    it has passed, and from its answer on a process waits at the next one. The greatest of these numbers is
-    the last border that is passed: none has passed more, and each gets so far without the others. `send`
-    sends a message to all `peers`: those of process 0 are all others, that of the others is process 0.
+    Every process passes the same safe points in the same order. Once one has asked, process 0 asks each how
+    many it has passed, and from its answer on a process waits at the next one. The greatest of these numbers
+    is the last safe point that is passed: none has passed more, and each gets so far without the others.
+    `send` sends a message to all `peers`: those of process 0 are all others, that of the others is process 0.
     """
 
     def __init__(self, *, leads: bool, peers: int, send: Callable[[Mapping[str, Any]], None]):
@@ -233,7 +233,7 @@ class Agreement:
         self._last: int | None = None
         self._answers: dict[int, int] = {}
 
-    def border(self) -> None:
+    def safe_point(self) -> None:
         """Raises Stopped where all processes stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._number is None or self._last is not None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.elsewhere import key_for
+from quatrain.config.aliases import key_for
 from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
 from quatrain.config.schema import is_mapping, sections, valid_keys
 

@@ -17,7 +17,7 @@ from quatrain.engine.decode import Turns, keep_turns, rearrange
 from quatrain.engine.groups import FEWEST_COLUMNS, prompt_columns
 from quatrain.models.architecture import Architecture
 from quatrain.models.kv_cache import CachePart, empty_cache
-from quatrain.ops.ladder import power_of_two, round_up
+from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.parallel.mesh import mesh_shape
 
 

@@ -23,11 +23,11 @@ from jax.sharding import Mesh, NamedSharding
 from quatrain.cluster.processes import gather_objects
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.decode import Program
-from quatrain.engine.groups import OwnSampling
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores, packs_to_score, score_packs
-from quatrain.engine.session import Sampler, Session, Tally
+from quatrain.engine.session import EngineStats, Sampler, Session
 from quatrain.models.families import Architecture
-from quatrain.models.lora import adapters_of, apart_from, merged
+from quatrain.models.lora import adapters_of, copies_if_aliased, merged
 from quatrain.models.params import partition
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, mesh_shape, one_device, reshard, shardings, to_memory
@@ -46,7 +46,7 @@ class AnySession(Protocol):
     def sampling(self) -> Sampling: ...
 
     @property
-    def tally(self) -> Tally: ...
+    def stats(self) -> EngineStats: ...
 
     @property
     def num_groups(self) -> int: ...
@@ -96,11 +96,11 @@ class RolloutEngine:
     are compiled for that size, which changes only for longer prompts. With `episodes`, each sample is an
     episode of several turns with an environment of its own, which `close` ends.
 
-    With `own_sampling`, sequences that come one by one, each with a sampling of its own, share the slots
-    (`submit_own`), instead of groups with the sampling of `config`.
+    With `per_request_sampling`, sequences that come one by one, each with a sampling of its own, share the
+    slots (`submit_own`), instead of groups with the sampling of `config`.
 
-    Adapters of `arch` are merged into their matrices by `place`, or computed beside them, as `config.lora`
-    says.
+    Adapters of `arch` are merged into their matrices by `copy_weights`, or computed beside them, as
+    `config.lora` says.
 
     On `mesh`, by default one device, each data shard is a replica of the sampler. With several processes,
     each process must call the same methods with the same arguments in the same order, and gets the same
@@ -126,7 +126,7 @@ class RolloutEngine:
         on_progress: OnProgress | None = None,
         usual_prompt: int = 1,
         episodes: Episodes | None = None,
-        own_sampling: bool = False,
+        per_request_sampling: bool = False,
     ):
         self._with_adapters = arch
         self.arch = replace(arch, lora=None) if config.lora == "merged" else arch
@@ -145,7 +145,7 @@ class RolloutEngine:
         self._seed, self._attention, self._cache_bytes = seed, attention, cache_bytes
         self._on_progress = on_progress
         self._usual_prompt = usual_prompt
-        self._episodes, self._own_sampling = episodes, own_sampling
+        self._episodes, self._per_request_sampling = episodes, per_request_sampling
         self._params: Any = None
         self._copies_base = self.arch.lora is None
         self._version = -1
@@ -160,7 +160,7 @@ class RolloutEngine:
     def sync_weights(self, params: Any, version: int) -> None:
         """Sample from `params` from the next decode call on; their tokens are recorded with `version`.
 
-        They are brought to this engine's mesh as by `place`, without a copy of what is there already.
+        They are brought to this engine's mesh as by `copy_weights`, without a copy of what is there already.
         """
         check_held(params, "the parameters for sync_weights", "give it those of the newest state")
         began = time.perf_counter()
@@ -172,15 +172,15 @@ class RolloutEngine:
             self._params, self._version = placed, version
         self._sync_s = time.perf_counter() - began
 
-    def place(self, params: Any) -> Any:
+    def copy_weights(self, params: Any) -> Any:
         """`params` on this engine's mesh, with matrices in its dtype, in arrays that training may not donate.
 
         They are copied from device to device. Arrays in the host's memory come to the devices one at a time.
         """
-        return jax.block_until_ready(apart_from(self._placed(params), params))
+        return jax.block_until_ready(copies_if_aliased(self._placed(params), params))
 
     def _placed(self, params: Any) -> Any:
-        """As `place`, but arrays that have that sharding and dtype already are not copied."""
+        """As `copy_weights`, but arrays that have that sharding and dtype already are not copied."""
         if self.arch.lora is None:
             params = merged(params, self._with_adapters, self.dtype)
 
@@ -261,8 +261,8 @@ class RolloutEngine:
         with self._interruption():
             return Ticket(session, session.submit(prompts, step))
 
-    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> list[Ticket]:
-        """Queue a sequence for each prompt, whose `group_id` is 0, in an engine with `own_sampling`.
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> list[Ticket]:
+        """Queue a sequence for each prompt, whose `group_id` is 0, in an engine with `per_request_sampling`.
 
         A ticket for each; for `advance`, `finished`, `take`, `completion` and `cancel`. Raises ValueError if
         the KV cache of one of them does not fit.
@@ -270,7 +270,7 @@ class RolloutEngine:
         session = self._session
         if session is None:
             session = self._session = self._new_session(self.sampling)
-        assert isinstance(session, Session), "an engine with own_sampling has no episodes"
+        assert isinstance(session, Session), "an engine with per_request_sampling has no episodes"
         with self._interruption():
             return [Ticket(session, (group,)) for group in session.submit_own(prompts, owners)]
 
@@ -324,9 +324,9 @@ class RolloutEngine:
             return ticket.session.take(ticket.groups)
 
     @property
-    def tally(self) -> Tally:
+    def stats(self) -> EngineStats:
         """Totals of the groups that share a session with those in flight; zero if there was none."""
-        return Tally() if self._session is None else self._session.tally
+        return EngineStats() if self._session is None else self._session.stats
 
     def pause(self) -> None:
         """Returns when the running decode call has finished; no other starts before `resume`."""
@@ -369,8 +369,10 @@ class RolloutEngine:
         model = self.arch, self.tokenizer, self.stop_ids, self._seed, self.dtype, self._attention, self.mesh
         sampler = Sampler(*model, self._cache_bytes, self._usual_prompt)
         if self._episodes is None:
-            own = self._own_sampling
-            return Session(sampler, sampling, self._max_concurrency, at_once=at_once, own_sampling=own)
+            own = self._per_request_sampling
+            return Session(
+                sampler, sampling, self._max_concurrency, at_once=at_once, per_request_sampling=own
+            )
         between_turns = sampling.max_new_tokens + self._episodes.max_environment_tokens
         sampler = replace(sampler, more_context=between_turns)
         return self._episodes.session(partial(Session, sampler, sampling, self._max_concurrency))
@@ -400,18 +402,18 @@ class RolloutEngine:
 
     def _collect(self, ticket: Ticket) -> RolloutBatch:
         session, groups = ticket
-        before, compilations = session.tally, num_compilations()
+        before, compilations = session.stats, num_compilations()
         began = time.perf_counter()
         while not session.finished(groups):
             self._round(session)
             if self._on_progress is not None:
-                done = session.tally - before
+                done = session.stats - before
                 rate = done.decoded_tokens / (time.perf_counter() - began)
                 total = len(groups) * session.sampling.n
                 self._on_progress(RolloutProgress(done.completions, total, rate, session.num_live))
         generated = time.perf_counter()
         samples, metrics = self.take(ticket)
-        worked = work_metrics(session.tally - before, generated - began)
+        worked = work_metrics(session.stats - before, generated - began)
         batch = rollout_batch(samples, self.tokenizer, {**worked, **metrics})
         timings = {
             "time/rollout_sync_s": Metric(self._sync_s),
@@ -437,15 +439,15 @@ def _memory_for_cache(mesh: Mesh, reserved: int = 0) -> int:
     return min(int(x) for x in gather_objects(room))
 
 
-def work_metrics(tally: Tally, seconds: float) -> dict[str, Metric]:
-    """Metrics of the work of a session, of which `tally` are the totals, in so many seconds."""
+def work_metrics(stats: EngineStats, seconds: float) -> dict[str, Metric]:
+    """Metrics of the work of a session, of which `stats` are the totals, in so many seconds."""
     return {
-        "rollout/prefill_s": Metric(tally.prefill_s, reduction="sum"),
-        "rollout/prefill_tokens": Metric(tally.prefilled_tokens, reduction="sum"),
-        "rollout/decode_s": Metric(tally.decode_s, reduction="sum"),
-        "rollout/tokens_per_s": Metric(tally.decoded_tokens, seconds),
-        "rollout/slot_utilisation": Metric(tally.useful_slot_steps, tally.widest_slot_steps),
+        "rollout/prefill_s": Metric(stats.prefill_s, reduction="sum"),
+        "rollout/prefill_tokens": Metric(stats.prefilled_tokens, reduction="sum"),
+        "rollout/decode_s": Metric(stats.decode_s, reduction="sum"),
+        "rollout/tokens_per_s": Metric(stats.decoded_tokens, seconds),
+        "rollout/slot_utilisation": Metric(stats.useful_slot_steps, stats.widest_slot_steps),
         "rollout/wasted_decode_fraction": Metric(
-            tally.slot_steps - tally.useful_slot_steps, tally.slot_steps
+            stats.slot_steps - stats.useful_slot_steps, stats.slot_steps
         ),
     }

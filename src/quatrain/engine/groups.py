@@ -17,9 +17,9 @@ import numpy as np
 from quatrain.engine.decode import Extended, Packed
 from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued
-from quatrain.ops.ladder import power_of_two, round_up_coarsely
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.ops.sampling import EachSampling
+from quatrain.ops.shape_buckets import power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -30,7 +30,7 @@ FEWEST_COLUMNS = 32
 
 
 @dataclass(frozen=True)
-class OwnSampling:
+class PerRequestSampling:
     """The sampling of one sequence, of which `sampling.n` is 1, and what its randomness derives from."""
 
     sampling: Sampling
@@ -58,10 +58,10 @@ class Group:
     context: np.ndarray
     offset: int = 0
     kept: int = 0
-    own: OwnSampling | None = None
+    own: PerRequestSampling | None = None
 
     @classmethod
-    def alone(cls, prompt: Prompt, own: OwnSampling) -> Group:
+    def alone(cls, prompt: Prompt, own: PerRequestSampling) -> Group:
         """One sample with a sampling of its own; the prompt's `group_id` is 0."""
         group = cls.of(prompt, own.step, (own.sequence_id,), own.sampling.max_new_tokens)
         return replace(group, own=own)
@@ -71,13 +71,13 @@ class Group:
         """The samples with these numbers, in their first turn."""
         return cls(prompt, step, [Completion() for _ in numbers], numbers, limit, prompt.input_ids)
 
-    def held(self, index: int) -> Group:
+    def suspended(self, index: int) -> Group:
         """One of its samples as a group of its own, between two turns."""
         kept = len(self.context) + self.turn_length(index) - 1  # the last token was never an input
         return replace(self, completions=[self.completions[index]], numbers=(self.numbers[index],), kept=kept)
 
     def begin_turn(self, tokens: Sequence[int], limit: int) -> None:
-        """The held sample goes on after `tokens`, which the policy did not sample."""
+        """The suspended sample goes on after `tokens`, which the policy did not sample."""
         [completion] = self.completions
         completion.begin_turn(tokens)
         self.limit = limit
@@ -230,7 +230,7 @@ def extension(batch: list[list[Continuation]], n: int, tokens: int, num_rows: in
     return Extended(Continued(*continued), ids, step, offset)
 
 
-def each_sampling(owners: Sequence[OwnSampling | None]) -> EachSampling | None:
+def each_sampling(owners: Sequence[PerRequestSampling | None]) -> EachSampling | None:
     """The parameters of each sequence, those of `sample` without filters for None; None if all are None."""
     if not any(owners):
         return None

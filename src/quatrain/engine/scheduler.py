@@ -5,9 +5,9 @@ cache to as many groups as the free slots can take, `fill` assigns their samples
 slot, and `take` returns finished groups. A group keeps its row until its last sample is finished, so it may
 have more samples than there are slots.
 
-A sample whose episode may go on after this turn is held: `hold` frees its slot and makes it a group of its
-own, with a row for its keys and values if one is free. `resume` queues it again; `drop` forgets it. A held
-group whose row another group needs loses it, and is queued like a new one when it is resumed.
+A sample whose episode may go on after this turn is suspended: `suspend` frees its slot and makes it a group
+of its own, with a row for its keys and values if one is free. `resume` queues it again; `drop` forgets it. A
+suspended group whose row another group needs loses it, and is queued like a new one when it is resumed.
 
 All replicas of the sampler have the same number of slots and of rows, and a sample stays on the replica that
 it was assigned to. While more sequences wait than there are free slots, a group is assigned to one replica,
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from quatrain.ops.ladder import power_of_two, round_up
+from quatrain.ops.shape_buckets import power_of_two, round_up
 
 _T = TypeVar("_T")
 FEWEST_SLOTS = 4
@@ -43,7 +43,7 @@ class _Part:
 class _Group:
     """A group: `waiting` samples are not assigned to a replica yet; `parts` are keyed by replica.
 
-    `resumed`: whether it is a sample that was held.
+    `resumed`: whether it is a sample that was suspended.
     """
 
     ticket: int
@@ -83,7 +83,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._queue: deque[_Group] = deque()
         self._open: dict[int, _Group] = {}
-        self._held: dict[int, None] = {}
+        self._suspended: dict[int, None] = {}
         self._finished: dict[int, None] = {}
         self._next_ticket = 0
 
@@ -155,7 +155,7 @@ class Scheduler:
         self.slots[slot] = None
         self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
-    def hold(self, slot: int) -> tuple[int, int | None]:
+    def suspend(self, slot: int) -> tuple[int, int | None]:
         """Frees `slot` and holds its sample as a group of one: (its ticket, its row or None).
 
         The row of the sample's prompt, if no other sample uses it; else a free one, and None without one.
@@ -164,9 +164,9 @@ class Scheduler:
         assert occupant is not None
         self.finish(slot)
         own_row = self.rows[occupant.row] is None
-        return self._hold(occupant.row if own_row else self._free_row(slot // self.num_slots))
+        return self._suspend(occupant.row if own_row else self._free_row(slot // self.num_slots))
 
-    def hold_waiting(self, ticket: int, sample: int) -> int:
+    def suspend_waiting(self, ticket: int, sample: int) -> int:
         """Holds a sample without a slot as a group of one; its ticket.
 
         It has the row of its prompt if no other sample uses it, else none.
@@ -174,15 +174,15 @@ class Scheduler:
         parts = self._open[ticket].parts.values()
         own = next((part.row for part in parts if sample in part.waiting), None)
         self.finish_waiting(ticket, sample)
-        return self._hold(own if own is not None and self.rows[own] is None else None)[0]
+        return self._suspend(own if own is not None and self.rows[own] is None else None)[0]
 
     def resume(self, ticket: int) -> bool:
-        """The held sample waits for a slot on the replica that holds its row; whether it still has one.
+        """The suspended sample waits for a slot on the replica that holds its row; whether it still has one.
 
         If not, it is queued before the groups that have no row yet, and after the one that has: the row of
         that group becomes free only when all its samples are assigned.
         """
-        del self._held[ticket]
+        del self._suspended[ticket]
         group = self._open[ticket]
         for part in group.parts.values():
             part.waiting.append(0)
@@ -198,8 +198,8 @@ class Scheduler:
         return part.row
 
     def drop(self, ticket: int) -> None:
-        """Forgets a held sample, whose episode has ended."""
-        del self._held[ticket]
+        """Forgets a suspended sample, whose episode has ended."""
+        del self._suspended[ticket]
         for part in self._open.pop(ticket).parts.values():
             self.rows[part.row] = None
 
@@ -237,14 +237,14 @@ class Scheduler:
         return len(self._open)
 
     @property
-    def num_held(self) -> int:
-        """Samples that are held."""
-        return len(self._held)
+    def num_suspended(self) -> int:
+        """Samples that are suspended."""
+        return len(self._suspended)
 
     @property
     def demand(self) -> int:
-        """Unfinished samples: those in slots, all that wait, and held ones."""
-        return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._held)
+        """Unfinished samples: those in slots, all that wait, and suspended ones."""
+        return sum(self.loads()) + sum(len(group.waiting) for group in self._queue) + len(self._suspended)
 
     @property
     def queued(self) -> list[int]:
@@ -344,7 +344,7 @@ class Scheduler:
     def _fair_share(self) -> int:
         """Samples per replica if all replicas had equally many of those not barred, rounded up."""
         waiting = sum(len(group.waiting) for group in self._admissible())
-        return -(-(sum(self.loads()) + waiting + len(self._held)) // self.num_replicas)
+        return -(-(sum(self.loads()) + waiting + len(self._suspended)) // self.num_replicas)
 
     def _on_replica(self, items: list[_T], replica: int) -> list[_T]:
         """The entries of `items` (slots or rows) of one replica."""
@@ -356,11 +356,11 @@ class Scheduler:
         each = [self._on_replica(items, replica) for replica in range(self.num_replicas)]
         return [len(here) - here.count(None) for here in each]
 
-    def _hold(self, row: int | None) -> tuple[int, int | None]:
+    def _suspend(self, row: int | None) -> tuple[int, int | None]:
         group = _Group(self._next_ticket, deque(), 1, resumed=True)
         self._next_ticket += 1
         self._open[group.ticket] = group
-        self._held[group.ticket] = None
+        self._suspended[group.ticket] = None
         if row is not None:
             self._give_row(group, row)
         return group.ticket, row
@@ -375,8 +375,8 @@ class Scheduler:
         return replica * self.num_rows + rows.index(None) if None in rows else None
 
     def _lent_row(self, replica: int) -> int | None:
-        """The row on `replica` of the sample that is held the longest, which loses it."""
-        for ticket in self._held:
+        """The row on `replica` of the sample that is suspended the longest, which loses it."""
+        for ticket in self._suspended:
             part = self._open[ticket].parts.pop(replica, None)
             if part is not None:
                 return part.row

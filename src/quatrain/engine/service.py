@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from quatrain.engine.engine import Ticket, work_metrics
-from quatrain.engine.groups import OwnSampling
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores
-from quatrain.engine.session import Tally
+from quatrain.engine.session import EngineStats
 from quatrain.parallel.compilations import compiling_for_s, num_compilations
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
@@ -125,7 +125,7 @@ class EngineService:
         self._next_key = 0
         self._waiting: deque[_Batch] = deque()
         self._batches: dict[Ticket, _Batch] = {}
-        self._since, self._tally = 0.0, Tally()
+        self._since, self._stats = 0.0, EngineStats()
         self._scoring: deque[_Scoring] = deque()
         self._round: tuple[float, int] | None = None
         """When the round that runs began, and how many programs had been compiled then."""
@@ -154,9 +154,9 @@ class EngineService:
         return self._queue(lambda result: self._commands.append((result, job)))
 
     def submit(
-        self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling], listener: Listener
+        self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling], listener: Listener
     ) -> Future[list[int]]:
-        """Queue a sequence for each prompt, in an engine with `own_sampling`; the keys for `cancel`.
+        """Queue a sequence for each prompt, in an engine with `per_request_sampling`; the keys for `cancel`.
 
         The future has a ValueError if the KV cache has no room for one of them, and ServiceFailed if the
         engine has failed.
@@ -314,7 +314,7 @@ class EngineService:
                 else:
                     self._batches[ticket] = batch
                     if others is None:
-                        self._tally = self._engine.tally
+                        self._stats = self._engine.stats
             self._waiting.popleft()
 
     def _score_some(self) -> None:
@@ -350,9 +350,9 @@ class EngineService:
         """Gives finished batches to those who wait for them, with metrics of the work since the last one."""
         for ticket in [ticket for ticket in self._batches if self._engine.finished(ticket)]:
             samples, metrics = self._engine.take(ticket)
-            now, tally = time.perf_counter(), self._engine.tally
-            metrics = {**metrics, **work_metrics(tally - self._tally, now - self._since)}
-            self._tally, self._since = tally, now
+            now, stats = time.perf_counter(), self._engine.stats
+            metrics = {**metrics, **work_metrics(stats - self._stats, now - self._since)}
+            self._stats, self._since = stats, now
             self._batches.pop(ticket).result.set_result((samples, metrics))
 
     def _fail(self, error: str) -> None:

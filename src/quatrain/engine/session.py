@@ -35,8 +35,8 @@ from quatrain.engine.groups import (
     Admitted,
     Continuation,
     Group,
-    OwnSampling,
     Pack,
+    PerRequestSampling,
     as_jit_arguments,
     each_sampling,
     extension,
@@ -50,7 +50,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_column
-from quatrain.ops.ladder import round_up_coarsely
+from quatrain.ops.shape_buckets import round_up_coarsely
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
@@ -93,7 +93,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Tally:
+class EngineStats:
     """Totals of a session so far: seconds, completions, tokens, slot-steps (decode steps of one slot)."""
 
     prefill_s: float = 0.0
@@ -107,21 +107,21 @@ class Tally:
     widest_slot_steps: int = 0
     """Slot-steps if the number of slots had always been its maximum."""
 
-    def plus(self, **more: float) -> Tally:
+    def plus(self, **more: float) -> EngineStats:
         """These totals with `more` added to the named fields."""
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
-    def __sub__(self, earlier: Tally) -> Tally:
+    def __sub__(self, earlier: EngineStats) -> EngineStats:
         return self.plus(**{name: -value for name, value in vars(earlier).items()})
 
 
 class TurnEnd(NamedTuple):
-    """A turn that has ended, of a sample of the group `ticket`; `held`: the sample's ticket if it is held."""
+    """The end of a turn of a sample of the group `ticket`; `suspended`: its own ticket if it is suspended."""
 
     ticket: int
     sample: int
     completion: Completion
-    held: int | None
+    suspended: int | None
 
 
 GoesOn = Callable[[Completion], bool]
@@ -136,11 +136,11 @@ class Session:
     With None, as many run as the cache has room for. `submit` raises ValueError if the cache of
     `max_concurrency` sequences does not fit. At most `at_once` run, of those, if it is given.
 
-    With `own_sampling`, groups have one sample each with a sampling of its own (`submit_own`); `sampling` is
-    not used. Fewer than `max_concurrency` run where the cache has no room for more.
+    With `per_request_sampling`, groups have one sample each with a sampling of its own (`submit_own`);
+    `sampling` is not used. Fewer than `max_concurrency` run where the cache has no room for more.
 
     With `goes_on`, samples have turns: `take_ends` returns each turn that has ended. A sample for which
-    `goes_on` returned True is then held until `resume` or `drop` is called; another one is finished.
+    `goes_on` returned True is then suspended until `resume` or `drop` is called; another one is finished.
     """
 
     def __init__(
@@ -151,17 +151,19 @@ class Session:
         goes_on: GoesOn | None = None,
         *,
         at_once: int | None = None,
-        own_sampling: bool = False,
+        per_request_sampling: bool = False,
     ):
-        self.sampling, self.tally = sampling, Tally()
-        self._own_sampling = own_sampling
-        self._most_tokens = 1 if own_sampling else sampling.max_new_tokens
+        self.sampling, self.stats = sampling, EngineStats()
+        self._per_request_sampling = per_request_sampling
+        self._most_tokens = 1 if per_request_sampling else sampling.max_new_tokens
         self._goes_on, self._ends = goes_on, list[TurnEnd]()
         self._resumed: list[int] = []
         self._sampler, self._limit, self._at_once = sampler, max_concurrency, at_once
-        self._program = sampler.program(None if own_sampling else sampling)
+        self._program = sampler.program(None if per_request_sampling else sampling)
         self._unpack = unpacks(sampler.attention)
-        self._scheduler = Scheduler(int(own_sampling), sampler.num_replicas, varying=own_sampling)
+        self._scheduler = Scheduler(
+            int(per_request_sampling), sampler.num_replicas, varying=per_request_sampling
+        )
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
@@ -191,7 +193,7 @@ class Session:
         self._reserve_with(prompts)
         return self.submit_groups([Group.of(prompt, step, numbers, limit) for prompt in prompts])
 
-    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[OwnSampling]) -> tuple[int, ...]:
+    def submit_own(self, prompts: Sequence[Prompt], owners: Sequence[PerRequestSampling]) -> tuple[int, ...]:
         """Queue a sample for each prompt, whose `group_id` is 0; their tickets.
 
         Raises ValueError if the cache of one sequence does not fit.
@@ -263,27 +265,27 @@ class Session:
         ends, self._ends = self._ends, []
         return ends
 
-    def resume(self, held: int, tokens: Sequence[int], limit: int) -> None:
-        """The held sample goes on: `tokens` follow its last turn, then it samples the next.
+    def resume(self, suspended: int, tokens: Sequence[int], limit: int) -> None:
+        """The suspended sample goes on: `tokens` follow its last turn, then it samples the next.
 
         `limit` is the most tokens that its completion may have, of those that the policy samples; more than
         it has.
         """
-        group = self._groups[held]
+        group = self._groups[suspended]
         group.begin_turn(tokens, limit)
-        if self._scheduler.resume(held):
-            self._resumed.append(held)
+        if self._scheduler.resume(suspended):
+            self._resumed.append(suspended)
 
-    def drop(self, held: int) -> None:
-        """Forget a held sample, whose episode has ended."""
-        self._scheduler.drop(held)
-        del self._groups[held]
+    def drop(self, suspended: int) -> None:
+        """Forget a suspended sample, whose episode has ended."""
+        self._scheduler.drop(suspended)
+        del self._groups[suspended]
         self._free_cache()
 
     @property
     def idle(self) -> bool:
-        """Whether a round has nothing to do: every unfinished sample is held."""
-        return self._scheduler.num_unfinished == self._scheduler.num_held
+        """Whether a round has nothing to do: every unfinished sample is suspended."""
+        return self._scheduler.num_unfinished == self._scheduler.num_suspended
 
     def close(self) -> None:
         """Nothing to end; episodes have environments."""
@@ -301,7 +303,7 @@ class Session:
         for ticket in tickets:
             self._scheduler.take(ticket)
         taken = [self._groups.pop(ticket) for ticket in tickets]
-        if self._goes_on is None and not self._own_sampling:
+        if self._goes_on is None and not self._per_request_sampling:
             self._reserve_with(())  # those that are left may be shorter, so that more of them fit
         return [(group.prompt, completion) for group in taken for completion in group.completions], {}
 
@@ -323,7 +325,7 @@ class Session:
         if self._scheduler.num_live:
             self._decode(params, version)
         ended = time.perf_counter()
-        self.tally = self.tally.plus(prefill_s=decoding - began, decode_s=ended - decoding)
+        self.stats = self.stats.plus(prefill_s=decoding - began, decode_s=ended - decoding)
         self._free_cache()
 
     def _free_cache(self) -> None:
@@ -359,7 +361,7 @@ class Session:
         """Changes the numbers of slots, rows and columns to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
         scheduler.barred = None
-        if self._own_sampling:
+        if self._per_request_sampling:
             self._make_room()
         elif max(scheduler.loads()) > scheduler.max_slots:  # `reserve` has decided that fewer run at once
             scheduler.barred = next(iter(scheduler.queued), None)
@@ -391,11 +393,11 @@ class Session:
         needed = max(self._room.fewest_columns, prompt_columns(longest))
         kept = max(needed, self._prompt_columns)
         fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
-        return kept if fits and not (self._own_sampling and kept >= 4 * needed) else needed
+        return kept if fits and not (self._per_request_sampling and kept >= 4 * needed) else needed
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
         packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_rows, unpack=self._unpack)
-        self.tally = self.tally.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
+        self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
         for replica, pack in enumerate(packs):
@@ -411,14 +413,14 @@ class Session:
         for completion, token, logprob in zip(group.completions, tokens, logprobs, strict=True):
             completion.extend([token], [logprob], version)
         for index in self._ended([(group, index) for index in range(len(tokens))]):
-            held = None
-            if self._is_held(group.completions[index]):
-                held = self._scheduler.hold_waiting(ticket, index)
-                self._groups[held] = group.held(index)
+            suspended = None
+            if self._is_suspended(group.completions[index]):
+                suspended = self._scheduler.suspend_waiting(ticket, index)
+                self._groups[suspended] = group.suspended(index)
             else:
                 self._scheduler.finish_waiting(ticket, index)
-            self._end_turn(ticket, index, held)
-        self.tally = self.tally.plus(decoded_tokens=len(tokens))
+            self._end_turn(ticket, index, suspended)
+        self.stats = self.stats.plus(decoded_tokens=len(tokens))
 
     def _extend(self, params: Any, version: int) -> None:
         """Computes what follows the rows of resumed samples, and draws the first token of their turns."""
@@ -434,7 +436,7 @@ class Session:
             width = min(round_up_coarsely(longest, FEWEST_EXTENDED), MOST_EXTENDED)
             batch = [items[: EXTENDED_TOKENS // width] for items in left]
             extended = extension(batch, self.sampling.n, width, scheduler.num_rows)
-            self.tally = self.tally.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
+            self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
                 for i, item in enumerate(items, replica * (len(tokens) // len(batch))):
@@ -479,7 +481,7 @@ class Session:
         ended = [live[i] for i in self._ended([(group, index) for _, group, index in live])]
         useful = sum(group.turn_length(index) for _, group, index in live) - before
         self._free_slots(ended, begins)
-        self.tally = self.tally.plus(
+        self.stats = self.stats.plus(
             decoded_tokens=useful,
             slot_steps=steps * len(self._scheduler.slots),
             useful_slot_steps=useful,
@@ -487,23 +489,23 @@ class Session:
         )
 
     def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
-        """Frees the slots of samples whose turn has ended; held ones keep their keys and values in a row.
+        """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a row.
 
         `begins` has the column of the turn's first token for each slot.
         """
-        held = []
+        suspended = []
         for slot, group, index in ended:
-            if self._is_held(group.completions[index]):
-                held.append((slot, group, index))
+            if self._is_suspended(group.completions[index]):
+                suspended.append((slot, group, index))
             else:
                 ticket = self._occupant(slot).ticket
                 self._scheduler.finish(slot)
                 self._end_turn(ticket, index, None)
         moves = []
-        for slot, group, index in held:
+        for slot, group, index in suspended:
             before = self._occupant(slot)
-            ticket, row = self._scheduler.hold(slot)
-            own = self._groups[ticket] = group.held(index)
+            ticket, row = self._scheduler.suspend(slot)
+            own = self._groups[ticket] = group.suspended(index)
             if row is not None:
                 count = group.turn_length(index) - 1
                 moves.append(Move(slot, begins[slot], count, before.row, own.kept - count, row))
@@ -517,13 +519,13 @@ class Session:
             self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
         self._cache = self._cache.kept(moves)
 
-    def _is_held(self, completion: Completion) -> bool:
+    def _is_suspended(self, completion: Completion) -> bool:
         return self._goes_on is not None and self._goes_on(completion)
 
-    def _end_turn(self, ticket: int, index: int, held: int | None) -> None:
+    def _end_turn(self, ticket: int, index: int, suspended: int | None) -> None:
         """Notes the end of a turn, and forgets the group if no other turn of it goes on."""
         if self._goes_on is not None:
-            self._ends.append(TurnEnd(ticket, index, self._groups[ticket].completions[index], held))
+            self._ends.append(TurnEnd(ticket, index, self._groups[ticket].completions[index], suspended))
             if self._scheduler.is_finished(ticket):
                 self.take([ticket])
 
@@ -544,7 +546,7 @@ class Session:
                 completion.finish_reason = "stop"
             if completion.finish_reason == "stop" or group.left(index) <= 0:
                 ended.append(i)
-        self.tally = self.tally.plus(completions=len(ended))
+        self.stats = self.stats.plus(completions=len(ended))
         return ended
 
     def _live(self) -> list[_Live]:
@@ -566,7 +568,7 @@ class Session:
         tokens, live = np.zeros(count, np.int32), np.zeros(count, bool)
         lengths, limits, prompt_lengths = (np.ones(count, np.int32) for _ in range(3))
         offsets, sequence_ids, steps = (np.zeros(count, np.uint32) for _ in range(3))
-        owners: list[OwnSampling | None] = [None] * count
+        owners: list[PerRequestSampling | None] = [None] * count
         for slot, group, index in self._live():
             tokens[slot], lengths[slot] = group.completions[index].tokens[-1], group.turn_length(index)
             limits[slot] = lengths[slot] + group.left(index)

@@ -45,11 +45,11 @@ CLOSED = "the run has ended its environments"
 
 T = TypeVar("T")
 FaultKind = Literal["error", "invalid", "too_long", "timeout", "crash"]
-Opening = Sequence["Message"] | str | None
+InitialObservation = Sequence["Message"] | str | None
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepResult:
     """What an environment answers to a completion: messages, and a reward for the turn.
 
     With `done` the episode ends, and the messages are not shown to the model.
@@ -58,6 +58,10 @@ class Turn:
     messages: Sequence[Message]
     reward: float = 0.0
     done: bool = False
+
+
+Turn = StepResult
+"""The earlier name of `StepResult`, for environments that were written with it."""
 
 
 class Ended(NamedTuple):
@@ -84,7 +88,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, completion: str) -> Turn | None:
+    def step(self, completion: str) -> StepResult | None:
         """Answers the model's text of a turn, without its special tokens; None ends the episode."""
         ...
 
@@ -104,11 +108,11 @@ class EnvironmentCalls(Protocol):
     The time limit of a call begins when the environment is called, not while the call waits for a thread.
     """
 
-    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
+    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
         """Makes the environment of a new episode and resets it with the columns of the prompt's row."""
         ...
 
-    def step(self, episode: int, completion: str) -> Future[Turn | None]:
+    def step(self, episode: int, completion: str) -> Future[StepResult | None]:
         """Answers a completion."""
         ...
 
@@ -160,23 +164,23 @@ class CheckedEnvironment:
     def __init__(self, name: str, environment: Any, accepts: Collection[str] | None = None):
         self._name, self._environment, self._accepts = name, environment, accepts
 
-    def reset(self, columns: Mapping[str, Any]) -> Opening:
+    def reset(self, columns: Mapping[str, Any]) -> InitialObservation:
         """What follows the prompt; the environment gets a copy of `columns`, which it may change."""
-        return faultless(f"{self._name}: reset", lambda: self._reset(columns))
+        return run_guarded(f"{self._name}: reset", lambda: self._reset(columns))
 
-    def step(self, completion: str) -> Turn | None:
+    def step(self, completion: str) -> StepResult | None:
         """The answer to a completion: messages as dictionaries, and a finite reward."""
-        return faultless(f"{self._name}: step", lambda: self._step(completion))
+        return run_guarded(f"{self._name}: step", lambda: self._step(completion))
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
         get_reward = getattr(self._environment, "get_reward", lambda: 0.0)
-        return faultless(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
+        return run_guarded(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
 
     def close(self) -> None:
         """Closes the environment; an error is a warning, because the episode has ended."""
         try:
-            faultless(f"{self._name}: close", getattr(self._environment, "close", lambda: None))
+            run_guarded(f"{self._name}: close", getattr(self._environment, "close", lambda: None))
         except EnvironmentFault as fault:
             logger.warning("%s", fault)
 
@@ -188,7 +192,7 @@ class CheckedEnvironment:
             return Counter()
         return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
 
-    def _reset(self, columns: Mapping[str, Any]) -> Opening:
+    def _reset(self, columns: Mapping[str, Any]) -> InitialObservation:
         reset = getattr(self._environment, "reset", lambda **columns: None)
         taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
         opening = reset(**copy.deepcopy(taken))
@@ -201,16 +205,16 @@ class CheckedEnvironment:
             self._refuse("reset must return a list of messages, a text or None", opening)
         return self._messages("reset", opening) or None
 
-    def _step(self, completion: str) -> Turn | None:
+    def _step(self, completion: str) -> StepResult | None:
         turn = self._environment.step(completion)
         if turn is None:
             return None
-        if not isinstance(turn, Turn):
-            self._refuse("step must return a quatrain.Turn(messages, reward, done) or None", turn)
+        if not isinstance(turn, StepResult):
+            self._refuse("step must return a quatrain.StepResult(messages, reward, done) or None", turn)
         messages = self._messages("step", turn.messages)
         if not messages and not turn.done:
             self._refuse("a turn must have messages, or done=True", turn.messages)
-        return Turn(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
+        return StepResult(messages, self._number("the reward of a turn", turn.reward), bool(turn.done))
 
     def _messages(self, method: str, messages: Any) -> tuple[Message, ...]:
         if not isinstance(messages, list | tuple):
@@ -248,7 +252,7 @@ class CheckedEnvironment:
         raise EnvironmentFault(f"{self._name}: {rule}; got {text}; correct the environment", "invalid")
 
 
-def faultless(what: str, work: Callable[[], T]) -> T:
+def run_guarded(what: str, work: Callable[[], T]) -> T:
     """What `work` returns; whatever it raises is an EnvironmentFault, and `what` names it.
 
     The user's interrupt is raised as it is.
@@ -261,7 +265,7 @@ def faultless(what: str, work: Callable[[], T]) -> T:
         if is_interrupt(error):
             raise
         detail = "".join(traceback.format_tb(error.__traceback__, limit=-SHOWN_FRAMES))
-        fault = EnvironmentFault(f"{what} raised {told(error)}", "error", detail)
+        fault = EnvironmentFault(f"{what} raised {format_error(error)}", "error", detail)
     # What led to the fault would keep the environment's values in memory, as long as somebody keeps it.
     fault.__cause__ = fault.__context__ = None
     raise fault
@@ -272,7 +276,7 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def with_opening(prompt: PromptText, opening: Opening) -> PromptText:
+def with_opening(prompt: PromptText, opening: InitialObservation) -> PromptText:
     """The prompt of an episode: the row's prompt with what `reset` returned.
 
     Messages follow it; a text is added to the content of its last message. Raises ValueError if the prompt is
@@ -287,7 +291,7 @@ def with_opening(prompt: PromptText, opening: Opening) -> PromptText:
     return (*messages, *opening)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An exception in one line: class, text and place, without secrets; a long text is left out whole."""
     text = ""
     with suppress(Exception):  # of the exception's own __str__

@@ -29,9 +29,9 @@ from quatrain.environments.environment import (
     Ended,
     EnvironmentFault,
     FaultKind,
-    Opening,
-    Turn,
-    faultless,
+    InitialObservation,
+    StepResult,
+    run_guarded,
 )
 from quatrain.environments.load_environment import Environments
 from quatrain.workers.threads import ClosedError, LoopThread, running_future
@@ -69,16 +69,16 @@ class InThreads:
         self._to_make: SimpleQueue[_Call | None] = SimpleQueue()
         self._num_idle = self._num_left = 0  # threads
 
-    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
+    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
         new = self._episodes[episode] = _Episode()
 
-        def work(call: _Call) -> Opening:
+        def work(call: _Call) -> InitialObservation:
             new.environment = self._environments()
             return new.environment.reset(columns)
 
         return self._submit(new, "reset", work)
 
-    def step(self, episode: int, completion: str) -> Future[Turn | None]:
+    def step(self, episode: int, completion: str) -> Future[StepResult | None]:
         known = self._episodes[episode]
         return self._submit(known, "step", lambda call: known.begun().step(completion))
 
@@ -155,7 +155,7 @@ class InThreads:
         while (call := self._to_make.get()) is not None:
             call.thread = threading.get_ident()
             try:
-                outcome = faultless(f"{self._environments.name}: {call.method}", partial(call.work, call))
+                outcome = run_guarded(f"{self._environments.name}: {call.method}", partial(call.work, call))
             except EnvironmentFault as fault:
                 outcome = fault.with_traceback(None)  # whose frames would keep the environment
             try:

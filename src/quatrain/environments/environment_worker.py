@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quatrain.environments.environment import EnvironmentFault, Turn, faultless, told
+from quatrain.environments.environment import EnvironmentFault, StepResult, format_error, run_guarded
 from quatrain.environments.environment_threads import InThreads
 from quatrain.environments.load_environment import load_environment, load_tools
 
@@ -28,7 +28,7 @@ def serve(connection: Connection, settings: Mapping[str, Any]) -> None:
     try:
         environments = load_environment(specs) if isinstance(specs, str) else load_tools(specs)
     except BaseException as error:  # of the user's module
-        text = str(error) if isinstance(error, ValueError) else told(error)
+        text = str(error) if isinstance(error, ValueError) else format_error(error)
         return connection.reply(number, kind="refused", detail=text)
     connection.reply(number, value={})
     calls = InThreads(environments, settings["timeout_s"], partial(connection.reply, None, hangs=True))
@@ -47,7 +47,7 @@ def _do(
     match operation:
         case "begin":
             try:
-                columns = faultless("copying the columns", partial(pickle.loads, argument))
+                columns = run_guarded("copying the columns", partial(pickle.loads, argument))
             except EnvironmentFault as fault:
                 return reply(value={"fault": fault.args})
             future: Future[Any] = calls.begin(episode, columns)
@@ -68,10 +68,10 @@ def _answer(reply: Callable[..., None], future: Future[Any]) -> None:
     if fault is not None:
         return reply(value={"fault": fault.args})
     value = future.result()
-    value = [value.messages, value.reward, value.done] if isinstance(value, Turn) else value
+    value = [value.messages, value.reward, value.done] if isinstance(value, StepResult) else value
     try:
         reply(value={"value": value})
     except (TypeError, ValueError, RecursionError) as error:
-        text = f"an environment in a worker must return what JSON can have: {told(error)}; correct it"
+        text = f"an environment in a worker must return what JSON can have: {format_error(error)}; correct it"
         reply(value={"fault": (text, "invalid", "")})
     return None

@@ -15,7 +15,14 @@ from functools import partial
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.environments.environment import CLOSED, Ended, EnvironmentFault, FaultKind, Opening, Turn
+from quatrain.environments.environment import (
+    CLOSED,
+    Ended,
+    EnvironmentFault,
+    FaultKind,
+    InitialObservation,
+    StepResult,
+)
 from quatrain.workers.pool import Failure, Kind, kill_all
 from quatrain.workers.process import GRACE_S, WorkerProcess, log_output, not_started, pickled
 from quatrain.workers.threads import ClosedError, LoopThread, running_future
@@ -61,10 +68,10 @@ class InWorkers:
         self._homes: dict[int, _Host] = {}  # of the episodes
         self._thread = LoopThread("quatrain-environments", CLOSED, self._end_hosts)
 
-    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[Opening]:
+    def begin(self, episode: int, columns: Mapping[str, Any]) -> Future[InitialObservation]:
         return self._ask("begin", episode, pickled(columns, "environments in worker processes"))
 
-    def step(self, episode: int, completion: str) -> Future[Turn | None]:
+    def step(self, episode: int, completion: str) -> Future[StepResult | None]:
         return self._ask("step", episode, completion)
 
     def end(self, episode: int) -> Future[Ended]:
@@ -164,6 +171,6 @@ class _Host:
 _FAULTS: Mapping[Kind, FaultKind] = {"timeout": "timeout", "refused": "error"}
 _VALUES = {
     "begin": lambda value: tuple(value) if isinstance(value, list) else value,
-    "step": lambda value: None if value is None else Turn(tuple(value[0]), value[1], value[2]),
+    "step": lambda value: None if value is None else StepResult(tuple(value[0]), value[1], value[2]),
     "end": lambda value: Ended(*value),
 }

@@ -27,13 +27,13 @@ import numpy as np
 from quatrain.cluster.processes import decided_by_main, is_main_process
 from quatrain.data.turns import TurnTemplate
 from quatrain.engine.groups import Group
-from quatrain.engine.session import Session, Tally, TurnEnd
+from quatrain.engine.session import EngineStats, Session, TurnEnd
 from quatrain.environments.environment import (
     Ended,
     EnvironmentCalls,
     EnvironmentFault,
-    Opening,
-    Turn,
+    InitialObservation,
+    StepResult,
     with_opening,
 )
 from quatrain.types.batches import Message, Prompt, PromptText
@@ -119,7 +119,7 @@ class Episode:
     """Of each turn that the environment answered."""
     final_reward: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    held: int | None = None
+    suspended: int | None = None
     """The ticket of the sample between two turns, if it may go on."""
     reason: str | None = None
     """Why it ends; None as long as it goes on."""
@@ -180,9 +180,9 @@ class EpisodeSession:
         return self._session.sampling
 
     @property
-    def tally(self) -> Tally:
+    def stats(self) -> EngineStats:
         """Totals so far; a completion is a whole episode."""
-        return replace(self._session.tally, completions=self._num_completed)
+        return replace(self._session.stats, completions=self._num_completed)
 
     @property
     def num_groups(self) -> int:
@@ -283,7 +283,7 @@ class EpisodeSession:
         ids = fault = None
         try:
             match future.result():
-                case Turn() as turn:
+                case StepResult() as turn:
                     value = list(turn.messages), turn.reward, turn.done
                     ids = self._suffix_ids(episode, turn)
                 case Ended() as ended:
@@ -294,20 +294,20 @@ class EpisodeSession:
             value, ids, fault = None, None, error.args
         return _Answer(episode.number, question, value, ids, fault)
 
-    def _opening_ids(self, episode: Episode, opening: Opening) -> list[int] | None:
+    def _opening_ids(self, episode: Episode, opening: InitialObservation) -> list[int] | None:
         """The tokens of the prompt with what `reset` returned; None without that, or if it is too long."""
         if opening is None or self._is_too_long(opening):
             return None
         return _checked(lambda: self._rules.turns.prompt(with_opening(episode.prompt.text, opening)))
 
-    def _suffix_ids(self, episode: Episode, turn: Turn) -> list[int] | None:
+    def _suffix_ids(self, episode: Episode, turn: StepResult) -> list[int] | None:
         """The tokens between this turn and the next; None if there is no next, or if there are too many."""
         last, messages = episode.completion.last_turn, turn.messages
-        if turn.done or episode.held is None or self._is_too_long(messages):
+        if turn.done or episode.suspended is None or self._is_too_long(messages):
             return None
         return _checked(lambda: self._rules.turns.suffix(episode.text, last, messages))
 
-    def _is_too_long(self, messages: Opening) -> bool:
+    def _is_too_long(self, messages: InitialObservation) -> bool:
         """Whether text cannot fit, so that encoding it, while nothing is decoded, would be in vain."""
         texts = [messages] if isinstance(messages, str) else [str(m["content"]) for m in messages or ()]
         return sum(map(len, texts)) > self._rules.most_characters
@@ -321,7 +321,7 @@ class EpisodeSession:
             if answer.question == "begin":
                 self._open(episode, value, answer.ids)
             elif answer.question == "step":
-                self._answered(episode, None if value is None else Turn(*value), answer.ids)
+                self._answered(episode, None if value is None else StepResult(*value), answer.ids)
             else:
                 episode.final_reward, counts = value
                 episode.counts.update(counts)
@@ -329,7 +329,7 @@ class EpisodeSession:
         except EnvironmentFault as fault:
             self._fail(episode, fault)
 
-    def _open(self, episode: Episode, opening: Opening, ids: Sequence[int] | None) -> None:
+    def _open(self, episode: Episode, opening: InitialObservation, ids: Sequence[int] | None) -> None:
         """The environment's `reset` has returned: the first turn can begin; its prompt is `ids` if given."""
         rules, before = self._rules, len(episode.prompt.input_ids)
         size = before if ids is None else len(ids)
@@ -371,7 +371,7 @@ class EpisodeSession:
     def _end_turn(self, end: TurnEnd) -> None:
         """A turn of the policy has ended: the environment answers it, unless it was cut."""
         episode = self._turns.pop((end.ticket, end.sample))
-        episode.held = end.held
+        episode.suspended = end.suspended
         text = self._rules.tokenizer.decode(end.completion.last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
         if end.completion.finish_reason == "length":
@@ -379,7 +379,7 @@ class EpisodeSession:
         else:
             self._ask(episode, "step", text)
 
-    def _answered(self, episode: Episode, turn: Turn | None, suffix: Sequence[int] | None) -> None:
+    def _answered(self, episode: Episode, turn: StepResult | None, suffix: Sequence[int] | None) -> None:
         """The environment has answered a turn: the next begins after `suffix`, or the episode ends."""
         if turn is None:
             return self._end(episode, "stop")
@@ -389,16 +389,16 @@ class EpisodeSession:
             return self._end(episode, "environment")
         if len(episode.completion.turns) >= self._rules.max_turns:
             return self._end(episode, "turns")
-        if episode.held is None or suffix is None:
+        if episode.suspended is None or suffix is None:
             return self._end(episode, "length")
         completion, rules = episode.completion, self._rules
         room = rules.max_tokens - len(episode.input_ids) - len(completion.tokens) - len(suffix)
         if episode.num_written + len(suffix) > rules.max_environment_tokens or room < 1:
             return self._end(episode, "length")
         limit = min(self.sampling.max_new_tokens, completion.num_sampled + room)
-        self._session.resume(episode.held, suffix, limit)
-        self._turns[episode.held, 0] = episode
-        episode.held = None
+        self._session.resume(episode.suspended, suffix, limit)
+        self._turns[episode.suspended, 0] = episode
+        episode.suspended = None
 
     def _end(self, episode: Episode, reason: str) -> None:
         """The episode ends; its environment gives its last reward."""
@@ -416,9 +416,9 @@ class EpisodeSession:
         self._finish(episode)
 
     def _drop(self, episode: Episode) -> None:
-        if episode.held is not None:
-            self._session.drop(episode.held)
-            episode.held = None
+        if episode.suspended is not None:
+            self._session.drop(episode.suspended)
+            episode.suspended = None
 
     def _finish(self, episode: Episode) -> None:
         episode.finished = True

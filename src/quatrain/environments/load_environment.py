@@ -16,7 +16,12 @@ from types import MethodType
 from typing import Any
 
 from quatrain.config.errors import listed
-from quatrain.environments.environment import CheckedEnvironment, Opening, faultless, told
+from quatrain.environments.environment import (
+    CheckedEnvironment,
+    InitialObservation,
+    format_error,
+    run_guarded,
+)
 from quatrain.environments.tools import Tool, Tools
 from quatrain.workers.user_code import find_function, parameters_of
 
@@ -41,7 +46,7 @@ class Environments:
 
     def __call__(self) -> CheckedEnvironment:
         """A new environment; raises EnvironmentFault if it cannot be made."""
-        environment = faultless(f"{self.name}: making it", self.make)
+        environment = run_guarded(f"{self.name}: making it", self.make)
         return CheckedEnvironment(self.name, environment, self.accepts)
 
     @property
@@ -71,7 +76,7 @@ def load_environment(spec: str | Callable[[], Any]) -> Environments:
         try:
             made = found()
         except (Exception, SystemExit) as error:
-            raise ValueError(f"{name} must make an environment; it raised {told(error)}") from error
+            raise ValueError(f"{name} must make an environment; it raised {format_error(error)}") from error
         CheckedEnvironment(name, made).close()
     form: Any = found if inspect.isclass(found) else type(made)
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -117,7 +122,7 @@ class ToolMethods:
         self.counts = self._tools.counts
 
         self.step = self._tools.step
-        self.reset: Callable[..., Opening] = getattr(made, "reset", lambda **columns: None)
+        self.reset: Callable[..., InitialObservation] = getattr(made, "reset", lambda **columns: None)
         self.close: Callable[[], None] = getattr(made, "close", lambda: None)
 
     def get_reward(self) -> Any:
@@ -160,8 +165,8 @@ def _methods(name: str, form: type) -> tuple[Tool, ...]:
     ]
     if not methods:
         raise ValueError(
-            f"{name} must have a method `step(completion)` that returns a quatrain.Turn, or public methods "
-            "that the model can call as tools; it has neither; add one"
+            f"{name} must have a method `step(completion)` that returns a quatrain.StepResult, or public "
+            "methods that the model can call as tools; it has neither; add one"
         )
     try:
         return tuple(

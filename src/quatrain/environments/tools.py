@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from quatrain.config.errors import listed, rule, shown
 from quatrain.data.turns import CALL_ID
-from quatrain.environments.environment import COUNTS, Turn, is_interrupt, told
+from quatrain.environments.environment import COUNTS, StepResult, format_error, is_interrupt
 from quatrain.environments.tool_calls import ToolCall, tool_calls
 from quatrain.workers.user_code import VARIADIC
 
@@ -118,10 +118,10 @@ class Tools:
     def reset(self, **columns: Any) -> None:
         """Begins an episode; the prompt is as it is in the data."""
 
-    def step(self, completion: str) -> Turn | None:
+    def step(self, completion: str) -> StepResult | None:
         """The results of the calls in a completion, as messages; None if there is no call."""
         calls = tool_calls(completion)
-        return Turn([self._message(call) for call in calls]) if calls else None
+        return StepResult([self._message(call) for call in calls]) if calls else None
 
     def close(self) -> None:
         """Ends the episode."""
@@ -156,7 +156,7 @@ class Tools:
             if is_interrupt(error):
                 raise
             self.counts["tool_errors"] += 1
-            return f"Error: {told(error)}"
+            return f"Error: {format_error(error)}"
 
 
 def _text(result: Any) -> str:

@@ -1,11 +1,11 @@
 """One micro-batch as arrays of static shape on the devices.
 
-Data flow: `Cut` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `specs`.
+Data flow: `MicroBatchPlan` and the `TokenTable` it was made of -> `fill` -> `MicroBatch` -> `specs`.
 
-A micro-batch has R buffers of T positions (`cuts.py`). Where prompts are shared, the sequences of a group are
-neighbours in a buffer, which holds their shared prompt once; a common prefix of all sequences is at the start
-of each buffer, once. Scored tokens are listed per buffer in K = T entries: unused entries cost nothing, and
-with K = T there is one array shape less to compile for.
+A micro-batch has R buffers of T positions (`planner.py`). Where prompts are shared, the sequences of a group
+are neighbours in a buffer, which holds their shared prompt once; a common prefix of all sequences is at the
+start of each buffer, once. Scored tokens are listed per buffer in K = T entries: unused entries cost nothing,
+and with K = T there is one array shape less to compile for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from quatrain.forward.cuts import Cut, Cutting, Segment
+from quatrain.forward.planner import MicroBatchPlan, MicroBatchPlanner, Segment
 from quatrain.forward.table import TokenTable
 from quatrain.models.attention.unpacking import Unpacking, unpacking
 from quatrain.models.layers import BRANCHES_PER_GROUP
-from quatrain.parallel.mesh import data_sharding, place
+from quatrain.parallel.mesh import data_sharding, device_put
 
 INTEGERS = "input_ids", "positions", "segment_ids", "branch_ids", "predictors", "targets", "sequence_ids"
 
@@ -61,7 +61,7 @@ class MicroBatch:
     """Segments may have branches."""
 
 
-def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
+def fill(cut: MicroBatchPlan, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> MicroBatch:
     """The micro-batch of `cut`, made of rows of `table`; its buffers lie on the data shards of `mesh`.
 
     `unpack`: packed buffers come with their `layout`.
@@ -80,7 +80,7 @@ def fill(cut: Cut, table: TokenTable, mesh: Mesh, *, unpack: bool = False) -> Mi
         layout = unpacking(arrays["segment_ids"], arrays["branch_ids"])
     on_host = MicroBatch(**arrays, columns=columns, layout=layout, packed=cut.packed, shared=cut.shared)
     sharding = data_sharding(mesh)
-    return jax.tree.map(lambda x: place(x, sharding), on_host)
+    return jax.tree.map(lambda x: device_put(x, sharding), on_host)
 
 
 def _fill_buffer(
@@ -130,8 +130,8 @@ def _fill_buffer(
 
 
 def micro_batches(
-    table: TokenTable, cutting: Cutting, mesh: Mesh, *, unpack: bool = False
+    table: TokenTable, planner: MicroBatchPlanner, mesh: Mesh, *, unpack: bool = False
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """For each cut of `table`: row numbers in the order of their scored tokens, and the micro-batch."""
-    for cut in cutting.cut(table):
+    for cut in planner.plans(table):
         yield cut.sequences, fill(cut, table, mesh, unpack=unpack)

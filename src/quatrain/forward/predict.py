@@ -1,7 +1,8 @@
 """The pass without gradient: a number for each token or sequence, in the order of the batch.
 
 Used by the update stage (log-probabilities of policy and reference, values of the critic) and by reward
-models. Data flow: `TokenTable` -> packed micro-batches (`cuts.py`, `micro_batch.py`) -> `ModelSpec.predict`.
+models. Data flow: `TokenTable` -> packed micro-batches (`planner.py`, `micro_batch.py`) ->
+`ModelSpec.predict`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import MicroBatch, micro_batches
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import CriticSpec, ModelSpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.axes import DATA_AXES, TP
@@ -42,14 +43,16 @@ def _predict(params: Any, batch: MicroBatch, *, model: ModelSpec) -> tuple[jax.A
 _predict_program = jit_for_backend(_predict, static_argnames=("model",))
 
 
-def predict_tokens(params: Any, table: TokenTable, *, model: ModelSpec, cutting: Cutting) -> np.ndarray:
+def predict_tokens(
+    params: Any, table: TokenTable, *, model: ModelSpec, planner: MicroBatchPlanner
+) -> np.ndarray:
     """[B, T] float32: log-probability (of a policy) or value (of a critic) of every completion token.
 
     0 outside the completion mask. All processes of the mesh must call this together, and get the same bits.
     """
     result = np.zeros(table.completion_mask.shape, np.float32)
     table = replace(table, columns={})  # so that one program predicts for tables of any columns
-    for sequences, batch in micro_batches(table, cutting, model.mesh, unpack=model.unpacks):
+    for sequences, batch in micro_batches(table, planner, model.mesh, unpack=model.unpacks):
         with trim_after_compiling():
             outputs = _predict_program(model.backend)(params, batch, model=model)
             predicted, mask = (np.asarray(x) for x in outputs)
@@ -60,13 +63,13 @@ def predict_tokens(params: Any, table: TokenTable, *, model: ModelSpec, cutting:
 
 
 def sequence_scores(
-    params: Any, sequences: Sequence[Sequence[int]], *, model: CriticSpec, cutting: Cutting
+    params: Any, sequences: Sequence[Sequence[int]], *, model: CriticSpec, planner: MicroBatchPlanner
 ) -> np.ndarray:
     """[n] float32 scores of n sequences of token ids, as `predict_tokens` computes them.
 
     The score is that of the last token that is not the padding token of config.json, and of the first token
     if there is no other, as in transformers. Raises ValueError if a sequence has no token, or more than the
-    token budget of `cutting`.
+    token budget of `planner`.
     """
     lengths = np.array([len(ids) for ids in sequences], int)
     columns = np.arange(lengths.max(initial=0) + 1)  # the value of a last token stands in the column after it
@@ -76,4 +79,4 @@ def sequence_scores(
     kept = attention & (input_ids != model.arch.pad_token_id)
     scored = np.where(kept, columns, 0).max(axis=1, initial=0) + 1
     table = TokenTable(input_ids, attention, columns == scored[:, None], {})
-    return predict_tokens(params, table, model=model, cutting=cutting)[np.arange(len(lengths)), scored]
+    return predict_tokens(params, table, model=model, planner=planner)[np.arange(len(lengths)), scored]

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from quatrain.backend import Backend, this_backend
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import CriticConfig, LogprobConfig, UpdateConfig
-from quatrain.forward.cuts import Cutting
 from quatrain.forward.micro_batch import MicroBatch
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.models.attention import longest_buffer, unpacks
 from quatrain.models.attention.kernels import choose_attention
 from quatrain.models.decoder import forward, output_head, project, scores, vocabulary_axis
@@ -84,14 +84,14 @@ class ModelSpec(ABC):
         """Whether packed micro-batches need their `layout`."""
         return unpacks(self.kernel)
 
-    def cutting(
+    def planner(
         self, sizes: UpdateConfig | LogprobConfig | CriticConfig, *, share_prompts: bool = False
-    ) -> Cutting:
+    ) -> MicroBatchPlanner:
         """How tables are cut into micro-batches of `sizes` for this model and its devices.
 
         Prompts are shared only where `sizes` has a token budget.
         """
-        return Cutting(
+        return MicroBatchPlanner(
             sizes.micro_batch_size,
             sizes.max_tokens_per_device,
             num_shards=self.mesh_shape.num_data_shards,

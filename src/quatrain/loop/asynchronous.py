@@ -24,7 +24,7 @@ from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.stages import Stages
 from quatrain.loop.step import collect
 from quatrain.run.metrics import StageTimer
-from quatrain.types.batches import Prompt, PromptPlace, RewardedBatch, RolloutBatch
+from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch, RolloutBatch
 from quatrain.types.metrics import Metric
 from quatrain.update.learner import TrainState
 
@@ -42,7 +42,7 @@ class TrainBatch:
     """The batch of a training step, and where the next step begins in the stream of prompts."""
 
     rewarded: RewardedBatch
-    place: PromptPlace
+    position: PromptPosition
     seconds: Mapping[str, float]
     """Seconds of each stage that the batch went through, and of waiting, by the name in `time/<name>_s`."""
     began: float
@@ -84,7 +84,7 @@ class AsyncRollouts:
         self._on_stage = on_stage
         self._service = EngineService(stages.rollout, name="quatrain-rollout") if max_staleness else None
         self._batches: deque[Future[TrainBatch]] = deque()
-        self._place = PromptPlace()
+        self._position = PromptPosition()
         self._next_step = 0
         self._idle_since: float | None = None
         self._latest: tuple[Any, int] | None = None
@@ -97,7 +97,7 @@ class AsyncRollouts:
         """
         step = state.train_step
         if not self._batches:
-            self._place = state.place
+            self._position = state.position
         elif step != self._next_step:
             raise ValueError(
                 f"batches are taken in the order of steps: the next is {self._next_step}, got {step}"
@@ -113,7 +113,7 @@ class AsyncRollouts:
         if not self._max_staleness:
             return batch
         now = time.perf_counter()
-        waited = {"place_weights": copied - began, "wait_rollout": now - copied, "lead": now - batch.began}
+        waited = {"copy_weights": copied - began, "wait_rollout": now - copied, "lead": now - batch.began}
         aged = {**batch.rewarded.metrics, **staleness(batch.rewarded.rollouts, state.step)}
         rewarded = replace(batch.rewarded, metrics=aged)
         return replace(batch, rewarded=rewarded, seconds={**batch.seconds, **waited})
@@ -127,10 +127,10 @@ class AsyncRollouts:
         self._latest = weights, version
         self._stages.rollout.sync_weights(weights, version)
         for step in steps:
-            prompts, self._place = self._sampler.next(self._place)
+            prompts, self._position = self._sampler.next(self._position)
             ticket = self._stages.rollout.submit(prompts, step=step)
             began = time.perf_counter()
-            job = partial(self._finish, step, prompts, ticket, self._place, began)
+            job = partial(self._finish, step, prompts, ticket, self._position, began)
             self._batches.append(self._run(job))
 
     def run(self, job: Callable[[], T]) -> T:
@@ -164,7 +164,7 @@ class AsyncRollouts:
 
     def _weights(self, params: Any) -> Any:
         """The rollout's weights; with a staleness they are copies, because training takes over `params`."""
-        return self._stages.rollout.place(params) if self._max_staleness else params
+        return self._stages.rollout.copy_weights(params) if self._max_staleness else params
 
     def _sample(self, step: int, weights: Any, version: int) -> TrainBatch:
         """The batch of training step number `step`, with `weights` of `version`."""
@@ -177,25 +177,25 @@ class AsyncRollouts:
 
         with self._timed(timer, "rollout"):
             self._stages.rollout.sync_weights(weights, version)
-        rewarded, self._place = self._sampler.take(self._place, sample)
+        rewarded, self._position = self._sampler.take(self._position, sample)
         self._release()
         self._idle()
         seconds = {stage: timer.seconds(stage) for stage in ("rollout", "reward")}
         if self._max_staleness:
             seconds["wait_weights"] = waited
-        return TrainBatch(rewarded, self._place, seconds, began)
+        return TrainBatch(rewarded, self._position, seconds, began)
 
     def _finish(
-        self, step: int, prompts: Sequence[Prompt], ticket: Any, place: PromptPlace, began: float
+        self, step: int, prompts: Sequence[Prompt], ticket: Any, position: PromptPosition, began: float
     ) -> TrainBatch:
-        """The batch in flight for `ticket` since `began`; the step after it begins at `place`."""
+        """The batch in flight for `ticket` since `began`; the step after it begins at `position`."""
         timer = StageTimer()
         timed = partial(self._timed, timer)
         rewarded = collect(self._stages, prompts, step=step, ticket=ticket, timed=timed)
         scored = timer.seconds("reward")
         in_flight = time.perf_counter() - began - scored
         self._idle()
-        return TrainBatch(rewarded, place, {"rollout": in_flight, "reward": scored}, began)
+        return TrainBatch(rewarded, position, {"rollout": in_flight, "reward": scored}, began)
 
     @contextmanager
     def _timed(self, timer: StageTimer, stage: str) -> Iterator[None]:

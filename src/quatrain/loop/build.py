@@ -38,10 +38,10 @@ from quatrain.models.lora import merged, with_adapters, with_lora
 from quatrain.parallel.mesh import make_mesh, role_mesh, to_memory
 from quatrain.reward.model import load_reward_models
 from quatrain.reward.scorer import RewardScorer
-from quatrain.rollout.crew import WorkerFactory
 from quatrain.rollout.engine_worker import EngineWorker, weights_reader
 from quatrain.rollout.fleet import Fleet
 from quatrain.rollout.publish import Folder, InMemory, Publisher
+from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.types.batches import brief
 from quatrain.types.rollouts import OnProgress, Rollouts, Sampling
 from quatrain.weights.load import BUILTIN, Model, load_model
@@ -219,7 +219,7 @@ def _load_critic(
     if not config.critic.enabled:
         return None, None
     if path is None:
-        return replace(policy, head="score"), None
+        return replace(policy, head="value_head"), None
     try:
         own = tokenizer if path.startswith(BUILTIN) else load_tokenizer(path)
     except ValueError as error:
@@ -236,7 +236,7 @@ def _load_critic(
         seed=config.seed,
         vocab_size=len(tokenizer),
         mesh=meshes.critic,
-        head="score",
+        head="value_head",
         weights=weights,
     )
     longest = min(longest_sequence(config), policy.max_position)
@@ -375,11 +375,11 @@ def local_engine(
     *,
     on_progress: OnProgress | None = None,
     usual_prompt: int = 1,
-    own_sampling: bool = False,
+    per_request_sampling: bool = False,
 ) -> RolloutEngine:
     """The rollout engine on devices of this run, with the parameters of `build_engine`.
 
-    With `own_sampling`, each sequence has a sampling of its own.
+    With `per_request_sampling`, each sequence has a sampling of its own.
     """
     return RolloutEngine(
         loaded.arch,
@@ -393,7 +393,7 @@ def local_engine(
         on_progress=on_progress,
         usual_prompt=usual_prompt,
         episodes=_episode_rules(config, loaded),
-        own_sampling=own_sampling,
+        per_request_sampling=per_request_sampling,
     )
 
 

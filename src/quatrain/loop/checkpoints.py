@@ -24,7 +24,7 @@ from quatrain.models.lora import trained_part, with_trained
 from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed
 from quatrain.run.run_dir import RunDir
 from quatrain.run.saved_state import check_saved_state
-from quatrain.types.batches import PromptPlace
+from quatrain.types.batches import PromptPosition
 from quatrain.update.learner import TrainState
 from quatrain.update.trainer import ModelState
 
@@ -155,7 +155,7 @@ class Checkpoints:
             self._reference.restore(arrays.pop("reference"))
         critic = state.critic and replace(state.critic, **arrays.pop("critic"), **host["critic"])
         counters = {name: host[name] for name in ("step", "bad_steps", "train_step", "reward_kl_coef")}
-        return replace(state, **arrays, critic=critic, place=PromptPlace(**host["place"]), **counters)
+        return replace(state, **arrays, critic=critic, position=PromptPosition(**host["place"]), **counters)
 
     def _arrays(self, state: TrainState) -> dict[str, Any]:
         """The arrays of a checkpoint: what is trained, not a frozen base."""
@@ -169,7 +169,7 @@ class Checkpoints:
         return {
             **_counts(state),
             "train_step": state.train_step,
-            "place": asdict(state.place),
+            "place": asdict(state.position),
             "reward_kl_coef": state.reward_kl_coef,
             "critic": None if state.critic is None else _counts(state.critic),
             **self._identity,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from quatrain.data.prompts import PromptSource
-from quatrain.types.batches import Prompt, PromptPlace, RewardedBatch
+from quatrain.types.batches import Prompt, PromptPosition, RewardedBatch
 from quatrain.types.join import join_groups
 from quatrain.types.metrics import Metric
 
@@ -49,22 +49,22 @@ class PromptSampler:
     def __init__(self, prompts: PromptSource, *, batch_size: int, rounds: int):
         self._prompts, self._batch_size, self._rounds = prompts, batch_size, rounds
 
-    def next(self, place: PromptPlace) -> tuple[list[Prompt], PromptPlace]:
-        """The prompts of the step that begins at `place`, without dynamic sampling, and the next place."""
-        end = place.next_prompt + self._batch_size
-        return self._prompts.take(place.next_prompt, self._batch_size), PromptPlace(end)
+    def next(self, position: PromptPosition) -> tuple[list[Prompt], PromptPosition]:
+        """The prompts of the step at `position`, without dynamic sampling, and the next position."""
+        end = position.next_prompt + self._batch_size
+        return self._prompts.take(position.next_prompt, self._batch_size), PromptPosition(end)
 
-    def take(self, place: PromptPlace, sample: Sample) -> tuple[RewardedBatch, PromptPlace]:
-        """The rewarded batch of the training step that begins at `place`, and where the next one begins.
+    def take(self, position: PromptPosition, sample: Sample) -> tuple[RewardedBatch, PromptPosition]:
+        """The rewarded batch of the training step that begins at `position`, and where the next one begins.
 
         Raises NoSignal in the fifth step in a row in which dynamic sampling finds no group with signal.
         """
-        first, wanted = place.next_prompt, self._batch_size
+        first, wanted = position.next_prompt, self._batch_size
         if self._rounds == 1:
-            prompts, place = self.next(place)
-            return sample(prompts), place
+            prompts, position = self.next(position)
+            return sample(prompts), position
         parts, signal, end = self._drawn(first, sample)
-        without = 0 if signal else place.steps_without_signal + 1
+        without = 0 if signal else position.steps_without_signal + 1
         if without == STEPS_WITHOUT_SIGNAL:
             raise NoSignal(len(parts), end - first)
         used = signal[:wanted]
@@ -79,7 +79,7 @@ class PromptSampler:
         }
         batch = join_groups(parts, sorted(used + fill))
         counted = {f"dynamic_sampling/{name}": Metric(n, reduction="sum") for name, n in counts.items()}
-        return replace(batch, metrics={**batch.metrics, **counted}), PromptPlace(next_prompt, without)
+        return replace(batch, metrics={**batch.metrics, **counted}), PromptPosition(next_prompt, without)
 
     def _drawn(self, first: int, sample: Sample) -> tuple[list[RewardedBatch], list[int], int]:
         """The batch of each round, the groups with signal, and the position after the last prompt drawn."""

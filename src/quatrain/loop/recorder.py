@@ -89,7 +89,7 @@ class Recorder:
             self.progress.beside(f"rollout: {decoding}")
         else:
             self.progress.detail(str(decoding))
-        self._stop.border()
+        self._stop.safe_point()
 
     def log(self, step: int, metrics: Metrics | None = None) -> None:
         """Writes metrics of `step`, and the seconds of the stages since the last call; the page is due."""

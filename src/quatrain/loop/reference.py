@@ -15,7 +15,7 @@ from quatrain.config.schema import Config
 from quatrain.loop.build import LoadedPolicy
 from quatrain.models.lora import trained_part, with_trained, without_adapters
 from quatrain.models.params import abstract_params
-from quatrain.parallel.mesh import to_memory, unshared
+from quatrain.parallel.mesh import copy_if_aliased, to_memory
 from quatrain.run.checkpoint import Checkpointer
 from quatrain.update.learner import Learner, TrainState
 from quatrain.update.reference import followed
@@ -48,7 +48,7 @@ class Reference:
             if not self.in_checkpoints:
                 return without_adapters(params)
             adapters = trained_part(params, arch)
-            copies = jax.tree.map(unshared, to_memory("device", adapters), adapters)
+            copies = jax.tree.map(copy_if_aliased, to_memory("device", adapters), adapters)
             return with_trained(params, copies, arch)
         like = abstract_params(arch, self._config.model.param_dtype, self._mesh)
         with closing(Checkpointer(self._folder)) as store:

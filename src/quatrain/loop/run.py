@@ -242,7 +242,7 @@ class Run:
         engine.sync_weights(state.params, state.step)
         tickets = [engine.submit(prompts, sampling=sampling, worker=each) for each in range(len(servers))]
         for server, ticket in zip(servers, tickets, strict=True):
-            gap = self.stages.update.sampler_gap(state, engine.wait(ticket))
+            gap = self.stages.update.sampler_mismatch(state, engine.wait(ticket))
             if not gap <= SERVER_TOLERANCE * limit:
                 raise ValueError(
                     "a server (rollout.servers) and the trainer must agree in log-probabilities of sampled "
@@ -269,7 +269,7 @@ class Run:
         recorder.progress.phase("warm start", total=steps)
 
         def on_step(step: int, metrics: Metrics) -> None:
-            self.stop.border()
+            self.stop.safe_point()
             recorder.progress.step(step)
             metrics = {**metrics, **peak_memory()}
             if log_every_step:

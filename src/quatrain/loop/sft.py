@@ -41,7 +41,7 @@ def warm_start(
     learner = SupervisedLearner(
         policy,
         config.sft,
-        policy.cutting(config.update),
+        policy.planner(config.update),
         seed=config.seed,
         optimizer=config.optimizer,
         optimizer_memory="host" if config.offload.optimizer else "device",

@@ -49,9 +49,9 @@ def learn(
     comes first. Takes over the parameters of `state`.
     """
     advantage, update = stages.advantage, stages.update
-    if update.scores_tokens:
+    if update.needs_logprobs_and_values:
         with timed("token_scores"):
-            rewarded = update.score_tokens(state, rewarded)
+            rewarded = update.compute_logprobs_and_values(state, rewarded)
     with timed("advantage"):
         advantaged = advantage.estimate(rewarded)
     with timed("update"):

@@ -67,7 +67,7 @@ def _train(run: Run, state: TrainState) -> TrainState:
                     batch = run.batches.take(state)
                 recorder.took(batch)
                 state, advantaged = learn(run.stages, state, batch.rewarded, timed=recorder.timed)
-                state = replace(state, place=batch.place)
+                state = replace(state, position=batch.position)
             run.reference.move_when_due(state)
             recorder.record(state.train_step, state.metrics, advantaged, evaluations.accuracy)
             evaluations.when_due(state)
@@ -132,7 +132,7 @@ def _device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def supervise(resolved: Resolved) -> Summary:
+def train_sft(resolved: Resolved) -> Summary:
     """`quatrain sft`: only the supervised warm start, with evaluation before and after, and export.
 
     Raises ValueError for invalid input, including `sft.steps` 0 and keys that need training steps.

@@ -13,7 +13,7 @@ from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
 from quatrain.models.spec import ParamSpec, TensorName
 
-Head = Literal["vocabulary", "score"]
+Head = Literal["lm_head", "value_head"]
 
 _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -91,7 +91,7 @@ class Architecture:
     max_position: int
     """In tokens."""
     norm: Norm
-    head: Head = "vocabulary"
+    head: Head = "lm_head"
     """What a hidden state becomes: logits of the vocabulary, or one number (critics, reward models)."""
     tie_embeddings: bool = False
     """Whether the output head of the vocabulary is the embedding matrix."""

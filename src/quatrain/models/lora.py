@@ -21,7 +21,7 @@ from quatrain.models.architecture import Architecture, LoRA
 from quatrain.models.params import Params, draw_params, param_specs, partition
 from quatrain.models.spec import LORA_A, LORA_B, TensorName
 from quatrain.ops.rounding import random_bits, stochastic_bfloat16
-from quatrain.parallel.mesh import mesh_shape, one_device, to_memory, unshared
+from quatrain.parallel.mesh import copy_if_aliased, mesh_shape, one_device, to_memory
 
 STREAM = 0x10FA
 """Separates the random numbers of adapters from those of the base's parameters."""
@@ -113,16 +113,16 @@ def _is_adapter(name: str) -> bool:
     return name.endswith((LORA_A, LORA_B))
 
 
-def apart_from(placed: Params, params: Params) -> Params:
+def copies_if_aliased(placed: Params, params: Params) -> Params:
     """`placed`, which was made of `params`, without buffers of those arrays of `params` that are trained.
 
     A training step may then donate them. A base under adapters is never donated, so it is not copied.
     """
     if not has_adapters(params):
-        return jax.tree.map(unshared, placed, params)
+        return jax.tree.map(copy_if_aliased, placed, params)
     if not has_adapters(placed):
         return placed  # merged with its adapters, which are none of its arrays
-    copied = jax.tree.map(unshared, adapters_of(placed), adapters_of(params))
+    copied = jax.tree.map(copy_if_aliased, adapters_of(placed), adapters_of(params))
     layers = zip(placed["layers"], copied["layers"], strict=True)
     return {**placed, "layers": [layer | adapters for layer, adapters in layers]}
 

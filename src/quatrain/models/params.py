@@ -20,7 +20,7 @@ from quatrain.config.mesh import MeshShape
 from quatrain.models.architecture import Architecture
 from quatrain.models.spec import ParamSpec, TensorName
 from quatrain.parallel.axes import partition_spec
-from quatrain.parallel.mesh import mesh_shape, one_device, place, shardings
+from quatrain.parallel.mesh import device_put, mesh_shape, one_device, shardings
 
 Params = dict[str, Any]
 """{"embed": [V, D], "layers": [one dict per layer], "final_norm": [D], and the output head}.
@@ -54,13 +54,13 @@ def param_specs(arch: Architecture) -> Params:
         "final_norm": arch.norm.spec(d),
     }
     score = ParamSpec((1, d), ("norm", "norm"), "constant", 0.0)
-    specs[output_head_name(arch)] = score if arch.head == "score" else specs["embed"]
+    specs[output_head_name(arch)] = score if arch.head == "value_head" else specs["embed"]
     return specs
 
 
 def output_head_name(arch: Architecture) -> str:
     """The name of the output head's parameter: `score`, `embed` if the embeddings are tied, or `lm_head`."""
-    if arch.head == "score":
+    if arch.head == "value_head":
         return "score"
     return "embed" if arch.tie_embeddings else "lm_head"
 
@@ -162,7 +162,7 @@ def assemble(
         parameter = _aligned(leaf_at(params, path).shape, jnp.dtype(dtype))
         for name in parts[path]:
             read(name, parameter)
-        placed = jax.block_until_ready(place(parameter, leaf_at(places, path)))
+        placed = jax.block_until_ready(device_put(parameter, leaf_at(places, path)))
         leaf_at(params, path[:-1])[path[-1]] = placed
     return params
 

@@ -79,7 +79,7 @@ def useful_common_prefix(sequences: np.ndarray, lengths: np.ndarray) -> int:
     return tokens if tokens >= LEAST_COMMON_PREFIX else 0
 
 
-def width_ladder(max_tokens: int) -> tuple[int, ...]:
+def width_buckets(max_tokens: int) -> tuple[int, ...]:
     """The widths a buffer may have, ascending: three an octave, from an eighteenth of `max_tokens` on."""
     return _rungs(max_tokens, [16, 13, *(sixteenths / 2**k for k in range(4) for sixteenths in OCTAVE)])
 
@@ -131,7 +131,7 @@ def plan_packing(
     cost = PackingCost(cost.linear + 2 * shared_prefix * cost.quadratic, cost.quadratic)
     single, several = (
         tuple(width - shared_prefix for width in widths if width > shared_prefix)
-        for widths in (width_ladder(max_tokens), _rungs(max_tokens, SEVERAL))
+        for widths in (width_buckets(max_tokens), _rungs(max_tokens, SEVERAL))
     )
     micro_batches = _micro_batches(_Pool(units), single, several, num_shards, cost)
     rungs = single if len(micro_batches) == 1 else several

@@ -60,7 +60,7 @@ def data_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def device_put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`array` on devices with `sharding`; every process passes the same array and stores its own shards."""
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
@@ -82,7 +82,7 @@ def reshard(arrays: Any, places: Any) -> Any:
     return jax.tree.map(_reshard, arrays, places)
 
 
-def unshared(placed: jax.Array, source: jax.Array) -> jax.Array:
+def copy_if_aliased(placed: jax.Array, source: jax.Array) -> jax.Array:
     """`placed`, which was made of `source`, copied if it may be the buffer of `source`."""
     alike = placed.dtype == source.dtype and placed.sharding.is_equivalent_to(source.sharding, source.ndim)
     return jnp.copy(placed) if alike else placed

@@ -100,7 +100,7 @@ def activations(
     table = n.vocabulary * n.hidden
     trained_table = 0 if arch.lora else table
     head = tokens * 5 * n.hidden * b
-    if arch.head == "vocabulary":
+    if arch.head == "lm_head":
         logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
         whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
         head += 3 * FLOAT32 * logits + whole_head

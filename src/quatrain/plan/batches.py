@@ -203,7 +203,7 @@ def _logprob_rows(config: Config, shards: int) -> Iterator[Row]:
         why += f", {steps} optimizer step{'s' if steps > 1 else ''}"
     why += f"; update.kl_coef is {update.kl_coef:g}"
     why += f"; reward.kl_coef is {reward_coef:g}" if reward_coef > 0 else ""
-    yield Row("logprob_sweeps", old + reference, "sweeps", why)
+    yield Row("logprob_passes", old + reference, "sweeps", why)
     yield from _stage_rows(config, "logprob.", config.logprob, "P x G", _whole(config), shards)
 
 
@@ -355,7 +355,7 @@ def overview(result: BatchPlan) -> list[str]:
         f"{some(f'sequences_per_{sampler}', 'sequence')}",
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
         f"{some('mini_batch_sequences', 'sequence')}, in {micro_batches('micro_batches_per_optimizer_step')}",
-        f"log-probabilities before it: {some('logprob_sweeps', 'sweep')} of the batch, in "
+        f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch, in "
         f"{micro_batches('logprob_forward_passes', 'logprob_')}",
         "every number with its formula: plan.json, or quatrain plan",
     ]

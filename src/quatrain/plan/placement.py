@@ -29,7 +29,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.kv_cache import bytes_per_column
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
-from quatrain.ops.ladder import power_of_two, round_up
+from quatrain.ops.shape_buckets import power_of_two, round_up
 from quatrain.plan.activations import OFF_BY, activations, elements_on_device, sum_on_device
 from quatrain.plan.device_memory import (
     CRITIC_PHASES,
@@ -190,7 +190,7 @@ class _Plan:
             vocab_size = arch.vocab_size if critic.path.startswith(BUILTIN) else None
             arch = load_architecture(critic.path, vocab_size=vocab_size)
         roles = replace(self.roles, train=self.roles.critic)
-        plan = replace(self, arch=replace(arch, head="score"), roles=roles)
+        plan = replace(self, arch=replace(arch, head="value_head"), roles=roles)
         parts = (
             *plan._policy(CRITIC_PHASES if host else None),
             plan._optimizer_state(self.config.critic_optimizer, host, "critic_optimizer_step"),
@@ -205,7 +205,7 @@ class _Plan:
         phases = () if host and not self.config.rollout.max_staleness else PHASES
         for number, (entry, path) in enumerate(self.config.reward.models.items(), 1):
             try:
-                arch = replace(classifier_architecture(path), head="score")
+                arch = replace(classifier_architecture(path), head="value_head")
                 size = replace(self, arch=arch)._weights(mesh, dtype)
             except ValueError as error:
                 raise ValueError(f"the reward model {entry} cannot be used: {error}") from error

@@ -20,7 +20,7 @@ from quatrain.engine.service import EngineService
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import with_trained
 from quatrain.models.params import partition
-from quatrain.parallel.mesh import mesh_shape, place, shardings
+from quatrain.parallel.mesh import device_put, mesh_shape, shardings
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, WorkerLost
 from quatrain.weights.hf import load_hf
 
@@ -115,10 +115,10 @@ def weights_reader(arch: Architecture, mesh: Mesh, base: Any = None) -> Callable
         if isinstance(weights, str):
             return load_hf(weights, mesh=mesh)[1]
         if base is None:
-            return jax.tree.map(place, weights, places)
+            return jax.tree.map(device_put, weights, places)
         names = [
             {name: places["layers"][i][name] for name in layer} for i, layer in enumerate(weights["layers"])
         ]
-        return with_trained(base, jax.tree.map(place, weights, {"layers": names}), arch)
+        return with_trained(base, jax.tree.map(device_put, weights, {"layers": names}), arch)
 
     return read

@@ -1,6 +1,6 @@
 """A fleet of rollout workers as one rollout engine: groups are given out, and put together in order.
 
-Data flow: list of `Prompt` -> `Fleet.submit` -> `GroupSpec`s in the table -> workers (`crew.py`) ->
+Data flow: list of `Prompt` -> `Fleet.submit` -> `GroupSpec`s in the table -> workers (`supervisor.py`) ->
 `FinishedGroup`s -> `Fleet.wait` -> `RolloutBatch`. Weights go the same way: `publish.py` stores each version
 once, and each worker loads it before it gets groups of it.
 
@@ -21,9 +21,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from quatrain.cluster.processes import decided_by_main, is_main_process
-from quatrain.rollout.crew import Crew, Weights, WorkerFactory, place_of
 from quatrain.rollout.group_table import GroupTable
 from quatrain.rollout.publish import Publisher, gathered
+from quatrain.rollout.supervisor import Weights, WorkerFactory, WorkerSupervisor, slot_name
 from quatrain.rollout.worker import GroupSpec, Worker
 from quatrain.types.batches import EPISODE_COLUMNS, Prompt, RolloutBatch
 from quatrain.types.metrics import Metric, combine
@@ -37,7 +37,7 @@ KEPT_VERSIONS = 2
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Parameters that `Fleet.place` gathered on the host of the main process; `seconds` that it took."""
+    """Parameters gathered on the host of the main process by `Fleet.copy_weights`; `seconds` it took."""
 
     tree: Any
     seconds: float
@@ -64,7 +64,7 @@ class Fleet:
     `prepare` makes of the parameters what is published, e.g. with adapters merged.
 
     `wait` and `generate` raise `WorkerRefused` if a worker cannot serve this run, `GroupFailed` if a group
-    failed too often, and `CrewLost` if there was no worker for `timeout_s`.
+    failed too often, and `WorkersLost` if there was no worker for `timeout_s`.
     """
 
     def __init__(
@@ -90,13 +90,15 @@ class Fleet:
         self._version: int | None = None
         self._sync_s = 0.0
         self._closed = False
-        self._crew = Crew(factories if is_main_process() else (), self._table, timeout_s=timeout_s)
-        self._reported = self._crew.counts()
+        self._supervisor = WorkerSupervisor(
+            factories if is_main_process() else (), self._table, timeout_s=timeout_s
+        )
+        self._reported = self._supervisor.counts()
 
     @property
     def workers(self) -> list[Worker]:
         """The workers that are alive; none in other processes than the main one."""
-        return self._crew.workers
+        return self._supervisor.workers
 
     def wait_for_start(self) -> None:
         """Returns when each worker has started.
@@ -106,16 +108,16 @@ class Fleet:
         """
 
         def started() -> bool:
-            with self._crew.changed:
-                while not self._crew.all_started():
+            with self._supervisor.changed:
+                while not self._supervisor.all_started():
                     if self._closed:
                         raise RuntimeError("the fleet was closed while its workers were starting")
-                    self._crew.changed.wait(LOOK_S)
+                    self._supervisor.changed.wait(LOOK_S)
             return True
 
         decided_by_main(started)
 
-    def place(self, params: Any) -> HostWeights:
+    def copy_weights(self, params: Any) -> HostWeights:
         """`params` gathered on the main process's host (`publish.gathered`), for `sync_weights`."""
         began = time.perf_counter()
         tree = gathered(params if self._prepare is None else self._prepare(params), self._dtype)
@@ -130,13 +132,13 @@ class Fleet:
         if version == self._version:
             self._sync_s = 0.0
             return
-        weights = params if isinstance(params, HostWeights) else self.place(params)
+        weights = params if isinstance(params, HostWeights) else self.copy_weights(params)
         if is_main_process():
             self._publish(weights, version)
         self._version = version
 
     def _publish(self, weights: HostWeights, version: int) -> None:
-        with self._crew.changed:
+        with self._supervisor.changed:
             if self._table.num_unfinished:
                 raise ValueError(
                     "a fleet's workers sample each group from one version of the weights; "
@@ -145,7 +147,7 @@ class Fleet:
         began = time.perf_counter()
         handle = self._publisher.publish(weights.tree, version)
         self._published.append(handle)
-        self._crew.set_weights(Weights(handle, version))
+        self._supervisor.set_weights(Weights(handle, version))
         while len(self._published) > KEPT_VERSIONS:
             self._publisher.discard(self._published.popleft())
         self._sync_s = weights.seconds + time.perf_counter() - began
@@ -187,12 +189,12 @@ class Fleet:
         """
         used = sampling or self.sampling
         numbers = tuple(next(self._numbers) for _ in prompts)
-        with self._crew.changed:
+        with self._supervisor.changed:
             if is_main_process():
                 pairs = zip(numbers, prompts, strict=True)
                 specs = [GroupSpec(number, prompt, step, used) for number, prompt in pairs]
-                self._table.add(specs, only=None if worker is None else place_of(worker))
-            self._crew.changed.notify_all()
+                self._table.add(specs, only=None if worker is None else slot_name(worker))
+            self._supervisor.changed.notify_all()
         return FleetTicket(numbers, tuple(prompts), used.n)
 
     def wait(self, ticket: FleetTicket) -> RolloutBatch:
@@ -221,39 +223,39 @@ class Fleet:
     def close(self) -> None:
         """Ends the workers, discards groups in flight and published weights. May be called again."""
         self._closed = True
-        self._crew.close()
+        self._supervisor.close()
         self._published.clear()
         self._publisher.close()
 
     def _results(self, ticket: FleetTicket) -> dict[str, Any]:
         """The samples of a ticket, once they have come, and metrics, as values that JSON has."""
         began, before = time.perf_counter(), self._reported
-        crew, table = self._crew, self._table
-        with crew.changed:
+        supervisor, table = self._supervisor, self._table
+        with supervisor.changed:
             if not table.holds(ticket.groups):
                 raise ValueError("a ticket can be waited for once; this one was; submit its prompts again")
             while not table.finished(ticket.groups):
                 if self._closed:
                     raise RuntimeError("the fleet was closed while groups were in flight")
-                crew.check()
+                supervisor.check()
                 if self._on_progress is not None:
                     done = [each for group in table.results(ticket.groups) for _, each in group.samples]
                     tokens = sum(completion.num_sampled for completion in done)
                     rate = tokens / max(time.perf_counter() - began, 1e-9)
                     total, in_use = len(ticket.prompts) * ticket.n, table.num_given * ticket.n
                     self._on_progress(RolloutProgress(len(done), total, rate, in_use))
-                crew.changed.wait(LOOK_S)
+                supervisor.changed.wait(LOOK_S)
             groups = table.take(ticket.groups)
-        self._reported = crew.counts()
+        self._reported = supervisor.counts()
         since = self._reported - before
         metrics = {
-            "fleet/alive": Metric(len(crew.workers)),
+            "fleet/alive": Metric(len(supervisor.workers)),
             "fleet/restarts": Metric(since.restarts, reduction="sum"),
-            "fleet/regiven_groups": Metric(since.regiven, reduction="sum"),
+            "fleet/retried_groups": Metric(since.retried, reduction="sum"),
             "fleet/stale_groups": Metric(since.stale, reduction="sum"),
-            "fleet/busy_fraction": Metric(since.busy_s, since.seconds * crew.num_workers),
+            "fleet/busy_fraction": Metric(since.busy_s, since.seconds * supervisor.num_workers),
             "time/weights_gather_s": Metric(self._sync_s),
-            "time/weights_load_s": Metric(crew.load_s, reduction="max"),
+            "time/weights_load_s": Metric(supervisor.load_s, reduction="max"),
         }
         return {
             "samples": [

@@ -1,6 +1,6 @@
 """Which groups wait, which worker has which, and which are finished: each group comes out exactly once.
 
-Used by `crew.py`. Pure bookkeeping, without threads, clocks or tokens.
+Used by `supervisor.py`. Pure bookkeeping, without threads, clocks or tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GroupTable:
     """
 
     def __init__(self, retries: int):
-        self.regiven = 0
+        self.retried = 0
         """Groups that had to be given out again, so far."""
         self._retries = retries
         self._entries: dict[int, _Entry] = {}
@@ -138,7 +138,7 @@ class GroupTable:
     def _fail(self, entry: _Entry, worker: str, why: str) -> None:
         entry.worker = None
         entry.failures += 1
-        self.regiven += 1
+        self.retried += 1
         if entry.failures > self._retries:
             spec, text = entry.spec, entry.spec.prompt.text
             end = (text if isinstance(text, str) else str(text[-1].get("content")))[-SHOWN_CHARS:]

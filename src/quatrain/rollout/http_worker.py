@@ -21,7 +21,6 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 
-from quatrain.rollout.crew import WorkerFactory, in_thread
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,
@@ -32,6 +31,7 @@ from quatrain.rollout.server_kinds import (
     kind_of,
     shortened,
 )
+from quatrain.rollout.supervisor import WorkerFactory, in_thread
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Completion, Sampling
 

@@ -18,8 +18,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from quatrain.rollout.crew import STARTING, WorkerFactory
 from quatrain.rollout.publish import Publisher
+from quatrain.rollout.supervisor import STARTING, WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 
 CONTROL = "control"

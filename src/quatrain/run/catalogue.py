@@ -145,7 +145,7 @@ async/versions_per_sequence_max | versions | max |
     Largest number of versions of the weights that sampled one sequence.
 fleet/alive | workers | mean | Rollout workers alive when a batch was complete.
 fleet/restarts | workers | sum | Rollout workers that were lost and started again.
-fleet/regiven_groups | groups | sum |
+fleet/retried_groups | groups | sum |
     Groups that were given to a worker again, because it failed on them or was lost.
 fleet/stale_groups | groups | sum | Groups that were refused: other weights sampled them than those asked for.
 fleet/busy_fraction | fraction | mean |
@@ -215,7 +215,7 @@ time/environment_wait_s | s | sum |
     Seconds of the rollout stage in which nothing was decoded, because answers of environments were waited
     for.
 time/reward_s | s | sum | Seconds of the reward stage.
-time/place_weights_s | s | sum | Seconds spent copying weights for the batches to be sampled ahead.
+time/copy_weights_s | s | sum | Seconds spent copying weights for the batches to be sampled ahead.
 time/wait_rollout_s | s | sum | Seconds that training waited for the batch (`rollout.max_staleness` above 0).
 time/lead_s | s | sum |
     Seconds from the beginning of the batch's rollout until training took it (`rollout.max_staleness` above

@@ -101,12 +101,12 @@ class Checkpointer:
             )
         json.dumps(host, allow_nan=False)
         leaves = _named_leaves(arrays)
-        proofs, ruined = _proofs(leaves)
-        if ruined:
+        checksums, nonfinite = _checksums(leaves)
+        if nonfinite:
             raise NonFiniteState(
-                f"the state of step {step} is not saved: {listed(ruined)} have numbers that are not finite"
+                f"the state of step {step} is not saved: {listed(nonfinite)} have numbers that are not finite"
             )
-        content = {"host": dict(host), "arrays": proofs}
+        content = {"host": dict(host), "arrays": checksums}
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(leaves),
             host=ocp.args.JsonSave(content | {"sha256": _sha256(content)}),
@@ -290,18 +290,20 @@ class Checkpointer:
         self,
         step: int,
         wanted: Mapping[str, jax.ShapeDtypeStruct],
-        proofs: Mapping[str, str],
+        checksums: Mapping[str, str],
         *,
         partial: bool,
     ) -> dict[str, jax.Array]:
-        """The arrays `wanted` of checkpoint `step`; raises DamagedCheckpoint unless they have `proofs`."""
+        """The arrays `wanted` of checkpoint `step`; raises DamagedCheckpoint unless they have `checksums`."""
         arrays = ocp.args.PyTreeRestore(
             dict(wanted),
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=partial,
         )
         restored = self._read(step, ocp.args.Composite(arrays=arrays))["arrays"]
-        different = [name for name, proof in _proofs(restored)[0].items() if proof != proofs[name]]
+        different = [
+            name for name, checksum in _checksums(restored)[0].items() if checksum != checksums[name]
+        ]
         self._agree(step, f"{listed(different)} are not the numbers that were saved" if different else None)
         return dict(restored)
 
@@ -329,11 +331,11 @@ class Checkpointer:
             )
 
     def _check(
-        self, step: int, wanted: Mapping[str, Abstract], proofs: Mapping[str, str], *, partial: bool
+        self, step: int, wanted: Mapping[str, Abstract], checksums: Mapping[str, str], *, partial: bool
     ) -> None:
         """Raises ValueError if the arrays that a run needs are not those that another run saved."""
         expected = {name: _describe(leaf) for name, leaf in wanted.items()}
-        saved = {name: proof.rpartition(" ")[0] for name, proof in proofs.items()}
+        saved = {name: checksum.rpartition(" ")[0] for name, checksum in checksums.items()}
         for name in [*expected, *(() if partial else saved)]:
             if expected.get(name) != saved.get(name):
                 raise ValueError(
@@ -376,19 +378,19 @@ def _one_message() -> Iterator[None]:
                 sys.unraisablehook, asyncio.disabled = _before_silence
 
 
-def _proofs(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+def _checksums(leaves: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Dtype, shape and digest of each array, as `float32[3, 4] 0123456789abcdef`; names of those not finite.
 
     One array at a time: those in host memory come to the devices for it.
     """
-    proofs, ruined = {}, []
+    checksums, nonfinite = {}, []
     for name, leaf in leaves.items():
         array = to_memory("device", leaf) if isinstance(leaf, jax.Array) else leaf
         digest, finite = jax.device_get(fingerprint(array))
-        proofs[name] = f"{_describe(leaf)} {describe_fingerprint(digest)}"
+        checksums[name] = f"{_describe(leaf)} {describe_fingerprint(digest)}"
         if not finite:
-            ruined.append(name)
-    return proofs, ruined
+            nonfinite.append(name)
+    return checksums, nonfinite
 
 
 def _sha256(content: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The requests that the server takes, checked: OpenAI's fields, and some of vLLM's and quatrain's own.
 
 Data flow: JSON -> `parsed`, which leaves out what changes nothing -> `CompletionRequest` or `ChatRequest` ->
-`sequences` -> `OwnSampling` for each sequence. A field that is null counts as left out. Every field of the
-request types of the openai package is a field of these classes, or in IGNORED or UNCHANGING.
+`sequences` -> `PerRequestSampling` for each sequence. A field that is null counts as left out. Every field of
+the request types of the openai package is a field of these classes, or in IGNORED or UNCHANGING.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from quatrain.config.errors import shown
-from quatrain.engine.groups import OwnSampling
+from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import MOST_LIKELIEST
 from quatrain.types.rollouts import Sampling
 
@@ -164,7 +164,7 @@ class _Request(_Strict):
     def wanted_tokens(self) -> int | None:
         """The most tokens of a completion, if the request says so."""
 
-    def sequences(self, lengths: Sequence[int], max_positions: int) -> list[OwnSampling]:
+    def sequences(self, lengths: Sequence[int], max_positions: int) -> list[PerRequestSampling]:
         """The sampling of each completion, of prompts of these `lengths`: those of a prompt adjacent.
 
         A completion has at most as many tokens as the prompt leaves of the model's `max_positions`, also if
@@ -186,7 +186,7 @@ class _Request(_Strict):
         if self.wanted_tokens == 0:
             return []
         return [
-            OwnSampling(
+            PerRequestSampling(
                 self._sampling(max_positions - lengths[number // self.n]),
                 seed,
                 0 if self.quatrain is None else self.quatrain.step,

@@ -76,7 +76,7 @@ def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
     changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.max_position, "max_staleness": 0}
     served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
-    engine = local_engine(served, loaded, own_sampling=True)
+    engine = local_engine(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
     return engine
 

@@ -83,7 +83,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PromptPlace:
+class PromptPosition:
     """How far training has come in the endless shuffled stream of prompts; part of every checkpoint."""
 
     next_prompt: int = 0

@@ -77,7 +77,7 @@ class Rollouts(Protocol):
     sampling: Sampling
     """The sampling parameters of training: the default of `generate` and `submit`."""
 
-    def place(self, params: Any) -> Any:
+    def copy_weights(self, params: Any) -> Any:
         """`params` in the engine's dtype where it samples, as a copy that training does not overwrite.
 
         `sync_weights` takes the result without another copy.

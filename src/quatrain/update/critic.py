@@ -20,7 +20,7 @@ from quatrain.models.families import Architecture
 from quatrain.models.params import Params, partition
 from quatrain.ops.tokens import TokenLoss, ValuedTokens
 from quatrain.ops.values import explained_variance, value_loss
-from quatrain.parallel.mesh import full, mesh_shape, reshard, shardings, to_memory, unshared
+from quatrain.parallel.mesh import copy_if_aliased, full, mesh_shape, reshard, shardings, to_memory
 from quatrain.types.metrics import Metric
 from quatrain.update.trainer import CRITIC_STREAM, ModelState, StepTotals, Trainer, mini_batches_of_step
 
@@ -73,10 +73,10 @@ class Critic:
         self.mini_batch_size, self.epochs = config.mini_batch_size, config.epochs
         self.warmup_steps = config.warmup_steps
         self.loss_aggregation, self.max_new_tokens = update.loss_aggregation, max_new_tokens
-        self.forward_cutting = model.cutting(config.forward_sizes, share_prompts=update.shares_prompts)
+        self.forward_planner = model.planner(config.forward_sizes, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             model,
-            model.cutting(config, share_prompts=update.shares_prompts),
+            model.planner(config, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -91,7 +91,7 @@ class Critic:
     def values(self, state: ModelState, table: TokenTable) -> np.ndarray:
         """[B, T] float32: value of the state in which each completion token was drawn; 0 elsewhere."""
         params = to_memory("device", state.params)
-        return predict_tokens(params, table, model=self.model, cutting=self.forward_cutting)
+        return predict_tokens(params, table, model=self.model, planner=self.forward_planner)
 
     def step(
         self, state: ModelState, table: TokenTable, totals: StepTotals, *, train_step: int, max_bad_steps: int
@@ -139,6 +139,6 @@ def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Param
     kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
     places = shardings(mesh, partition(arch, mesh_shape(mesh)))
     score_place = places.pop("score")
-    copied: Params = jax.tree.map(unshared, reshard(kept, places), kept)
+    copied: Params = jax.tree.map(copy_if_aliased, reshard(kept, places), kept)
     dtype = policy_params["final_norm"].dtype
     return copied | {"score": full((1, arch.hidden_size), 0.0, dtype, score_place)}

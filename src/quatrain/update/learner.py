@@ -2,7 +2,7 @@
 
 Data flow: `AdvantagedBatch` -> mini-batches of whole groups -> micro-batches -> exact gradient ->
 optimizer -> `TrainState`. Log-probabilities and values come from the pass in `forward/`, before the
-advantages (`score_tokens`) where these depend on them.
+advantages (`compute_logprobs_and_values`) where these depend on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quatrain.models.lora import adapters_of, has_adapters, with_trained, withou
 from quatrain.ops.kl import adapted_kl_coef
 from quatrain.parallel.compilations import num_compilations
 from quatrain.parallel.mesh import check_held, to_memory
-from quatrain.types.batches import AdvantagedBatch, PromptPlace, RewardedBatch, RolloutBatch, brief
+from quatrain.types.batches import AdvantagedBatch, PromptPosition, RewardedBatch, RolloutBatch, brief
 from quatrain.types.metrics import Metric
 from quatrain.update.critic import Critic
 from quatrain.update.objective import PolicyObjective
@@ -44,7 +44,7 @@ class TrainState(ModelState):
     critic: ModelState | None = None
     reward_kl_coef: float = 0.0
     """The coefficient of the KL in the reward, which `reward.kl_target` adapts."""
-    place: PromptPlace = field(default_factory=PromptPlace)
+    position: PromptPosition = field(default_factory=PromptPosition)
     """Where the next training step begins in the stream of prompts; the training loop moves it."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Learner:
     `update.kl_coef` is not 0 or with `kl_reward`; those of a policy with adapters may have none. They are
     used on the devices that they lie on, and may be kept in host memory. The policy's parameters are kept in
     `policy_memory` while they are neither trained nor compute log-probabilities. With `logs_logprobs`,
-    `score_tokens` returns the policy's log-probabilities, which samples show.
+    `compute_logprobs_and_values` returns the policy's log-probabilities, which samples show.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Learner:
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
-        self.logprob_cutting = policy.cutting(logprob, share_prompts=update.shares_prompts)
+        self.logprob_cutting = policy.planner(logprob, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             policy,
-            policy.cutting(update, share_prompts=update.shares_prompts),
+            policy.planner(update, share_prompts=update.shares_prompts),
             optimizer,
             total_steps=total_steps,
             seed=seed,
@@ -149,11 +149,11 @@ class Learner:
         )
 
     @property
-    def scores_tokens(self) -> bool:
-        """Whether advantages need what `score_tokens` computes (values, or KL in the reward), or samples."""
+    def needs_logprobs_and_values(self) -> bool:
+        """Whether advantages need values or KL in the reward, or samples show log-probabilities."""
         return self.critic is not None or self.kl_reward is not None or self.logs_logprobs
 
-    def score_tokens(self, state: TrainState, rewarded: RewardedBatch) -> RewardedBatch:
+    def compute_logprobs_and_values(self, state: TrainState, rewarded: RewardedBatch) -> RewardedBatch:
         """`rewarded` with the critic's values and with the rewards of single tokens, where configured."""
         _check_held(state)
         rollouts = rewarded.rollouts
@@ -287,7 +287,7 @@ class Learner:
         number = totals.applied + totals.bad + totals.skipped
         old = current = mini.columns.get("old_logprobs")
         if current is None or self.config.old_logprobs == "rollout" or totals.applied:
-            current = predict_tokens(state.params, mini, model=self.policy, cutting=self.logprob_cutting)
+            current = predict_tokens(state.params, mini, model=self.policy, planner=self.logprob_cutting)
         if old is None or (fresh and not totals.applied):
             old = current  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
@@ -300,7 +300,7 @@ class Learner:
         assert state.critic is not None
         values, returns = batch.rewarded.values, batch.returns
         if values is None or returns is None:
-            missing = "values: call score_tokens before the advantages are estimated"
+            missing = "values: call compute_logprobs_and_values before the advantages are estimated"
             if values is not None:
                 missing = "returns: return TokenAdvantages(advantages, returns) from the estimator"
             raise ValueError(f"the critic is trained on values and returns; the batch has no {missing}")
@@ -326,7 +326,7 @@ class Learner:
         )
 
     def _policy_table(self, params: Any, batch: AdvantagedBatch, on_policy: bool) -> TokenTable:
-        """The table with the columns that the objective reads; what `score_tokens` computed is used again."""
+        """The table with the columns that the objective reads; what was computed before is used again."""
         rollouts, known = batch.rollouts, batch.rewarded.token_logprobs
         columns = {"advantages": batch.advantages, "rollout_logprobs": rollouts.rollout_logprobs}
         if not on_policy:
@@ -363,9 +363,9 @@ class Learner:
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
-        return predict_tokens(params, _table(rollouts), model=self.policy, cutting=self.logprob_cutting)
+        return predict_tokens(params, _table(rollouts), model=self.policy, planner=self.logprob_cutting)
 
-    def sampler_gap(self, state: TrainState, rollouts: RolloutBatch) -> float:
+    def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
         own = self._logprobs(state.params, rollouts)
         return float(np.abs(own - rollouts.rollout_logprobs)[rollouts.completion_mask].mean())
@@ -381,9 +381,9 @@ class Learner:
             own = adapters_of(reference)
             reference = with_trained(params, own, self.policy.arch) if lora else without_adapters(params)
         policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
-        cutting = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
+        planner = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
         params = to_memory("device", reference)
-        return predict_tokens(params, _table(rollouts), model=policy, cutting=cutting)
+        return predict_tokens(params, _table(rollouts), model=policy, planner=planner)
 
 
 def _table(rollouts: RolloutBatch) -> TokenTable:

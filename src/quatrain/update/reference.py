@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quatrain.parallel.mesh import reshard, to_memory, unshared
+from quatrain.parallel.mesh import copy_if_aliased, reshard, to_memory
 
 
 def followed(reference: Any, params: Any, mixup: float) -> Any:
@@ -25,7 +25,7 @@ def followed(reference: Any, params: Any, mixup: float) -> Any:
         on_device = old.sharding.with_memory_kind(str(new.sharding.memory_kind))
         moved = reshard(new, on_device)
         if mixup == 1:
-            mixed = unshared(moved.astype(old.dtype), new)
+            mixed = copy_if_aliased(moved.astype(old.dtype), new)
         else:
             mixed = _mixed(reshard(old, on_device), moved, mixup)
         return reshard(mixed, old.sharding)

@@ -42,7 +42,7 @@ class HeldGradient:
     @classmethod
     def of(cls, arch: Architecture) -> HeldGradient:
         """With the gradient of the largest parameter; none with adapters, whose gradients are small."""
-        own_head = arch.head == "vocabulary" and not arch.tie_embeddings
+        own_head = arch.head == "lm_head" and not arch.tie_embeddings
         return cls(None if arch.lora else "lm_head" if own_head else "embed")
 
     def __call__(self, loss: Callable[..., Any], params: Any, known: Any) -> tuple[Any, Any, Arrays]:

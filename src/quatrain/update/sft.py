@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig, SFTConfig
-from quatrain.forward.cuts import Cutting
+from quatrain.forward.planner import MicroBatchPlanner
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.ops.tokens import ScoredTokens, TokenLoss
@@ -38,7 +38,7 @@ class SupervisedLearner:
         self,
         policy: PolicySpec,
         config: SFTConfig,
-        cutting: Cutting,
+        planner: MicroBatchPlanner,
         *,
         seed: int,
         optimizer: OptimizerConfig,
@@ -53,7 +53,7 @@ class SupervisedLearner:
         )
         self.trainer = Trainer(
             policy,
-            cutting,
+            planner,
             settings,
             total_steps=config.steps,
             seed=seed,

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.forward.cuts import Cutting, describe_cuts
 from quatrain.forward.micro_batch import fill
+from quatrain.forward.planner import MicroBatchPlanner, describe_plans
 from quatrain.forward.specs import ModelSpec
 from quatrain.forward.table import TokenTable
 from quatrain.parallel.mesh import to_memory
@@ -79,7 +79,7 @@ class Trainer:
     def __init__(
         self,
         model: ModelSpec,
-        cutting: Cutting,
+        planner: MicroBatchPlanner,
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
@@ -87,7 +87,7 @@ class Trainer:
         stream: int = POLICY_STREAM,
         optimizer_memory: Literal["device", "host"] = "device",
     ):
-        self.model, self.cutting = model, cutting
+        self.model, self.planner = model, planner
         self.optimizer = build_optimizer(optimizer, total_steps)
         self.learning_rate = learning_rate(optimizer, total_steps)
         self.optimizer_memory = optimizer_memory
@@ -108,9 +108,9 @@ class Trainer:
         too. A step with a non-finite loss or gradient is not applied; it is counted in state and `totals`.
         """
         began = time.perf_counter()
-        cuts = self.cutting.cut(mini)
+        cuts = self.planner.plans(mini)
         batches = [fill(cut, mini, self.model.mesh, unpack=self.model.unpacks) for cut in cuts]
-        totals.combine(describe_cuts(mini, cuts, self.cutting.cost))
+        totals.combine(describe_plans(mini, cuts, self.planner.cost))
         totals.shard_s += time.perf_counter() - began
         params, opt_state, applied, metrics = optimizer_step(
             state.params,

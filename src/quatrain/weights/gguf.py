@@ -57,7 +57,7 @@ _NAMES = {
 
 
 def load_gguf(
-    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "vocabulary"
+    path: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "lm_head"
 ) -> tuple[Architecture, Params]:
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 

@@ -54,7 +54,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_hf(
-    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "vocabulary"
+    directory: str | Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, head: Head = "lm_head"
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
@@ -70,7 +70,7 @@ def load_hf(
     files = _tensor_files(directory)
     _check_names(directory, arch, tensor_names(arch), files)
     _check_shapes(arch, files)
-    if arch.head == "vocabulary" and arch.tie_embeddings and LM_HEAD in files:
+    if arch.head == "lm_head" and arch.tie_embeddings and LM_HEAD in files:
         _check_tied(files[LM_HEAD], files[EMBEDDINGS])
 
     def read(name: TensorName, parameter: np.ndarray) -> None:
@@ -302,7 +302,7 @@ def _check_names(
 def _check_shapes(arch: Architecture, files: dict[str, Path]) -> None:
     """Raises ValueError for tensors of the wrong shape or type, before there is memory for any parameter."""
     expected = tensor_shapes(arch)
-    if arch.head == "vocabulary":
+    if arch.head == "lm_head":
         expected.setdefault(LM_HEAD, expected[EMBEDDINGS])  # a copy of tied embeddings, compared to them
     for path in sorted(set(files.values())):
         with safe_open(path, "np") as file:
@@ -320,7 +320,7 @@ def _check_shapes(arch: Architecture, files: dict[str, Path]) -> None:
 
 def _ignorable(arch: Architecture, name: str) -> bool:
     """Whether a tensor is ignored: rotary frequencies (in old checkpoints), or an unused lm_head."""
-    unused_head = arch.tie_embeddings or arch.head == "score"
+    unused_head = arch.tie_embeddings or arch.head == "value_head"
     return name.endswith("rotary_emb.inv_freq") or (unused_head and name == LM_HEAD)
 
 

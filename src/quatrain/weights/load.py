@@ -48,7 +48,7 @@ def load_model(
     vocab_size: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
     mesh: Mesh | None = None,
-    head: Head = "vocabulary",
+    head: Head = "lm_head",
     weights: bool = True,
 ) -> Model:
     """The model at `path`, its parameters in `dtype` on `mesh` (default: on one device).
@@ -86,7 +86,7 @@ def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | N
     check_classifier(path)
     directory = model_directory(path)
     check_score_head(directory)
-    return Model(*load_hf(directory, dtype, mesh, "score"))
+    return Model(*load_hf(directory, dtype, mesh, "value_head"))
 
 
 def classifier_architecture(path: str) -> Architecture:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quatrain.models.layers import BRANCHES_PER_GROUP
-from quatrain.ops.ladder import round_up_coarsely
+from quatrain.ops.shape_buckets import round_up_coarsely
 
 FEWEST_COLUMNS = 128
 """Least number of columns of a row: the block size of the kernels."""

@@ -77,6 +77,6 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
 def architecture_to_hf(arch: Architecture) -> Json:
     """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the model."""
     family = FAMILIES[arch.family]
-    score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "score" else {}
+    score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "value_head" else {}
     names = {"architectures": [family.classifier if score else family.hf_class], "model_type": arch.family}
     return {**names, **write_common(arch), **family.write(arch), **score}

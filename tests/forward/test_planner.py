@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from quatrain.forward.cuts import Cutting, common_prefix_tokens, describe_cuts
 from quatrain.forward.micro_batch import micro_batches
+from quatrain.forward.planner import MicroBatchPlanner, common_prefix_tokens, describe_plans
 from quatrain.forward.table import TokenTable
 from quatrain.models.layers import BRANCHES_PER_GROUP
 from quatrain.ops import packing
@@ -19,7 +19,7 @@ def _table() -> TokenTable:
 
 
 def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
-    (rows, batch), (last_rows, last) = micro_batches(_table(), Cutting(rows=2), one_device())
+    (rows, batch), (last_rows, last) = micro_batches(_table(), MicroBatchPlanner(rows=2), one_device())
     assert rows.tolist() == [0, 1]
     assert last_rows.tolist() == [2]
     assert batch.input_ids.shape == last.input_ids.shape == batch.targets.shape == (2, 16)
@@ -35,7 +35,7 @@ def test_scored_tokens_are_listed_with_the_column_that_predicts_them():
 
 
 def test_packed_sequences_stand_one_after_another():
-    ((rows, batch),) = micro_batches(_table(), Cutting(max_tokens=10), one_device())
+    ((rows, batch),) = micro_batches(_table(), MicroBatchPlanner(max_tokens=10), one_device())
     assert rows.tolist() == [0, 1, 2]
     assert batch.packed
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13, 0]]
@@ -53,17 +53,19 @@ def _rows(cut) -> list[list[int]]:
 
 
 def test_shards_take_turns_line_by_line():
-    (cut,) = Cutting(rows=2, num_shards=2).cut(_table())
+    (cut,) = MicroBatchPlanner(rows=2, num_shards=2).plans(_table())
     assert _rows(cut) == [[0], [1], [2], []]
-    (cut,) = Cutting(rows=8, num_shards=2).cut(_table())  # more rows than a shard's share: no empty ones
+    (cut,) = MicroBatchPlanner(rows=8, num_shards=2).plans(
+        _table()
+    )  # more rows than a shard's share: no empty ones
     assert _rows(cut) == [[0], [1], [2], []]
-    (cut,) = Cutting(max_tokens=4, num_shards=4).cut(_table())  # more shards than sequences
+    (cut,) = MicroBatchPlanner(max_tokens=4, num_shards=4).plans(_table())  # more shards than sequences
     assert sorted(_rows(cut)) == [[], [0], [1], [2]]
 
 
 def test_a_sequence_longer_than_the_budget_is_refused():
     with pytest.raises(ValueError, match="4"):
-        Cutting(max_tokens=3).cut(_table())
+        MicroBatchPlanner(max_tokens=3).plans(_table())
 
 
 def _group() -> TokenTable:
@@ -75,7 +77,9 @@ def _group() -> TokenTable:
 
 
 def test_a_group_has_its_prompt_once():
-    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=9, share_prompts=True), one_device())
+    ((rows, batch),) = micro_batches(
+        _group(), MicroBatchPlanner(max_tokens=9, share_prompts=True), one_device()
+    )
     assert rows.tolist() == [0, 1, 2, 3]
     assert batch.shared
     assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 1, 2, 20]]
@@ -88,7 +92,7 @@ def test_a_group_has_its_prompt_once():
 
 
 def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
-    cuts = Cutting(max_tokens=5, share_prompts=True).cut(_group())
+    cuts = MicroBatchPlanner(max_tokens=5, share_prompts=True).plans(_group())
     held = sorted(
         (segment.rows.tolist(), segment.num_tokens)
         for cut in cuts
@@ -96,7 +100,7 @@ def test_a_group_too_long_for_a_buffer_is_split_and_its_prompt_repeated():
         for segment in buffer
     )
     assert held == [([0, 1], 5), ([2], 4), ([3], 3)]
-    metrics = describe_cuts(_group(), cuts, DEFAULT_COST)
+    metrics = describe_plans(_group(), cuts, DEFAULT_COST)
     assert metrics["batch/shared_fraction"].result() == 3 / 15
 
 
@@ -106,7 +110,9 @@ def short_prefixes(monkeypatch):
 
 
 def test_a_line_has_what_all_sequences_begin_with_once(short_prefixes):
-    ((rows, batch),) = micro_batches(_group(), Cutting(max_tokens=7, share_prompts=True), one_device())
+    ((rows, batch),) = micro_batches(
+        _group(), MicroBatchPlanner(max_tokens=7, share_prompts=True), one_device()
+    )
     assert rows.tolist() == [0, 1, 2, 3]
     assert batch.input_ids.tolist() == [[1, 2, 3, 10, 11, 12, 20]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 3, 2]]
@@ -120,14 +126,14 @@ def test_a_line_has_what_all_sequences_begin_with_once(short_prefixes):
 
 
 def test_each_line_has_the_common_prefix_and_the_cap_counts_it(short_prefixes):
-    cutting = Cutting(max_tokens=5, num_shards=2, share_prompts=True)
-    (cut,) = cutting.cut(_group())
+    planner = MicroBatchPlanner(max_tokens=5, num_shards=2, share_prompts=True)
+    (cut,) = planner.plans(_group())
     held = {
         tuple(np.concatenate([s.rows for s in buffer]).tolist()): cut.work(buffer) for buffer in cut.buffers
     }
     assert held == {(0, 1): (5, 5**2), (2, 3): (5, 2**2 + (3**2 - 2**2) + (4**2 - 2**2))}
     assert cut.width == 5
-    metrics = describe_cuts(_group(), [cut], DEFAULT_COST)
+    metrics = describe_plans(_group(), [cut], DEFAULT_COST)
     assert metrics["batch/padding_fraction"].result() == 0
     assert metrics["batch/shared_fraction"].result() == 5 / 15
     assert metrics["global_seqlen/balanced_max"].result() == 5
@@ -142,10 +148,10 @@ def test_widths_are_those_of_the_packer_with_a_common_prefix_too():
     completion = attention & (np.arange(lengths.max()) >= 100)
     table = TokenTable(ids.astype(np.int32), attention, completion, {}, np.arange(10))
     for max_tokens in (300, 700, 2000):
-        cuts = Cutting(max_tokens=max_tokens, share_prompts=True).cut(table)
+        cuts = MicroBatchPlanner(max_tokens=max_tokens, share_prompts=True).plans(table)
         assert {cut.num_common for cut in cuts} == {100}
         assert sorted(np.concatenate([cut.sequences for cut in cuts])) == list(range(10))
-        ladder = packing.width_ladder(max_tokens)
+        ladder = packing.width_buckets(max_tokens)
         for cut in cuts:
             filled = max(cut.work(buffer)[0] for buffer in cut.buffers)
             assert cut.width in ladder
@@ -162,7 +168,7 @@ def test_a_common_prefix_has_no_sampled_token_and_is_never_all_of_a_sequence(sho
     table.completion_mask[3, 1] = True
     assert common_prefix_tokens(table, 5) == 0
     with pytest.raises(ValueError, match="max_tokens=4 cannot hold the sequence of 5 tokens"):
-        Cutting(max_tokens=4, share_prompts=True).cut(_group())
+        MicroBatchPlanner(max_tokens=4, share_prompts=True).plans(_group())
 
 
 def test_a_short_common_prefix_is_not_shared():
@@ -179,7 +185,9 @@ def test_only_tokens_that_are_equal_are_shared():
     table = _group()
 
     def segments():
-        ((buffer,),) = (cut.buffers for cut in Cutting(max_tokens=100, share_prompts=True).cut(table))
+        ((buffer,),) = (
+            cut.buffers for cut in MicroBatchPlanner(max_tokens=100, share_prompts=True).plans(table)
+        )
         return {tuple(segment.rows.tolist()): (segment.num_shared, segment.num_tokens) for segment in buffer}
 
     table.input_ids[2, 1] = 9  # the prompts of a group should be equal; where they are not, nothing breaks
@@ -189,18 +197,18 @@ def test_only_tokens_that_are_equal_are_shared():
 
 
 def test_a_micro_batch_has_the_columns_of_its_table():
-    _, batch = next(micro_batches(_table(), Cutting(rows=3), one_device()))
+    _, batch = next(micro_batches(_table(), MicroBatchPlanner(rows=3), one_device()))
     assert set(batch.columns) == {"advantages"}
 
 
 def test_sequences_of_a_row_are_numbered_where_they_have_scored_tokens():
-    ((_, batch),) = micro_batches(_table(), Cutting(max_tokens=10), one_device())
+    ((_, batch),) = micro_batches(_table(), MicroBatchPlanner(max_tokens=10), one_device())
     assert batch.sequence_ids[0, :3].tolist() == [0, 1, 1]  # the third sequence has none
 
 
 def test_cuts_are_described():
     table = _table()
-    metrics = describe_cuts(table, Cutting(rows=1, num_shards=2).cut(table), DEFAULT_COST)
+    metrics = describe_plans(table, MicroBatchPlanner(rows=1, num_shards=2).plans(table), DEFAULT_COST)
     results = {name: metric.result() for name, metric in metrics.items()}
     assert results["batch/micro_batches"] == 2
     assert results["batch/tokens"] == 9
@@ -210,6 +218,6 @@ def test_cuts_are_described():
     assert results["global_seqlen/minmax_diff"] == 5
     assert results["global_seqlen/mean"] == 4.5
     assert results["batch/imbalance"] == pytest.approx(2.0)  # the second: four tokens beside none
-    balanced = describe_cuts(table, Cutting(max_tokens=5, num_shards=2).cut(table), DEFAULT_COST)
+    balanced = describe_plans(table, MicroBatchPlanner(max_tokens=5, num_shards=2).plans(table), DEFAULT_COST)
     assert balanced["global_seqlen/balanced_max"].result() == 5
     assert balanced["global_seqlen/balanced_min"].result() == 4

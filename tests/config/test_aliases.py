@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.config.elsewhere import NAMES_ELSEWHERE, key_for
+from quatrain.config.aliases import NAMES_ELSEWHERE, key_for
 from quatrain.config.layers import valid_keys
 from quatrain.config.load import load_config
 

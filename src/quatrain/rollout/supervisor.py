@@ -1,8 +1,8 @@
 """Keeps the workers of a fleet at work: one thread for each, with deadlines, restarts and lost groups.
 
-Data flow: `Fleet` adds groups to the `GroupTable` -> a `Crew`'s threads give them to `Worker`s and put what
-these return into the table -> `Fleet` takes finished groups. A thread uses its worker alone. If a call does
-not return by its deadline, the thread is left behind: what it brings later is not taken.
+Data flow: `Fleet` adds groups to the `GroupTable` -> a `WorkerSupervisor`'s threads give them to `Worker`s
+and put what these return into the table -> `Fleet` takes finished groups. A thread uses its worker alone. If
+a call does not return by its deadline, the thread is left behind: what it brings later is not taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     version: int
 
 
-class CrewLost(RuntimeError):
+class WorkersLost(RuntimeError):
     """There has been no worker for too long."""
 
 
@@ -49,20 +49,20 @@ class _Ended(Exception):
 
 
 @dataclass
-class _Post:
-    """The place of a worker in the crew, which workers take one after another."""
+class _Slot:
+    """A slot for a worker, which workers take one after another."""
 
-    place: str
-    """Names the place in the table and in messages."""
+    name: str
+    """The slot in the table and in messages."""
     factory: WorkerFactory
-    term: int = 0
-    """Counts the workers of this place; a thread whose term is over must not touch the table."""
+    generation: int = 0
+    """Counts the workers of this slot; a thread whose generation is over must not touch the table."""
     worker: Worker | None = None
     started: bool = False
-    """Whether any worker of this place has started."""
+    """Whether any worker of this slot has started."""
     loaded: bool = False
     """Whether this worker has loaded weights."""
-    unfit: bool = False
+    unhealthy: bool = False
     """Whether the last worker that started here was lost before it had loaded weights."""
     doing: str = ""
     """The call that runs."""
@@ -70,7 +70,7 @@ class _Post:
     limit_s: float | None = None
     """The deadline of the call that runs."""
     losses: int = 0
-    """Workers lost since one of this place last finished a group."""
+    """Workers lost since one of this slot last finished a group."""
     last_error: str = ""
     busy_since: float | None = None
     busy_s: float = 0.0
@@ -80,7 +80,7 @@ class _Post:
     """Seconds in which this worker had groups, up to `busy_since`."""
 
     def __str__(self) -> str:
-        return self.place if self.worker is None else f"{self.place} ({self.worker.name})"
+        return self.name if self.worker is None else f"{self.name} ({self.worker.name})"
 
     def rate(self) -> float | None:
         """Groups that this worker finishes in a second; None before the first."""
@@ -96,21 +96,21 @@ class _Post:
 
 
 @dataclass(frozen=True)
-class CrewCounts:
-    """Totals of a crew so far."""
+class WorkerCounts:
+    """Totals of a supervisor so far."""
 
     restarts: int = 0
     stale: int = 0
-    regiven: int = 0
+    retried: int = 0
     busy_s: float = 0.0
     seconds: float = 0.0
-    """Seconds since the crew began."""
+    """Seconds since the supervisor began."""
 
-    def __sub__(self, earlier: CrewCounts) -> CrewCounts:
-        return CrewCounts(*(value - getattr(earlier, name) for name, value in vars(self).items()))
+    def __sub__(self, earlier: WorkerCounts) -> WorkerCounts:
+        return WorkerCounts(*(value - getattr(earlier, name) for name, value in vars(self).items()))
 
 
-class Crew:
+class WorkerSupervisor:
     """Workers made by `factories`, each started anew when it is lost, on the groups of `table`.
 
     A worker is lost if it says so, raises another error, or does not answer within `timeout_s` (three times
@@ -128,27 +128,27 @@ class Crew:
         self._restarts = self._stale = 0
         self._none_since: float | None = None
         """Since when no worker could sample; until one has loaded weights, because it may fail to."""
-        self._posts = [_Post(place_of(number), factory) for number, factory in enumerate(factories)]
-        for post in self._posts:
-            in_thread("worker of the fleet", self._work, post, post.term)
+        self._slots = [_Slot(slot_name(number), factory) for number, factory in enumerate(factories)]
+        for slot in self._slots:
+            in_thread("worker of the fleet", self._work, slot, slot.generation)
 
     @property
     def num_workers(self) -> int:
         """Workers that there should be."""
-        return len(self._posts)
+        return len(self._slots)
 
     @property
     def workers(self) -> list[Worker]:
         """The workers that have started and are not lost."""
-        return [post.worker for post in self._posts if post.worker is not None]
+        return [slot.worker for slot in self._slots if slot.worker is not None]
 
-    def counts(self) -> CrewCounts:
+    def counts(self) -> WorkerCounts:
         """Totals so far; `busy_s`: seconds in which a worker had groups, summed over workers."""
         with self.changed:
             now = time.monotonic()
-            running = sum(now - post.busy_since for post in self._posts if post.busy_since is not None)
-            busy_s = running + sum(post.busy_s for post in self._posts)
-            return CrewCounts(self._restarts, self._stale, self._table.regiven, busy_s, now - self._began)
+            running = sum(now - slot.busy_since for slot in self._slots if slot.busy_since is not None)
+            busy_s = running + sum(slot.busy_s for slot in self._slots)
+            return WorkerCounts(self._restarts, self._stale, self._table.retried, busy_s, now - self._began)
 
     def set_weights(self, weights: Weights) -> None:
         """Workers load these weights before they get another group."""
@@ -157,15 +157,15 @@ class Crew:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Gives up workers that are overdue. Raises the error by which the crew cannot go on.
+        """Gives up workers that are overdue. Raises the error by which the supervisor cannot go on.
 
         To be called, with `changed` held, while waiting for groups.
         """
         now = self._give_up_overdue()
         since = self._none_since
         if since is not None and not self._able() and now - since > self._timeout_s:
-            errors = "; ".join(f"{post.place}: {post.last_error}" for post in self._posts)
-            self._error = self._error or CrewLost(
+            errors = "; ".join(f"{slot.name}: {slot.last_error}" for slot in self._slots)
+            self._error = self._error or WorkersLost(
                 f"no rollout worker has been alive for {self._timeout_s:g} s (rollout.timeout_s); the last "
                 f"error of each: {errors}; see why they end, and resume the run"
             )
@@ -175,13 +175,13 @@ class Crew:
     def all_started(self) -> bool:
         """Whether each worker has started, also if it was lost since.
 
-        To be called, with `changed` held, while waiting for the start. Raises the error by which the crew
-        cannot go on, and ValueError if a worker has failed to start for `timeout_s`.
+        To be called, with `changed` held, while waiting for the start. Raises the error by which the
+        supervisor cannot go on, and ValueError if a worker has failed to start for `timeout_s`.
         """
         late = self._give_up_overdue() - self._began > self._timeout_s
-        failed = [post for post in self._posts if late and post.last_error and not post.started]
+        failed = [slot for slot in self._slots if late and slot.last_error and not slot.started]
         if failed:
-            errors = "; ".join(f"{post.place}: {post.last_error}" for post in failed)
+            errors = "; ".join(f"{slot.name}: {slot.last_error}" for slot in failed)
             self._error = self._error or ValueError(
                 f"each rollout worker or server must start before training begins; {len(failed)} of "
                 f"{self.num_workers} did not within rollout.timeout_s ({self._timeout_s:g} s), the last "
@@ -190,18 +190,18 @@ class Crew:
             )
         if self._error is not None:
             raise self._error
-        return all(post.started for post in self._posts)
+        return all(slot.started for slot in self._slots)
 
     def _able(self) -> list[str]:
         """The places of the workers which have loaded weights, or of which nothing says that they cannot."""
-        return [post.place for post in self._posts if post.worker is not None and not post.unfit]
+        return [slot.name for slot in self._slots if slot.worker is not None and not slot.unhealthy]
 
     def _give_up_overdue(self) -> float:
         """Gives up workers whose calls are overdue; the time now."""
         now = time.monotonic()
-        for post in self._posts:
-            if post.limit_s is not None and now - post.began > post.limit_s:
-                self._lose(post, f"no answer for {post.limit_s:g} s while {post.doing}")
+        for slot in self._slots:
+            if slot.limit_s is not None and now - slot.began > slot.limit_s:
+                self._lose(slot, f"no answer for {slot.limit_s:g} s while {slot.doing}")
         return now
 
     def close(self) -> None:
@@ -209,29 +209,29 @@ class Crew:
         with self.changed:
             self._closed = True
             workers = self.workers
-            for post in self._posts:
-                post.term += 1
-                post.worker = None
+            for slot in self._slots:
+                slot.generation += 1
+                slot.worker = None
             self.changed.notify_all()
         closing = [in_thread("end of a worker", _close_quietly, worker) for worker in workers]
         for thread in closing:
             thread.join(CLOSE_S)
 
-    def _work(self, post: _Post, term: int) -> None:
+    def _work(self, slot: _Slot, generation: int) -> None:
         """The life of one worker: started, and kept at work until it is lost."""
         worker = None
         try:
-            pause_s = min(2.0 ** (post.losses - 2), LONGEST_PAUSE_S) if post.losses > 1 else 0.0
+            pause_s = min(2.0 ** (slot.losses - 2), LONGEST_PAUSE_S) if slot.losses > 1 else 0.0
             with self.changed:
-                self.changed.wait_for(lambda: post.term != term, pause_s)
-            with self._call(post, term, "starting", STARTING * self._timeout_s):
-                worker = post.factory()
-            with self._in_term(post, term):
-                post.worker, post.started = worker, True
+                self.changed.wait_for(lambda: slot.generation != generation, pause_s)
+            with self._call(slot, generation, "starting", STARTING * self._timeout_s):
+                worker = slot.factory()
+            with self._in_term(slot, generation):
+                slot.worker, slot.started = worker, True
                 if self._weights is None:
                     self._none_since = None
                 self.changed.notify_all()
-            self._keep_at_work(post, term, worker)
+            self._keep_at_work(slot, generation, worker)
         except _Ended:
             pass
         except (WorkerRefused, GroupFailed) as error:
@@ -239,41 +239,41 @@ class Crew:
         except Exception as error:
             why = str(error) if isinstance(error, WorkerLost) else f"{type(error).__name__}: {error}"
             with self.changed:
-                if post.term == term:
-                    self._lose(post, why)
+                if slot.generation == generation:
+                    self._lose(slot, why)
                     worker = None
         if worker is not None:
             _close_quietly(worker)
 
     @contextmanager
-    def _in_term(self, post: _Post, term: int) -> Iterator[None]:
+    def _in_term(self, slot: _Slot, generation: int) -> Iterator[None]:
         """Holds `changed`; raises _Ended if the worker was given up."""
         with self.changed:
-            if post.term != term:
+            if slot.generation != generation:
                 raise _Ended
             yield
 
-    def _keep_at_work(self, post: _Post, term: int, worker: Worker) -> None:
+    def _keep_at_work(self, slot: _Slot, generation: int, worker: Worker) -> None:
         version: int | None = None
         table = self._table
         while True:
-            with self._in_term(post, term):
+            with self._in_term(slot, generation):
                 weights = self._weights
                 if weights is None or (
                     weights.version == version
-                    and not table.held(post.place)
-                    and not table.num_waiting(post.place, self._able())
+                    and not table.held(slot.name)
+                    and not table.num_waiting(slot.name, self._able())
                 ):
                     self.changed.wait()
                     continue
             if weights.version != version:
-                version = self._load(post, term, worker, weights)
+                version = self._load(slot, generation, worker, weights)
             else:
-                self._exchange(post, term, worker, weights.version)
+                self._exchange(slot, generation, worker, weights.version)
 
-    def _load(self, post: _Post, term: int, worker: Worker, weights: Weights) -> int:
+    def _load(self, slot: _Slot, generation: int, worker: Worker, weights: Weights) -> int:
         began = time.monotonic()
-        with self._call(post, term, f"loading weights of version {weights.version}", self._timeout_s):
+        with self._call(slot, generation, f"loading weights of version {weights.version}", self._timeout_s):
             version = worker.load(weights.handle, weights.version, self._timeout_s)
         if version != weights.version:
             raise WorkerLost(
@@ -281,51 +281,51 @@ class Crew:
             )
         with self.changed:
             self.load_s = max(self.load_s, time.monotonic() - began)
-            if post.term == term:
-                post.loaded, post.unfit, self._none_since = True, False, None
+            if slot.generation == generation:
+                slot.loaded, slot.unhealthy, self._none_since = True, False, None
         return version
 
-    def _exchange(self, post: _Post, term: int, worker: Worker, version: int) -> None:
+    def _exchange(self, slot: _Slot, generation: int, worker: Worker, version: int) -> None:
         """Gives groups to the worker and takes those that it has finished."""
-        with self._in_term(post, term):
-            given = self._table.give(post.place, self._room(post, worker), self._able())
-            held = bool(self._table.held(post.place))
-            if held and post.busy_since is None:
-                post.busy_since = time.monotonic()
+        with self._in_term(slot, generation):
+            given = self._table.give(slot.name, self._room(slot, worker), self._able())
+            held = bool(self._table.held(slot.name))
+            if held and slot.busy_since is None:
+                slot.busy_since = time.monotonic()
             if not held:  # what waits must be given out alone, and another worker is about to take it
                 self.changed.wait(TAKE_S)
                 return
         if given:
-            with self._call(post, term, f"taking groups of version {version}", self._timeout_s):
+            with self._call(slot, generation, f"taking groups of version {version}", self._timeout_s):
                 worker.submit(given, version)
-        with self._call(post, term, "sampling", self._timeout_s):
+        with self._call(slot, generation, "sampling", self._timeout_s):
             finished = worker.take(TAKE_S)
             if not finished and worker.state() == "idle":
                 finished = worker.take(0)
                 if not finished:
                     raise WorkerLost("it is idle and has not returned the groups that it was given")
-        with self._in_term(post, term):
-            self._accept(post, finished, version)
+        with self._in_term(slot, generation):
+            self._accept(slot, finished, version)
 
-    def _room(self, post: _Post, worker: Worker) -> int:
+    def _room(self, slot: _Slot, worker: Worker) -> int:
         """Groups that a worker may have: as many as fill its slots, and one more.
 
         Without a number of slots, its part of the groups that are not finished, by the speeds of the workers.
         Before the first of a worker, whose speed is unknown then, a quarter of an equal part.
         """
         if worker.num_slots is not None:
-            return worker.num_slots // self._table.largest_waiting(post.place, self._able()) + 1
+            return worker.num_slots // self._table.largest_waiting(slot.name, self._able()) + 1
         unfinished = self._table.num_unfinished
         if self.num_workers == 1:
             return unfinished
-        own, rates = post.rate(), [each.rate() for each in self._posts]
+        own, rates = slot.rate(), [each.rate() for each in self._slots]
         if own is None:
             return math.ceil(unfinished / self.num_workers / 4)
         known = [rate for rate in rates if rate is not None]
         part = own / sum(known) * len(known) / self.num_workers
         return math.ceil(unfinished * part)
 
-    def _accept(self, post: _Post, finished: Sequence[FinishedGroup], version: int) -> None:
+    def _accept(self, slot: _Slot, finished: Sequence[FinishedGroup], version: int) -> None:
         """Puts what a worker returned into the table."""
         for group in finished:
             versions = {each for _, completion in group.samples for each in completion.versions}
@@ -336,43 +336,43 @@ class Crew:
                     f"for version {version}"
                 )
             try:
-                self._table.finish(post.place, group)
+                self._table.finish(slot.name, group)
             except ValueError as error:
                 raise WorkerLost(f"it {error}") from error
             if group.error is None:
-                post.losses = 0
-                post.num_finished += 1
+                slot.losses = 0
+                slot.num_finished += 1
             else:
-                logger.warning("a group failed on rollout %s: %s; it is given out again", post, group.error)
-        if not self._table.held(post.place):
-            post.stop_clock()
+                logger.warning("a group failed on rollout %s: %s; it is given out again", slot, group.error)
+        if not self._table.held(slot.name):
+            slot.stop_clock()
         if finished:
             self.changed.notify_all()
 
-    def _lose(self, post: _Post, why: str) -> None:
-        """Gives up the worker of a post and starts another; `changed` is held."""
-        name, worker = str(post), post.worker
+    def _lose(self, slot: _Slot, why: str) -> None:
+        """Gives up the worker of a slot and starts another; `changed` is held."""
+        name, worker = str(slot), slot.worker
         if worker is not None and self._weights is not None:
-            post.unfit = not post.loaded
-        post.term += 1
-        post.worker = None
-        post.limit_s, post.last_error = None, why
-        post.losses += 1
+            slot.unhealthy = not slot.loaded
+        slot.generation += 1
+        slot.worker = None
+        slot.limit_s, slot.last_error = None, why
+        slot.losses += 1
         self._restarts += 1
-        post.stop_clock()
-        post.loaded, post.num_finished, post.worked_s = False, 0, 0.0
+        slot.stop_clock()
+        slot.loaded, slot.num_finished, slot.worked_s = False, 0, 0.0
         if worker is not None:
             in_thread("end of a worker", _close_quietly, worker)
         if self._none_since is None and not self._able():
             self._none_since = time.monotonic()
         try:
-            regiven = self._table.lose(post.place, why)
+            retried = self._table.lose(slot.name, why)
         except GroupFailed as error:
             self._fail(error)
             return
-        what = f"{regiven} groups are given to others, and it is" if post.started else "it is"
+        what = f"{retried} groups are given to others, and it is" if slot.started else "it is"
         logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
-        in_thread("worker of the fleet", self._work, post, post.term)
+        in_thread("worker of the fleet", self._work, slot, slot.generation)
         self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -382,20 +382,20 @@ class Crew:
             self.changed.notify_all()
 
     @contextmanager
-    def _call(self, post: _Post, term: int, doing: str, limit_s: float) -> Iterator[None]:
+    def _call(self, slot: _Slot, generation: int, doing: str, limit_s: float) -> Iterator[None]:
         """A call of a worker's method, which has `limit_s` seconds."""
-        with self._in_term(post, term):
-            post.doing, post.began, post.limit_s = doing, time.monotonic(), limit_s
+        with self._in_term(slot, generation):
+            slot.doing, slot.began, slot.limit_s = doing, time.monotonic(), limit_s
         try:
             yield
         finally:
             with self.changed:
-                if post.term == term:
-                    post.limit_s = None
+                if slot.generation == generation:
+                    slot.limit_s = None
 
 
-def place_of(number: int) -> str:
-    """The name of a worker's place in the table and in messages; `number` is that of its factory."""
+def slot_name(number: int) -> str:
+    """The name of a worker's slot in the table and in messages; `number` is that of its factory."""
     return f"worker {number}"
 
 

@@ -1,4 +1,4 @@
-from quatrain.ops.ladder import round_up
+from quatrain.ops.shape_buckets import round_up
 
 
 def test_rungs():

@@ -1,8 +1,8 @@
 """Cuts a mini-batch into micro-batches: which sequences stand in which buffer, and how wide the buffers are.
 
-Data flow: `TokenTable` -> `Cutting.cut` -> `Cut` -> `micro_batch`. In fixed mode a buffer holds one sequence;
-with a token budget it holds whole sequences one after another, the share of one data shard or of a part of
-it (`Cutting.line_tokens`).
+Data flow: `TokenTable` -> `MicroBatchPlanner.plans` -> `MicroBatchPlan` -> `micro_batch`. In fixed mode a
+buffer holds one sequence; with a token budget it holds whole sequences one after another, the share of one
+data shard or of a part of it (`MicroBatchPlanner.line_tokens`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from quatrain.forward.table import TokenTable
-from quatrain.ops.ladder import round_up
 from quatrain.ops.packing import (
     DEFAULT_COST,
     PackingCost,
@@ -22,6 +21,7 @@ from quatrain.ops.packing import (
     plan_packing,
     useful_common_prefix,
 )
+from quatrain.ops.shape_buckets import round_up
 from quatrain.types.metrics import Metric
 
 
@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Cutting:
+class MicroBatchPlanner:
     """How a mini-batch is cut into micro-batches.
 
     A micro-batch has at most `rows` sequences or at most `max_tokens` tokens per data shard; exactly one of
@@ -59,7 +59,7 @@ class Cutting:
         assert (self.rows is None) != (self.max_tokens is None), "exactly one of rows and max_tokens is set"
         assert self.max_tokens is not None or not self.share_prompts, "sharing prompts needs a token budget"
 
-    def cut(self, table: TokenTable) -> list[Cut]:
+    def plans(self, table: TokenTable) -> list[MicroBatchPlan]:
         """The micro-batches of `table` in the order they run; every sequence is in exactly one."""
         if self.max_tokens is None:
             return self._fixed_rows(table)
@@ -86,7 +86,7 @@ class Cutting:
                 yield Segment(part, prefix, prefix + int((lengths[part] - prefix).sum()))
 
         return [
-            Cut(
+            MicroBatchPlan(
                 tuple(tuple(segments(rows)) for rows in bins),
                 self.num_shards,
                 width,
@@ -97,7 +97,7 @@ class Cutting:
             for bins, width in zip(packing.bins, packing.widths, strict=True)
         ]
 
-    def _fixed_rows(self, table: TokenTable) -> list[Cut]:
+    def _fixed_rows(self, table: TokenTable) -> list[MicroBatchPlan]:
         """Micro-batches of `rows` sequences per shard, all as wide as the longest sequence of the table."""
         assert self.rows is not None
         lengths = table.lengths.tolist()
@@ -105,7 +105,7 @@ class Cutting:
         largest = len(shards[0])
         rows = min(self.rows, max(largest, 1))
         return [
-            Cut(
+            MicroBatchPlan(
                 tuple(
                     tuple(Segment(np.array([row]), 0, lengths[row]) for row in shard[i : i + 1])
                     for shard in shards
@@ -153,7 +153,7 @@ def _num_unsampled(table: TokenTable, rows: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchPlan:
     """The layout of one micro-batch: which segments stand in which buffer, and how wide the buffers are.
 
     A buffer is one row of the micro-batch's arrays. The buffers of one shard are adjacent, shard after shard.
@@ -190,7 +190,7 @@ class Cut:
         return common + int(own.sum()), common**2 + int((own * (own + 2 * common)).sum())
 
 
-def describe_cuts(table: TokenTable, cuts: list[Cut], cost: PackingCost) -> dict[str, Metric]:
+def describe_plans(table: TokenTable, cuts: list[MicroBatchPlan], cost: PackingCost) -> dict[str, Metric]:
     """The metrics `batch/…` and `global_seqlen/…`: how well `cuts` fill and balance the devices."""
     shards = cuts[0].num_shards
     before = [part.sum() for part in np.array_split(table.lengths, shards)]
