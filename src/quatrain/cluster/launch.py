@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import IO
 from quatrain.cluster.launcher import LAUNCHER
 from quatrain.cluster.rendezvous import ANOTHER_FAILED, TOKEN
 from quatrain.cluster.stop import Signals
+from quatrain.cluster.threads import start_thread
 
 COMMANDS = ("train", "eval", "sft")
 # Options that `launch` adds to the command of each process.
@@ -143,11 +143,8 @@ class _Child:
             start_new_session=True,
         )
         outputs = ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr))
-        threads = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in outputs]
-        self._ended = threading.Thread(target=self._note_end, daemon=True)
-        for thread in (*threads, self._ended):
-            thread.start()
-        self.readers = threads
+        self.readers = [start_thread(self._pass_on, *pair, name="output of a process") for pair in outputs]
+        self._ended = start_thread(self._note_end, name="end of a process")
 
     @property
     def running(self) -> bool:

@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from quatrain.cluster.threads import start_thread
 from quatrain.engine.engine import Ticket, work_metrics
 from quatrain.engine.groups import PerRequestSampling
 from quatrain.engine.scoring import Scores
@@ -129,8 +129,7 @@ class EngineService:
         self._scoring: deque[_Scoring] = deque()
         self._round: tuple[float, int] | None = None
         """When the round that runs began, and how many programs had been compiled then."""
-        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, name=name)
 
     @property
     def num_running(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 
+from quatrain.cluster.threads import start_thread
 from quatrain.rollout.server_kinds import (
     TOKEN,
     Answer,
@@ -31,7 +32,7 @@ from quatrain.rollout.server_kinds import (
     kind_of,
     shortened,
 )
-from quatrain.rollout.supervisor import WorkerFactory, in_thread
+from quatrain.rollout.supervisor import WorkerFactory
 from quatrain.rollout.worker import FinishedGroup, GroupSpec, State, Worker, WorkerLost, WorkerRefused
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -111,7 +112,7 @@ class HttpWorker:
         queued = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None, read=None)
         self._requests = httpx.AsyncClient(**{**options, "timeout": queued}, limits=limits)
         self._loop = asyncio.new_event_loop()
-        in_thread(f"requests to {address}", self._run_loop)
+        start_thread(self._run_loop, name=f"requests to {address}")
         try:
             self._kind: ServerKind = kind_of(self._call)
             self.name = f"{self._kind.name} at {address}"

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quatrain.cluster.threads import start_thread
 from quatrain.rollout.group_table import GroupFailed, GroupTable
 from quatrain.rollout.worker import FinishedGroup, Worker, WorkerLost, WorkerRefused
 
@@ -130,7 +130,7 @@ class WorkerSupervisor:
         """Since when no worker could sample; until one has loaded weights, because it may fail to."""
         self._slots = [_Slot(slot_name(number), factory) for number, factory in enumerate(factories)]
         for slot in self._slots:
-            in_thread("worker of the fleet", self._work, slot, slot.generation)
+            start_thread(self._work, slot, slot.generation, name="worker of the fleet")
 
     @property
     def num_workers(self) -> int:
@@ -213,7 +213,7 @@ class WorkerSupervisor:
                 slot.generation += 1
                 slot.worker = None
             self.changed.notify_all()
-        closing = [in_thread("end of a worker", _close_quietly, worker) for worker in workers]
+        closing = [start_thread(_close_quietly, worker, name="end of a worker") for worker in workers]
         for thread in closing:
             thread.join(CLOSE_S)
 
@@ -362,7 +362,7 @@ class WorkerSupervisor:
         slot.stop_clock()
         slot.loaded, slot.num_finished, slot.worked_s = False, 0, 0.0
         if worker is not None:
-            in_thread("end of a worker", _close_quietly, worker)
+            start_thread(_close_quietly, worker, name="end of a worker")
         if self._none_since is None and not self._able():
             self._none_since = time.monotonic()
         try:
@@ -372,7 +372,7 @@ class WorkerSupervisor:
             return
         what = f"{retried} groups are given to others, and it is" if slot.started else "it is"
         logger.warning("rollout %s was lost: %s; %s started again", name, why, what)
-        in_thread("worker of the fleet", self._work, slot, slot.generation)
+        start_thread(self._work, slot, slot.generation, name="worker of the fleet")
         self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -403,10 +403,3 @@ def _close_quietly(worker: Worker) -> None:
     """Closes a worker that may be dead already."""
     with suppress(Exception):
         worker.close()
-
-
-def in_thread(name: str, function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """A thread that runs `function` with the caller's context variables, and does not keep the process."""
-    thread = threading.Thread(target=copy_context().run, args=(function, *arguments), daemon=True, name=name)
-    thread.start()
-    return thread
