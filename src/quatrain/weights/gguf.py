@@ -21,7 +21,7 @@ from pydantic import Field
 from quatrain.config.errors import shown
 from quatrain.config.files import Description, checked
 from quatrain.models.architecture import Architecture, Head
-from quatrain.models.families import FAMILIES, architecture_from_hf
+from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
 from quatrain.models.families.common import FULL, SLIDING, Family, Json, write_rope
 from quatrain.models.hf_config import Heads, Layers, Period, Positions, Positive, Width, Window
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
@@ -185,7 +185,7 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
     (Gemma) is taken off again.
     """
     rows, numbers = name.rows(parameter)
-    if FAMILIES[arch.family].gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+    if family_of(arch).gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         half = arch.layers[0].mixer.head_dim // 2
         numbers = numbers.reshape(-1, 2, half).swapaxes(1, 2).reshape(-1)
     offset = arch.norm.offset if tensor.name.endswith("norm.weight") else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
-from quatrain.models.families.common import Json, write_common
+from quatrain.models.families.common import Family, Json, write_common
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.llama import LLAMA
 from quatrain.models.families.qwen import QWEN2, QWEN3
@@ -38,6 +38,11 @@ _BUILTIN: dict[str, Json] = {
         "bos_token_id": None,
     }
 }
+
+
+def family_of(arch: Architecture) -> Family:
+    """The family of a model."""
+    return FAMILIES[arch.family]
 
 
 def builtin_architecture(name: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Architecture:
@@ -76,7 +81,7 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
 
 def architecture_to_hf(arch: Architecture) -> Json:
     """The contents of a config.json, except the dtype, from which transformers 4 and 5 build the model."""
-    family = FAMILIES[arch.family]
+    family = family_of(arch)
     score = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if arch.head == "value_head" else {}
     names = {"architectures": [family.classifier if score else family.hf_class], "model_type": arch.family}
     return {**names, **write_common(arch), **family.write(arch), **score}
