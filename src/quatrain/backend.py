@@ -1,7 +1,7 @@
 """Settings that depend on the kind of device: one frozen `Backend`, selected once per process.
 
-Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `update.gradient.PolicySpec` and
-of `rollout.decode.Program`, which pass its values to the model, the output head and the compiler.
+Data flow: `jax.default_backend()` -> `this_backend()` -> a static field of `forward.specs.PolicySpec` and
+of `engine.decode.Program`, which pass its values to the model, the output head and the compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE_UNIT = 128
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Block sizes of `models/attention/blocks.py`, and how many blocks it computes at once."""
+    """Block sizes of `models/attention/blockwise.py`, and how many blocks it computes at once."""
 
     block: int
     """Tokens in a block."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quatrain.config.resume import must_agree_on_resume
+from quatrain.config.resume_keys import must_agree_on_resume
 from quatrain.config.schema import Config
 
 ALWAYS = {

@@ -185,7 +185,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     assert _checkpoints(run) == [1]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
     log = (run / "run.log").read_text()
-    assert f"INFO quatrain.report.recorder: stopped: {first.value}" in log
+    assert f"INFO quatrain.report.writer: stopped: {first.value}" in log
     assert "Traceback" not in log
     assert "SIGTERM: the run stops as soon as its state is whole" in capfd.readouterr().err
 

@@ -19,7 +19,7 @@ from quatrain.config.schema import (
 )
 from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import PolicySpec
-from quatrain.report.recorder import Report
+from quatrain.report.writer import Report
 from quatrain.reward.scorer import RewardScorer
 from quatrain.run.run_dir import RunDir
 from quatrain.types.batches import Prompt

@@ -2,8 +2,10 @@
 
 Data flow: `EngineService.submit` or `sample` -> `RolloutEngine` -> rounds, in the service's thread ->
 `Progress`, to the listener of each sequence; or the samples of a batch, to the future that `sample` returned.
-`quatrain serve`, the workers of a fleet and training that samples ahead are its clients. Training of several
-processes without it calls the engine from the main thread: all processes must make the same calls.
+`quatrain serve`, the workers of a fleet and training that samples ahead are its clients; with batches in
+flight, training also calls the engine's `submit` and `sync_weights` itself, which the engine allows.
+Synchronous training has no service: the main thread calls the engine, with the same calls in all processes of
+a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batches of training in order, sampled and scored up to some training steps before their turn.
+"""The batches of training in order, synchronous too: sampled and scored when it is their turn, or before.
 
 Data flow: `PromptSampler` -> `step.collect` -> `AsyncRollouts.take` -> `TrainBatch`, for `step.learn`. With a
 staleness of 0 a batch is collected when it is taken; with more, a thread collects the next ones while this

@@ -1,6 +1,6 @@
 """What a run shows and writes of its steps: progress, timings, traces, metrics, samples, warnings.
 
-Used by `train.py` and `run.py` around each stage and step; the files are those of `report/recorder.py`.
+Used by `train.py` and `run.py` around each stage and step; the files are those of `report/writer.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quatrain.loop.asynchronous import TrainBatch
 from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.host_memory import peak_bytes
 from quatrain.report.progress import Progress
-from quatrain.report.recorder import Report
+from quatrain.report.writer import Report
 from quatrain.run.metrics import StageTimer
 from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metric, Metrics

@@ -47,7 +47,7 @@ from quatrain.plan.batches import overview
 from quatrain.plan.batches import plan as batch_plan
 from quatrain.report.hints import Hints, hints_in
 from quatrain.report.progress import waiting
-from quatrain.report.recorder import Report, own_messages
+from quatrain.report.writer import Report, own_messages
 from quatrain.reward.calls import DATA_SOURCE
 from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet

@@ -1,8 +1,8 @@
 """The training step, in four lines: rollout, reward, advantages, update.
 
-`collect` is lines 1 and 2, `learn` lines 3 and 4. Training calls one after the other (`train.py`); with
-rollouts ahead of training, `asynchronous.py` calls `collect` in the rollout's thread, some steps early. A
-training loop of one's own calls both (`examples/by_hand.py`).
+`collect` is lines 1 and 2, `learn` lines 3 and 4. The loop (`train.py`) takes a batch from `AsyncRollouts`,
+which calls `collect`: at once, or with rollouts ahead in the rollout's thread, some steps early. Then it
+calls `learn`. A training loop of one's own calls both (`examples/by_hand.py`).
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def project(
 def scores(params: Params, arch: Architecture, hidden: jax.Array) -> jax.Array:
     """One number [...] float32 for each of the hidden states [..., D] that `forward` returned.
 
-    For models whose `Architecture.head` is `score`.
+    For models whose `Architecture.head` is `value_head`.
     """
     head_D = gather_params(params["score"], partition(arch, current_mesh())["score"])[0]
     return jnp.einsum("...D,D->...", hidden, head_D, preferred_element_type=jnp.float32)

@@ -1,10 +1,12 @@
 """The mesh axes: what is split over each of them, and how parameters are sharded.
 
-To add a mesh axis, add a row to the table `AXES`: mesh, shardings, batches, errors and the plan read it. The
-table is written in `config/axes.py`, because the configuration reads it too and does not import JAX; all
-other code reads it here. For more than one device along it, an axis also needs its collectives: of parameters
-and their gradients in `models/params.py` (`gather_params`) and `update/gradient.py`, of the work of a layer
-in `models/decoder.py`.
+To add a mesh axis, add a row to the table `AXES`, and its field to `config.mesh._Sizes`, which is for the
+type checker: mesh, shardings, batches, errors and the plan read the table. It is written in `config/axes.py`,
+because the configuration reads it too and does not import JAX; all other code reads it here. For more than
+one device along it, an axis also needs its collectives: of parameters in `models/blocks/layer_run.py`
+(`gather_params`), of the work of a layer in `models/blocks/`, of gradients in `update/gradient.py`, of
+predictions in `forward/predict.py`, and the layout of batches (`data_sharding`) and of the KV cache
+(`models/kv_cache.py`). No axis of today splits the tokens of a sequence.
 
 Data flow: the table, logical axes of a parameter (`models.params`) and `MeshShape` -> `PartitionSpec`.
 """

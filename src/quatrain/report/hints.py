@@ -1,7 +1,7 @@
 """Hints: what the metrics of a training step show to be probably wrong, each said once in a run.
 
-Data flow: the numbers of a step -> `Hints.found` -> `sinks.Report`, which logs each as a warning and writes
-it to `hints.jsonl`, for the run page.
+Data flow: the numbers of a step -> `Hints.found` -> `report.writer.Report`, which logs each as a warning and
+writes it to `hints.jsonl`, for the run page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes the run page: one HTML file with the curves, completions and configuration of one run or several.
 
-Data flow: `page_data.py` and `page_samples.py` read the runs' folders -> `Page` -> `report.html`. `sinks`
-refreshes the page of a run while it trains; `quatrain report` writes it for any run, and `page_server.py`
-serves it live.
+Data flow: `page_data.py` and `page_samples.py` read the runs' folders -> `Page` -> `report.html`.
+`report.writer` refreshes the page of a run while it trains; `quatrain report` writes it for any run, and
+`page_server.py` serves it live.
 
 The page needs no network: style, scripts and the chart library uPlot are part of it. Texts of a run are data,
 compressed in script elements that no browser runs, and the page shows them as text only.

@@ -1,6 +1,6 @@
 """Plots the rewards, accuracies and lengths of a run over its steps.
 
-Reads `metrics.jsonl`, which `sinks` writes; needs the extra `plot`.
+Reads `metrics.jsonl`, which `report.writer` writes; needs the extra `plot`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All metrics that a run logs, with unit, reduction and meaning.
 
-The stages produce metrics under these names, and `sinks` writes them. Tests check that every logged metric is
-listed here. `scripts/document.py` generates docs/metrics.md from this catalogue.
+The stages produce metrics under these names, and `report.writer` writes them. Tests check that every logged
+metric is listed here. `scripts/document.py` generates docs/metrics.md from this catalogue.
 """
 
 from __future__ import annotations

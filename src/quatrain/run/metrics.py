@@ -1,6 +1,7 @@
 """Reduces metrics to numbers, and writes them to a file with one JSON object per training step.
 
-Data flow: the `metrics` of all stages -> `reduce_metrics` -> `sinks` writes the numbers -> `plot` reads them.
+Data flow: the `metrics` of all stages -> `reduce_metrics` -> `report.writer` writes the numbers -> `plot`
+reads them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from quatrain.config.derive import value_at
 from quatrain.config.errors import listed
-from quatrain.config.resume import must_agree_on_resume
+from quatrain.config.resume_keys import must_agree_on_resume
 from quatrain.config.schema import Config
 from quatrain.config.secrets import REDACTED, comparable, redact, same
 from quatrain.config.values import shown_data_sets

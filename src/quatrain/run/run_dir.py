@@ -1,6 +1,6 @@
 """The folder of a run: created for a new run, whose name must be unused, and located on resume.
 
-`open_run` creates it first; `sinks`, the checkpointer and the export write into it.
+`open_run` creates it first; `report.writer`, the checkpointer and the export write into it.
 """
 
 from __future__ import annotations

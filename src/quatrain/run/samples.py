@@ -1,7 +1,7 @@
 """Records of completions for the files in `samples/`: JSON objects with texts, rewards and data columns.
 
 Data flow: `AdvantagedBatch` of a training step, or the `RewardedBatch` of an evaluation -> records ->
-`sinks.Report`, which removes secrets and writes them -> the run page and `quatrain samples`.
+`report.writer.Report`, which removes secrets and writes them -> the run page and `quatrain samples`.
 
 The record of an episode has two further keys: `turns`, the messages after the prompt in the order of the
 dialogue, and `environment_reward`, the sum of the rewards that the environment gave. A turn has `role`,

@@ -1,6 +1,7 @@
 """The host data of a checkpoint: what a run saves besides arrays, and its types and bounds.
 
-`loop/run.py` saves it with each checkpoint, and checks it here when it resumes, before anything is changed.
+`loop/checkpoints.py` saves it (`_host` must have what `_SavedState` names), and it is checked here when a run
+resumes, before anything is changed.
 """
 
 from __future__ import annotations

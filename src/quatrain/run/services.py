@@ -1,7 +1,7 @@
 """Services that show the metrics and samples of a run: Weights & Biases, Trackio and TensorBoard.
 
-Data flow: `sinks.Report`, in the main process -> `Service` -> the package of the service. What comes here is
-already redacted.
+Data flow: `report.writer.Report`, in the main process -> `Service` -> the package of the service. What comes
+here is already redacted.
 """
 
 from __future__ import annotations

@@ -132,9 +132,9 @@ class Critic:
 
 
 def critic_params(policy_params: Params, arch: Architecture, mesh: Any) -> Params:
-    """Parameters of a critic that starts from a policy's: copies of them, and a `score` head of zeros.
+    """Parameters of a critic that starts from a policy's: copies of them, and a `value_head` of zeros.
 
-    `arch` is the critic's architecture, the policy's with the head `score`; the copies lie on `mesh`.
+    `arch` is the critic's architecture, the policy's with the head `value_head`; the copies lie on `mesh`.
     """
     kept = {name: leaf for name, leaf in policy_params.items() if name != "lm_head"}
     places = shardings(mesh, partition(arch, mesh_shape(mesh)))

@@ -61,8 +61,8 @@ def load_gguf(
 ) -> tuple[Architecture, Params]:
     """The model in the GGUF file at `path`, its weights dequantised to `dtype`, on `mesh` (see `assemble`).
 
-    With the head `score`, the head is zero and the output head of the vocabulary is not read. Tensors may
-    have all types that the `gguf` package dequantises: F32, F16, BF16 and the Q, IQ, TQ and FP4 types.
+    With the head `value_head`, the head is zero and the output head of the vocabulary is not read. Tensors
+    may have all types that the `gguf` package dequantises: F32, F16, BF16 and the Q, IQ, TQ and FP4 types.
 
     Raises ValueError for a file that is not GGUF or is damaged, a model that the decoder does not support,
     and if the `gguf` package is not installed.

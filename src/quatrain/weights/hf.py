@@ -58,8 +58,8 @@ def load_hf(
 ) -> tuple[Architecture, Params]:
     """The model in a local Hugging Face directory, its parameters in `dtype` on `mesh` (see `assemble`).
 
-    With the head `score`, the head is zero if the directory has no `score.weight`, and an output head of the
-    vocabulary is not read.
+    With the head `value_head`, the head is zero if the directory has no `score.weight`, and an output head of
+    the vocabulary is not read.
 
     Weights are read from model.safetensors or the shards of its index, block by block. Stop tokens are those
     in config.json and generation_config.json. Raises ValueError for a missing, empty or unsupported

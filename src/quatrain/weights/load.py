@@ -55,7 +55,7 @@ def load_model(
 
     `path` is `builtin:NAME`, a `.gguf` file, a local Hugging Face directory or a hub id. A built-in model is
     randomly initialised from `seed`, for a tokenizer with `vocab_size` and `eos_token_ids`; the other kinds
-    ignore these arguments. With the head `score` (a critic, a reward model), the head is zero unless the
+    ignore these arguments. With the head `value_head` (a critic, a reward model), the head is zero unless the
     model has one, and the output head of the vocabulary is not read. Without `weights`, the parameters are
     None, and files of weights are neither read nor downloaded. Raises ValueError if the model is
     missing, damaged or of an unsupported kind.
@@ -79,9 +79,9 @@ def load_model(
 def load_classifier(path: str, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Model:
     """The sequence-classification model with one label at `path`, its parameters in `dtype` on `mesh`.
 
-    `path` is a local Hugging Face directory or a hub id; `Architecture.head` is `score`. Raises ValueError if
-    the model is missing, damaged, of an unsupported family, no sequence-classification model, or has several
-    labels or no head. config.json is checked before any weights are downloaded.
+    `path` is a local Hugging Face directory or a hub id; `Architecture.head` is `value_head`. Raises
+    ValueError if the model is missing, damaged, of an unsupported family, no sequence-classification model,
+    or has several labels or no head. config.json is checked before any weights are downloaded.
     """
     check_classifier(path)
     directory = model_directory(path)

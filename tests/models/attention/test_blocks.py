@@ -10,7 +10,7 @@ import pytest
 from packed_rows import dense, inputs, value_and_gradients, with_branches, with_grouped_branches
 
 from quatrain.backend import BlockSizes
-from quatrain.models.attention.blocks import block_attention, block_pattern
+from quatrain.models.attention.blockwise import block_attention, block_pattern
 
 
 @pytest.fixture(params=[(3, 2), (None, 1)], ids=["some at a time", "all at once"])

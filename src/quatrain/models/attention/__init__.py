@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from quatrain.backend import Backend, BlockSizes
 from quatrain.models.attention import kernels
-from quatrain.models.attention.blocks import BlockPattern, block_attention, block_pattern
+from quatrain.models.attention.blockwise import BlockPattern, block_attention, block_pattern
 from quatrain.models.attention.unpacking import Unpacking, unpacked_attention
 from quatrain.models.layers import attention_mask
 

@@ -1,7 +1,7 @@
 """Fused attention kernels, and the choice among them for a model and a device.
 
 Data flow: `choose_attention` when a run starts (`probe.py` runs what it chooses once); the decoder then calls
-the chosen kernel in place of block-sparse attention (`blocks.py`), for whole rows of tokens (no KV cache).
+the chosen kernel in place of block-sparse attention (`blockwise.py`), for whole rows of tokens (no KV cache).
 
 The kernels compute causal attention of rows [B, T] of one sequence each, with padding behind it: a token
 attends to tokens at its index in the row or before, and fewer than `window` indices before it. Packed rows

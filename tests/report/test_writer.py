@@ -13,7 +13,7 @@ from episode_batches import PROMPT, TURNS, episodes
 
 from quatrain.config.schema import LoggingConfig
 from quatrain.report import recorder as module
-from quatrain.report.recorder import Report
+from quatrain.report.writer import Report
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir
 from quatrain.run.run_lock import FILES as LOCK_FILES
