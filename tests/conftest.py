@@ -52,7 +52,7 @@ LONG_FILES = (
     "equivalence/test_sampler_trainer.py",
     "e2e/test_qwen_config.py",
     "models/attention/test_kernels.py",
-    "models/attention/test_blocks.py",
+    "models/attention/test_blockwise.py",
     "ops/test_logprobs.py",
     "update/test_residuals.py",
     "plan/test_placement.py",

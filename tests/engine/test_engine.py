@@ -362,7 +362,7 @@ def test_a_prompt_with_no_tokens():
 
 @pytest.mark.parametrize("name", ["n", "max_new_tokens"])
 def test_nothing_to_sample(name):
-    with pytest.raises(ValueError, match=rf"rollout.{name} of 1 or more, got 0"):
+    with pytest.raises(ValueError, match=rf"rollout.{name} must be at least 1, got 0"):
         Sampling(**{"n": 1, "max_new_tokens": 1, name: 0})
 
 
