@@ -120,7 +120,7 @@ def train_on(small_arch):
 def test_the_engine_has_the_verbs_of_the_protocol():
     verbs = {name for name in vars(Rollouts) if not name.startswith("_")}
     assert verbs == {
-        "place",
+        "copy_weights",
         "sync_weights",
         "generate",
         "generate_each",

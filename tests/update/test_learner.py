@@ -156,14 +156,14 @@ def test_nothing_compiles_once_every_width_was_seen(make_learner, make_batch, sm
     state = learner.init(_copy(small_params))
     rng = np.random.default_rng(0)
     widths, seen, settled = set(), set(), 0
-    cut_as_ever = MicroBatchPlanner.cut
+    plans = MicroBatchPlanner.plans
 
     def noted(self, table):
-        cuts = cut_as_ever(self, table)
+        cuts = plans(self, table)
         widths.update((self.max_tokens, cut.width) for cut in cuts)
         return cuts
 
-    monkeypatch.setattr(MicroBatchPlanner, "cut", noted)
+    monkeypatch.setattr(MicroBatchPlanner, "plans", noted)
     for step in range(20):
         batch = make_batch(step, groups=int(rng.integers(1, 7)), n=int(rng.integers(1, 9)))
         widths.clear()
