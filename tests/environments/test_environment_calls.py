@@ -81,6 +81,12 @@ class Game:
                 os.write(number, b"nonsense\\n")
         time.sleep(5)
 
+    def _forge(self, value):
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if os.path.exists(f"/proc/self/fd/{number}") and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.write(number, b'{"call": %d, "value": 5}\\n' % int(value))
+        time.sleep(5)
+
 def double(number: int) -> int:
     """Doubles.
 
@@ -534,6 +540,21 @@ def test_a_process_that_hangs_as_a_whole_is_ended(workers, action):
     assert time.monotonic() - started < 5.0
     assert fault(calls.step(1, "count ")).kind == "crash"
     assert comes(lambda: is_gone(process))
+
+
+def test_a_module_may_take_longer_to_load_than_a_call(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(3.0)\n" + GAME)
+    with closing(InWorkers(f"{path}:Game", num_workers=1, timeout_s=LIMIT_S, memory_mb=2048)) as calls:
+        assert text(begun(calls, 0).step(0, "count ")) == "1"
+
+
+def test_a_reply_of_no_form_is_a_crash(workers):
+    calls = begun(workers(), 0)
+    raised = fault(calls.step(0, "forge 3"))  # after the calls that load and begin
+    assert raised.kind == "crash"
+    assert "step: its process sent a reply that is none" in str(raised)
+    assert fault(calls.step(0, "count ")).kind == "crash"
 
 
 def test_no_process_is_left_when_the_calls_are_closed(workers):

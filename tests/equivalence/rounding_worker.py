@@ -8,8 +8,9 @@ import numpy as np
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig
+from quatrain.forward.specs import PolicySpec
 from quatrain.models.families import architecture_from_hf
-from quatrain.models.params import init_params, partition
+from quatrain.models.params import init_params
 from quatrain.parallel.mesh import device_put, make_mesh, shardings, to_host
 from quatrain.update.gradient import _apply, _copies, init_optimizer
 from quatrain.update.optimizer import build_optimizer
@@ -36,7 +37,7 @@ def results(shape: MeshShape) -> dict[str, np.ndarray]:
     optimizer = build_optimizer(CONFIG, 1)
     params = init_params(ARCH, jax.random.key(0), jnp.bfloat16, mesh)
     rng, found = np.random.default_rng(0), {}
-    places = shardings(mesh, _copies(partition(ARCH, shape)))
+    places = shardings(mesh, _copies(PolicySpec(ARCH, mesh=mesh)))
     total = jax.tree.map(lambda x, sharding: _gradient(rng, x.shape, shape.dp, sharding), params, places)
     for name, draw in (("stochastic", np.array([5, 0, 3], np.uint32)), ("nearest", None)):
         own = jax.tree.map(jnp.copy, params)

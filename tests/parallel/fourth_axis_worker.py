@@ -16,16 +16,16 @@ if extra:  # before any module reads the table
     axes.DATA_AXES += ("extra",) * axes.AXES[-1].splits_batch
 
 import jax  # noqa: E402
-from quatrain.update.cuts import MicroBatchPlanner  # noqa: E402
-from quatrain.update.micro_batch import micro_batches  # noqa: E402
-from quatrain.update.specs import PolicySpec  # noqa: E402
-from quatrain.update.table import TokenTable  # noqa: E402
 
 from quatrain.config.load import load_config  # noqa: E402
 from quatrain.config.mesh import axis_sizes, resolve_mesh  # noqa: E402
 from quatrain.config.roles import resolve_roles  # noqa: E402
 from quatrain.config.schema import OptimizerConfig, UpdateConfig  # noqa: E402
-from quatrain.models.architecture import Architecture  # noqa: E402
+from quatrain.forward.micro_batch import micro_batches  # noqa: E402
+from quatrain.forward.planner import MicroBatchPlanner  # noqa: E402
+from quatrain.forward.specs import PolicySpec  # noqa: E402
+from quatrain.forward.table import TokenTable  # noqa: E402
+from quatrain.models.families import architecture_from_hf  # noqa: E402
 from quatrain.models.params import init_params, partition  # noqa: E402
 from quatrain.parallel.mesh import role_mesh, to_host  # noqa: E402
 from quatrain.plan import batches, device_memory  # noqa: E402
@@ -34,7 +34,18 @@ from quatrain.update.gradient import init_optimizer, optimizer_step  # noqa: E40
 from quatrain.update.objective import PolicyObjective  # noqa: E402
 from quatrain.update.optimizer import build_optimizer  # noqa: E402
 
-ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True)
+ARCH = architecture_from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+)
 
 
 def table() -> TokenTable:

@@ -12,7 +12,7 @@ import pytest
 from episode_batches import PROMPT, TURNS, episodes
 
 from quatrain.config.schema import LoggingConfig
-from quatrain.report import recorder as module
+from quatrain.report import writer as module
 from quatrain.report.writer import Report
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_dir import RunDir

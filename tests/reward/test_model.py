@@ -195,7 +195,7 @@ def drop_tokenizer(folder):
         (lambda folder: edit_config(folder, model_type="bert"), "unsupported model_type 'bert'"),
         (lambda folder: edit_config(folder, vocab_size=100), "must not have more tokens than its model's"),
         (drop_head, "must have the tensor score.weight, its output head; the weights in .* lack it"),
-        (drop_tokenizer, "has none of them; save the tokenizer there"),
+        (drop_tokenizer, "has none of them; save a tokenizer there"),
         (shutil.rmtree, "does not exist or is not a directory"),
     ],
 )

@@ -495,3 +495,27 @@ def test_a_fleet_that_is_closed_ends_the_wait():
         threading.Timer(0.3, fleet.close).start()
         with pytest.raises(RuntimeError, match="closed while groups were in flight"):
             generate(fleet)
+
+
+def test_an_evaluation_keeps_few_samples_in_flight():
+    workers = Workers(2)
+    with fleet_of(workers) as fleet:
+        fleet.sync_weights(PARAMS, 7)
+        waiting, most, submit, wait = set(), [], fleet.submit, fleet.wait
+
+        def submitted(prompts, **options):
+            ticket = submit(prompts, **options)
+            waiting.update(ticket.groups)
+            most.append(len(waiting) * SAMPLING.n)
+            return ticket
+
+        def waited(ticket):
+            batch = wait(ticket)
+            waiting.difference_update(ticket.groups)
+            return batch
+
+        fleet.submit, fleet.wait = submitted, waited
+        parts = [[prompt] for prompt in PROMPTS] * 2
+        batches = list(fleet.generate_each(parts, sampling=SAMPLING, at_once=2 * SAMPLING.n))
+    assert [list(batch.completions) for batch in batches] == [texts(part, 0) for part in parts]
+    assert max(most) == 2 * SAMPLING.n

@@ -30,7 +30,7 @@ class Algorithm:
 
 
 def _read(folder: Path) -> Mapping[str, Algorithm]:
-    files = sorted(path for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    files = sorted(path for path in folder.glob("*.py") if path.stem.isidentifier() and path.stem[0] != "_")
     return {path.stem: _algorithm(path) for path in files}
 
 

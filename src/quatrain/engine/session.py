@@ -241,7 +241,7 @@ class Session:
         most = self._limit // replicas if self._limit else max(fitting, 1)
         at_once = demand if self._at_once is None else self._at_once
         together = min(most, -(-min(demand, at_once) // replicas))
-        if together > fitting:
+        if together > fitting and not (self._at_once and fitting):  # with `at_once`, fewer run instead
             each_of = f" on each of {replicas} replicas" if replicas > 1 else ""
             remedy = "lower rollout.max_new_tokens or data.max_prompt_length"
             if fitting:

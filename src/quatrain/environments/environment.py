@@ -174,13 +174,13 @@ class CheckedEnvironment:
 
     def final_reward(self) -> float:
         """The reward that the environment adds to those of its turns, at the end; 0 if it has none."""
-        get_reward = getattr(self._environment, "get_reward", lambda: 0.0)
+        get_reward = getattr(self._environment, "get_reward", None) or (lambda: 0.0)
         return run_guarded(f"{self._name}: get_reward", lambda: self._number("get_reward", get_reward()))
 
     def close(self) -> None:
         """Closes the environment; an error is a warning, because the episode has ended."""
         try:
-            run_guarded(f"{self._name}: close", getattr(self._environment, "close", lambda: None))
+            run_guarded(f"{self._name}: close", getattr(self._environment, "close", None) or (lambda: None))
         except EnvironmentFault as fault:
             logger.warning("%s", fault)
 
@@ -193,7 +193,7 @@ class CheckedEnvironment:
         return Counter({name: count for name, count in counts.items() if isinstance(count, int)})
 
     def _reset(self, columns: Mapping[str, Any]) -> InitialObservation:
-        reset = getattr(self._environment, "reset", lambda **columns: None)
+        reset = getattr(self._environment, "reset", None) or (lambda **columns: None)
         taken = {name: v for name, v in columns.items() if self._accepts is None or name in self._accepts}
         opening = reset(**copy.deepcopy(taken))
         if opening is None or opening == "":

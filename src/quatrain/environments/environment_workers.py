@@ -113,7 +113,12 @@ class InWorkers:
     ) -> None:
         if operation == "end":
             host.leave(episode)
-        self._settle(future, operation, reply.result())
+        try:
+            self._settle(future, operation, reply.result())
+        except (ValueError, LookupError, TypeError):  # users' code wrote into the socket
+            failure = Failure("crash", "its process sent a reply that is none")
+            self._settle(future, operation, failure)
+            host.process.kill(failure)
 
     def _settle(self, future: Future[Any], operation: str, outcome: Any) -> None:
         match outcome:
@@ -124,6 +129,8 @@ class InWorkers:
                 future.set_exception(EnvironmentFault(*fault))
             case {"value": value}:
                 future.set_result(_VALUES[operation](value))
+            case _:
+                raise ValueError("no form of a reply")
 
     def _chosen(self) -> _Host:
         """The process with the fewest live episodes, or a new one."""

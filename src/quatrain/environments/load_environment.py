@@ -122,8 +122,10 @@ class ToolMethods:
         self.counts = self._tools.counts
 
         self.step = self._tools.step
-        self.reset: Callable[..., InitialObservation] = getattr(made, "reset", lambda **columns: None)
-        self.close: Callable[[], None] = getattr(made, "close", lambda: None)
+        self.reset: Callable[..., InitialObservation] = getattr(made, "reset", None) or (
+            lambda **columns: None
+        )
+        self.close: Callable[[], None] = getattr(made, "close", None) or (lambda: None)
 
     def get_reward(self) -> Any:
         """The reward of the episode, of which the object keeps account."""

@@ -71,8 +71,7 @@ class Checkpoints:
         the checkpoints before them are not displaced by others.
         """
         step, best = state.train_step, self._best_step
-        if best is not None and best not in self._store.pinned:
-            self._store.pinned.append(best)
+        self._pin_best()
         due = (bool(self._every) and step % self._every == 0) or step in self._store.pinned
         bad_steps = max(model.bad_steps for model in (state, state.critic) if model is not None)
         if step == self._steps or (due and not bad_steps):
@@ -85,6 +84,12 @@ class Checkpoints:
             )
         if best == step:
             self._confirm_best(step)
+
+    def _pin_best(self) -> None:
+        """The checkpoint of the best evaluation is kept beside the newest, also if a later one is saved."""
+        best = self._best_step
+        if best is not None and best not in self._store.pinned:
+            self._store.pinned.append(best)
 
     def _confirm_best(self, step: int) -> None:
         """Forget the best evaluation, that of `step`, if its checkpoint could not be written."""
@@ -101,6 +106,7 @@ class Checkpoints:
         If a checkpoint cannot be written, a run of one process reports it and goes on, one of several raises
         SaveFailed. Raises NonFiniteState if parameters or optimizer state have numbers that are not finite.
         """
+        self._pin_best()
         with self._reported_if_failed():
             self._store.wait()
         latest = decided_by_main(self._store.latest_step)

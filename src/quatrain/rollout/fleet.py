@@ -169,10 +169,20 @@ class Fleet:
     def generate_each(
         self, batches: Sequence[Sequence[Prompt]], *, sampling: Sampling, at_once: int
     ) -> Iterator[RolloutBatch]:
-        """What `generate` returns for each of `batches`, in order; workers decode as many as they can."""
-        tickets = [self.submit(prompts, sampling=sampling) for prompts in batches]
-        for ticket in tickets:
-            yield self.wait(ticket)
+        """What `generate` returns for each of `batches`, in order; at most `at_once` samples are in flight.
+
+        A batch of more samples than that is in flight alone.
+        """
+        tickets: deque[FleetTicket] = deque()
+        for prompts in batches:
+            while (
+                tickets
+                and sum(len(ticket.groups) for ticket in tickets) + len(prompts) > at_once // sampling.n
+            ):
+                yield self.wait(tickets.popleft())
+            tickets.append(self.submit(prompts, sampling=sampling))
+        while tickets:
+            yield self.wait(tickets.popleft())
 
     def submit(
         self,

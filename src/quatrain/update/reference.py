@@ -1,6 +1,6 @@
 """A reference policy that follows the policy (`update.reference_sync_steps`).
 
-Used by `loop/run.py` between two training steps: policy, reference -> the new reference, for the `Learner`.
+Used by `loop/reference.py` between two training steps: policy, reference -> the new one, for the `Learner`.
 """
 
 from __future__ import annotations

@@ -104,14 +104,15 @@ class WorkerProcess:
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._loaded: set[str] = set()
-        self._no_more = self._is_closed = self._pinged = False
+        self._no_more = self._is_closed = False
+        self._pinged = True  # not asked before its first reply: to load has a limit of its own
         self._heard = time.monotonic()
         self._next_look: asyncio.TimerHandle | None = None
         self._printed_what, self._context = what, copy_context()
         self._output, self._omitted_bytes = b"", 0
         try:
             self._start(settings)
-        except OSError as error:  # the system has no more processes, for instance
+        except (OSError, RuntimeError) as error:  # the system has no more processes, for instance
             self.failure = not_started(error)
 
     @property
@@ -146,8 +147,11 @@ class WorkerProcess:
             return future
         self._num_calls += 1
         timeout = Failure("timeout", late or f"it took longer than {limit_s:g} s")
-        first_s = LOAD_TIMEOUT_S if loads and what not in self._loaded else limit_s
-        limit = self._loop.call_later(first_s, self.kill, timeout)
+        if loads and what not in self._loaded:
+            loading = Failure("timeout", f"it took longer than {LOAD_TIMEOUT_S:g} s to load")
+            limit = self._loop.call_later(LOAD_TIMEOUT_S, self.kill, loading)
+        else:
+            limit = self._loop.call_later(limit_s, self.kill, timeout)
         self._calls[self._num_calls] = _Call(future, what, limit_s, cpu_s, timeout, limit)
         self._context, self._printed_what = copy_context(), what or self._what
         self._send((self._num_calls, operation, *arguments))
@@ -288,8 +292,12 @@ class WorkerProcess:
 
     def _settle_all(self, failure: Failure) -> None:
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            self._settle(call, failure)
+        try:
+            self._pass_output()
+        finally:  # also if the log cannot be written
+            for call in calls.values():
+                call.limit.cancel()
+                call.future.set_result(failure)
 
     def _look(self) -> None:
         """Looks, as long as it has calls or is to end, whether it has ended and whether it answers."""

@@ -1,6 +1,6 @@
 // Says which metrics share a chart, and lays the charts out.
 
-const STAGES = ["rollout", "wait_rollout", "place_weights", "reward", "token_scores", "advantage", "update", "eval", "checkpoint"];
+const STAGES = ["rollout", "wait_rollout", "copy_weights", "place_weights", "reward", "token_scores", "advantage", "update", "eval", "checkpoint"];
 const PLAIN = [
   { title: "Reward", unit: "mean of a step", of: ["reward/mean", "reward/greedy/mean"] },
   { title: "Reward by function", unit: "unweighted mean of a step", match: /^reward\/(?!greedy\/)(.+)\/mean$/ },
