@@ -37,13 +37,16 @@ def test_a_list_of_one_data_set_is_the_one():
         ("data.train=[a, 1]", "data.train must be a data set, or a list"),
         (
             "reward.functions={f: {wieght: 1}}",
-            "no other keys than weight, args and data_source; got {'wieght': 1}",
+            "no other keys than weight, args and data_source; it has wieght",
         ),
         ("reward.functions={f: {weight: x}}", "reward.functions.f.weight must be a number; got 'x'"),
         ("reward.functions={f: {args: [1]}}", "reward.functions.f.args must be a mapping of names to values"),
         ("reward.functions={f: {data_source: [1]}}", "reward.functions.f.data_source.0 must be text"),
         ("reward.functions={f: true}", "reward.functions.f must be a number, or a mapping"),
-        ("reward.functions={'model:x': {args: {a: 1}}}", "must have no args for a reward model"),
+        (
+            "reward.functions={'model:x': {args: {a: 1}}}",
+            "must have no args for a reward model; model:x has some",
+        ),
         ("run.profile_steps=3", "run.profile_steps must be a list"),
         ("update.reference_sync_steps=2", "update.reference_sync_steps has no effect without a reference"),
         ("update.reference_mixup=0.5", "has no effect without update.reference_sync_steps"),

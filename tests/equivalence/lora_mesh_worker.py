@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from tiny_qwen2 import tiny_qwen2
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import LoraConfig, OptimizerConfig, RolloutConfig, UpdateConfig
@@ -15,7 +16,6 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models.architecture import LoRA
-from quatrain.models.families import architecture_from_hf
 from quatrain.models.lora import adapters_of, merged, with_adapters, with_trained
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
@@ -23,19 +23,7 @@ from quatrain.update.gradient import init_optimizer, optimizer_step, sum_gradien
 from quatrain.update.objective import PolicyObjective
 from quatrain.update.optimizer import build_optimizer
 
-ARCH = architecture_from_hf(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-)
-ARCH = replace(ARCH, lora=LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets))
+ARCH = replace(tiny_qwen2(num_layers=2), lora=LoRA(rank=4, alpha=6.0, targets=LoraConfig().targets))
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 OPTIMIZER = build_optimizer(OptimizerConfig(name="sgd", beta1=0.0, learning_rate=1.0), 1)
 

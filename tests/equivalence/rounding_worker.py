@@ -5,28 +5,17 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_qwen2 import tiny_qwen2
 
 from quatrain.config.mesh import MeshShape
 from quatrain.config.schema import OptimizerConfig
 from quatrain.forward.specs import PolicySpec
-from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import device_put, make_mesh, shardings, to_host
 from quatrain.update.gradient import _apply, _copies, init_optimizer
 from quatrain.update.optimizer import build_optimizer
 
-ARCH = architecture_from_hf(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-)
+ARCH = tiny_qwen2(num_layers=1)
 CONFIG = OptimizerConfig(name="sgd", beta1=0.0, learning_rate=2.0**-10, max_grad_norm=None)
 """Its new parameters have one rounding in float32 before that to bfloat16, the same in every program."""
 

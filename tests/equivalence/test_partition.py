@@ -223,7 +223,7 @@ def test_no_cut_changes_the_gradient_of_any_loss(small_arch, small_params, make_
         _assert_same(_gradient(small_arch, small_params, table, planner, objective), whole)
 
 
-def _random_cutting(rng: np.random.Generator, table: TokenTable) -> MicroBatchPlanner:
+def _random_planner(rng: np.random.Generator, table: TokenTable) -> MicroBatchPlanner:
     """Fixed rows or a token budget, over one to four shards: more shards than sequences included."""
     shards = int(rng.integers(1, 5))
     if rng.random() < 0.5:
@@ -256,7 +256,7 @@ def test_no_order_and_no_random_partition_changes_the_gradient(small_arch, small
     table = table.weighted(rng.choice(list(LOSS_AGGREGATIONS)), LONGEST)
     whole = _gradient(small_arch, small_params, table, ALL_ROWS, objective)
     renamed = replace(table, group_ids=rng.permutation(10**6)[table.group_ids])
-    parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, renamed)]
+    parts = [(part, _random_planner(rng, part)) for part in _random_partition(rng, renamed)]
     batches = [batch for part, planner in parts for _, batch in micro_batches(part, planner, one_device())]
     got = sum_gradients(small_params, batches, model=_policy(small_arch), objective=objective)
     _assert_same(jax.tree.map(np.asarray, got), whole)
@@ -271,7 +271,7 @@ def test_sums_over_sequences_are_the_same_under_any_partition(make_batch, seed):
     values = np.where(table.completion_mask, rng.normal(size=table.input_ids.shape), 0).astype(np.float32)
     table = table.with_columns(values=values)
     for _ in range(20):
-        parts = [(part, _random_cutting(rng, part)) for part in _random_partition(rng, table)]
+        parts = [(part, _random_planner(rng, part)) for part in _random_partition(rng, table)]
         seen = 0
         for part, planner in parts:
             whole = part.columns["values"].sum(axis=1)
@@ -351,7 +351,7 @@ def test_each_loss_of_each_token_is_the_same_under_any_partition(make_batch, see
     for _ in range(5):
         got = jax.tree.map(np.zeros_like, expected)
         for part in _random_partition(rng, table):
-            for _, micro in micro_batches(part, _random_cutting(rng, part), one_device()):
+            for _, micro in micro_batches(part, _random_planner(rng, part), one_device()):
                 found = _by_token(micro.mask, micro.sequence_ids, micro.columns, logprobs.size)
                 got = jax.tree.map(np.add, got, found)
         for name, results in expected.items():

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import numpy as np
+from tiny_qwen2 import tiny_qwen2
 
 from quatrain.backend import backend_of
 from quatrain.config.mesh import MeshShape
@@ -21,25 +22,13 @@ from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models import attention
 from quatrain.models.attention import kernels
-from quatrain.models.families import architecture_from_hf
 from quatrain.models.params import init_params
 from quatrain.parallel.mesh import make_mesh, to_host
 from quatrain.types.batches import Prompt
 from quatrain.update.gradient import sum_gradients
 from quatrain.update.objective import PolicyObjective
 
-ARCH = architecture_from_hf(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-)
+ARCH = tiny_qwen2(num_layers=2)
 OBJECTIVE = PolicyObjective.of(UpdateConfig(), on_policy=True)
 kernels.obstacle = lambda *_: None
 attention._CAUSAL["cudnn"] = partial(kernels.cudnn_attention, implementation="xla")

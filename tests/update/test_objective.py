@@ -242,7 +242,8 @@ def test_the_reference_is_there_with_a_kl_coefficient(objective):
     [
         (
             "ppo",
-            "update.loss must be one of .*, ppo_clip, reinforce, .*, or a function of your own",
+            "update.loss must be one of .*, ppo_clip, reinforce, .*, or a function of your own "
+            "as path/file.py",
         ),
         ("no/such/file.py:f", "no such file"),
         ("no.such.module:f", "no.such.module cannot be imported"),

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,17 @@ def test_workers_end_with_their_program_however_it_ends(file, number):
     assert ended(worker)
     assert "worker.py" not in printed
     assert printed.count("Traceback") == (number == signal.SIGINT)
+
+
+def test_what_a_call_prints_is_its_callers_also_after_waiting(file):
+    """With one worker, the second call waits; what it prints belongs to the run that asked for it."""
+    run, printed = ContextVar("run", default=""), []
+
+    def ask(name, pool):
+        run.set(name)
+        return pool.submit(f"{file}:prints", {"size": 1}, 30.0)
+
+    with closing(Pool("function", 1, on_output=lambda spec, text: printed.append((run.get(), text)))) as pool:
+        calls = [copy_context().run(ask, name, pool) for name in ("first", "second")]
+        assert [call.result(30.0) for call in calls] == [1, 1]
+    assert [name for name, text in printed] == ["first", "second"]

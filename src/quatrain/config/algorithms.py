@@ -36,7 +36,7 @@ def _read(folder: Path) -> Mapping[str, Algorithm]:
 
 def _algorithm(path: Path) -> Algorithm:
     constants = {}
-    parameters: tuple[str, ...] = ()
+    parameters = None
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == path.stem:
             parameters = tuple(argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
@@ -44,6 +44,7 @@ def _algorithm(path: Path) -> Algorithm:
             name = node.targets[0].id.lower()
             if name in Algorithm.__dataclass_fields__:
                 constants[name] = ast.literal_eval(node.value)
+    assert parameters is not None, f"{path} must define the function {path.stem}"
     return Algorithm(parameters, **constants)
 
 

@@ -61,10 +61,11 @@ def is_default(config: Section, key: str) -> bool:
     return bool(value_at(config, key) == field.default)
 
 
-def must(rule: str, holds: Callable[[Any], object], *, before: bool = False) -> Any:
+def must(rule: str | Callable[[Any], str], holds: Callable[[Any], object], *, before: bool = False) -> Any:
     """For an annotation: refuses a value for which `holds` is false or raises, with the rule `must {rule}`.
 
-    With `before`, it runs before the value's type is checked, so that a union of types gives one error.
+    A function makes the rule of the value, to name what is wrong in it. With `before`, the check runs before
+    the value's type is checked, so that a union of types gives one error.
     """
 
     def check(value: Any) -> Any:
@@ -73,7 +74,8 @@ def must(rule: str, holds: Callable[[Any], object], *, before: bool = False) -> 
         except (TypeError, ValueError):
             valid = False
         if not valid:
-            raise PydanticCustomError("rule", "{rule}", {"rule": f"must {rule}"})
+            broken = rule(value) if callable(rule) else rule
+            raise PydanticCustomError("rule", "{rule}", {"rule": f"must {broken}"})
         return value
 
     return BeforeValidator(check) if before else AfterValidator(check)

@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
@@ -90,12 +90,17 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
 
 def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
     """`value`, made of mappings, sequences and scalars, with its texts redacted, names in mappings too."""
+    return texts_changed(value, lambda text: redact(text, environ))
+
+
+def texts_changed(value: Any, change: Callable[[str], str]) -> Any:
+    """`value`, made of mappings, sequences and scalars, with `change` of its texts, names in mappings too."""
     if isinstance(value, str):
-        return redact(value, environ)
+        return change(value)
     if isinstance(value, Mapping):
-        return {redact_values(name, environ): redact_values(inner, environ) for name, inner in value.items()}
+        return {texts_changed(name, change): texts_changed(inner, change) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [redact_values(inner, environ) for inner in value]
+        return [texts_changed(inner, change) for inner in value]
     return value
 
 

@@ -21,7 +21,7 @@ from quatrain.loop.recorder import Recorder
 from quatrain.loop.reference import Reference
 from quatrain.models.architecture import Architecture
 from quatrain.models.lora import trained_part, with_trained
-from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed
+from quatrain.run.checkpoint import Checkpointer, NonFiniteState, SaveFailed, abstract
 from quatrain.run.run_dir import RunDir
 from quatrain.run.saved_state import check_saved_state
 from quatrain.types.batches import PromptPosition
@@ -140,7 +140,7 @@ class Checkpoints:
 
     def restore(self, state: TrainState) -> TrainState:
         """The state of the newest checkpoint that is not damaged; `state` is given up for it."""
-        wanted = jax.tree.map(_abstract, self._arrays(state))
+        wanted = jax.tree.map(abstract, self._arrays(state))
         for leaf in jax.tree.leaves(self._arrays(state)):
             leaf.delete()  # there may not be memory for the state that a run begins with beside the restored
         step, arrays, host = self._store.restore(wanted)
@@ -197,7 +197,3 @@ class Checkpoints:
 
 def _counts(state: ModelState) -> dict[str, int]:
     return {"step": state.step, "bad_steps": state.bad_steps}
-
-
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -364,7 +364,8 @@ def build_run(
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
         for what in ("skipped", "truncated", "filtered")
     }
-    check_prompts = partial(resume.check_prompts, config, len(prompts), prompts.digests())
+    digests = prompts.digests()
+    check_prompts = partial(resume.check_prompts, config, len(prompts), digests)
     if saved is not None:
         check_prompts(saved)
     evaluator = Evaluator(config, loaded, scorer)
@@ -424,7 +425,7 @@ def build_run(
         evaluations,
         recorder,
         steps=steps,
-        identity=resume.to_save(config, len(prompts), prompts.digests(), base),
+        identity=resume.to_save(config, len(prompts), digests, base),
         check=check_resumed,
     )
     return Run(

@@ -21,6 +21,7 @@ from typing import Any
 from quatrain.cluster.processes import is_main_process
 from quatrain.cluster.stop import Stopped
 from quatrain.config.schema import LoggingConfig
+from quatrain.config.secrets import texts_changed
 from quatrain.report.hints import Hints
 from quatrain.report.page import Page
 from quatrain.report.plot import can_plot, plot_run
@@ -160,7 +161,7 @@ class Report:
             self._write_samples(f"eval_{step:06d}.jsonl", [{"step": step, **sample} for sample in samples])
 
     def _write_samples(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        records = [_redacted(record, self._redact) for record in records]
+        records = texts_changed(records, self._redact)  # before JSON escapes them
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
         # A completion may contain half a surrogate pair, which is escaped to keep the JSON valid.
         text, path = "\n".join(lines) + "\n", self._run.samples / name
@@ -231,15 +232,6 @@ class Report:
 def _append_line(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
-
-
-def _redacted(value: Any, redact: Redact) -> Any:
-    """The texts of `value`, made of mappings, sequences and scalars, redacted before JSON escapes them."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {redact(name): _redacted(inner, redact) for name, inner in value.items()}
-    return [_redacted(inner, redact) for inner in value] if isinstance(value, list | tuple) else value
 
 
 class _Redacting(logging.Formatter):

@@ -44,7 +44,7 @@ class RewardModel:
         memory: Literal["device", "host"] = "device",
     ):
         self.name, self.tokenizer, self.spec, self.max_tokens = name, tokenizer, spec, max_tokens
-        self._cutting = spec.planner(LogprobConfig(max_tokens_per_device=max_tokens))
+        self._planner = spec.planner(LogprobConfig(max_tokens_per_device=max_tokens))
         self.longest = min(max_tokens, spec.arch.max_position)
         """Tokens of the longest sequence that gets a score."""
         self._params = to_memory(memory, params)
@@ -84,7 +84,7 @@ class RewardModel:
         began = time.perf_counter()
         if held:
             params = to_memory("device", self._params)
-            values[short] = sequence_scores(params, held, model=self.spec, planner=self._cutting)
+            values[short] = sequence_scores(params, held, model=self.spec, planner=self._planner)
         seconds = time.perf_counter() - began
         bad = int((~np.isfinite(values[short])).sum())
         if bad:

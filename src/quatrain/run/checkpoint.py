@@ -128,7 +128,7 @@ class Checkpointer:
         Raises ValueError if there is no such checkpoint, or if leaves differ in name, shape or dtype;
         DamagedCheckpoint if checkpoint `step` is damaged, or all are.
         """
-        wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(arrays).items()}
+        wanted = {name: abstract(leaf) for name, leaf in _named_leaves(arrays).items()}
 
         def read(chosen: int) -> tuple[int, Any, dict[str, Any]]:
             content = self._read_json(chosen)
@@ -428,6 +428,7 @@ def _describe(leaf: Abstract) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def _abstract(leaf: Abstract) -> jax.ShapeDtypeStruct:
+def abstract(leaf: Abstract) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array; without one, on the first device of this process."""
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

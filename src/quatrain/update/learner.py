@@ -116,7 +116,7 @@ class Learner:
         self.corrects_staleness = ratio_to_sampler or self.objective.correction is not None
         """Whether the policy loss takes into account which weights sampled a token."""
         self.policy, self.config, self.seed, self.max_new_tokens = policy, update, seed, max_new_tokens
-        self.logprob_cutting = policy.planner(logprob, share_prompts=update.shares_prompts)
+        self.logprob_planner = policy.planner(logprob, share_prompts=update.shares_prompts)
         self.trainer = Trainer(
             policy,
             policy.planner(update, share_prompts=update.shares_prompts),
@@ -287,7 +287,7 @@ class Learner:
         number = totals.applied + totals.bad + totals.skipped
         old = current = mini.columns.get("old_logprobs")
         if current is None or self.config.old_logprobs == "rollout" or totals.applied:
-            current = predict_tokens(state.params, mini, model=self.policy, planner=self.logprob_cutting)
+            current = predict_tokens(state.params, mini, model=self.policy, planner=self.logprob_planner)
         if old is None or (fresh and not totals.applied):
             old = current  # what the two differ by is rounding
         rng = np.random.default_rng([self.seed, state.train_step, number, LOSS_STREAM])
@@ -363,7 +363,7 @@ class Learner:
 
     def _logprobs(self, params: Any, rollouts: RolloutBatch) -> np.ndarray:
         params = to_memory("device", params)
-        return predict_tokens(params, _table(rollouts), model=self.policy, planner=self.logprob_cutting)
+        return predict_tokens(params, _table(rollouts), model=self.policy, planner=self.logprob_planner)
 
     def sampler_mismatch(self, state: TrainState, rollouts: RolloutBatch) -> float:
         """Mean absolute difference of the sampler's log-probabilities from those of `state`, in nats."""
@@ -381,7 +381,7 @@ class Learner:
             own = adapters_of(reference)
             reference = with_trained(params, own, self.policy.arch) if lora else without_adapters(params)
         policy = replace(self.policy, mesh=mesh, arch=replace(self.policy.arch, lora=lora))
-        planner = replace(self.logprob_cutting, num_shards=policy.mesh_shape.num_data_shards)
+        planner = replace(self.logprob_planner, num_shards=policy.mesh_shape.num_data_shards)
         params = to_memory("device", reference)
         return predict_tokens(params, _table(rollouts), model=policy, planner=planner)
 

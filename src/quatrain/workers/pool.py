@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextvars import Context, copy_context
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ class _Job(NamedTuple):
     future: Future[Any]
     request: tuple[Any, ...]
     limits: Mapping[str, Any]
+    context: Context
+    """That of the caller, whose run gets what is printed, also if the call has waited for a worker."""
 
 
 class Pool:
@@ -116,7 +119,7 @@ class Pool:
         self._finalizer()
 
     def _submit(self, spec: str, request: tuple[Any, ...], **limits: Any) -> Future[Any | Failure]:
-        job = _Job(Future(), request, {"what": spec, **limits})
+        job = _Job(Future(), request, {"what": spec, **limits}, copy_context())
         try:
             self._thread.do(self._add, job)
         except ClosedError:
@@ -137,7 +140,7 @@ class Pool:
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
                 job.future.add_done_callback(lambda _: self._thread.loop.call_soon(self._begin_waiting))
-                worker.call(*job.request, future=job.future, **job.limits)
+                job.context.run(worker.call, *job.request, future=job.future, **job.limits)
 
     def _idle_worker(self) -> WorkerProcess | None:
         """The first worker without a call; it is replaced if it has ended, and added if it may be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
@@ -21,12 +21,26 @@ class RewardEntry(Section):
     """Values of the column `data_source` whose rows the function scores; None: all rows."""
 
 
+def _unknown_keys(entry: Any) -> list[str]:
+    return sorted(str(name) for name in entry if name not in RewardEntry.model_fields)
+
+
+def _models_with_args(functions: Any) -> list[str]:
+    return [
+        name
+        for name, entry in functions.items()
+        if name.startswith(REWARD_MODEL) and isinstance(entry, RewardEntry) and entry.args
+    ]
+
+
 WeightOrEntry = Annotated[
     Annotated[float, Tag("weight")] | Annotated[RewardEntry, Tag("entry")],
     Discriminator(lambda entry: "weight" if isinstance(entry, int | float) else "entry"),
     must(
-        "have no other keys than weight, args and data_source",
-        lambda entry: not isinstance(entry, dict) or {*entry} <= {*RewardEntry.model_fields},
+        lambda entry: (
+            f"have no other keys than weight, args and data_source; it has {', '.join(_unknown_keys(entry))}"
+        ),
+        lambda entry: not (isinstance(entry, dict) and _unknown_keys(entry)),
         before=True,
     ),
     must(
@@ -43,13 +57,8 @@ Functions = Annotated[
         lambda functions: REWARD_MODEL not in functions,
     ),
     must(
-        "have no args for a reward model",
-        lambda functions: (
-            not any(
-                name.startswith(REWARD_MODEL) and isinstance(entry, RewardEntry) and entry.args
-                for name, entry in functions.items()
-            )
-        ),
+        lambda functions: f"have no args for a reward model; {_models_with_args(functions)[0]} has some",
+        lambda functions: not _models_with_args(functions),
     ),
 ]
 

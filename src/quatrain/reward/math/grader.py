@@ -84,6 +84,8 @@ _POOL = Pool(
     fork=_COMPARE,
     on_output=lambda _, text: log_output(logger, "math-verify", text),
 )
+_FREE = threading.BoundedSemaphore(NUM_PROCESSES)
+"""Held during a comparison: its time begins when a process is free."""
 _LOCKS = [threading.Lock() for _ in range(64)]
 
 
@@ -110,8 +112,9 @@ def ask(*question: str) -> bool:
 def _answer(*question: str) -> bool:
     budget = _BUDGET.get() or Budget(CPU_LIMIT_S)
     limit_s = budget.reserve(question)
-    began, wall_s = time.monotonic(), limit_s * WALL_TO_CPU
-    outcome = _POOL.submit(_COMPARE, {"question": question}, wall_s, cpu_s=limit_s).result()
+    with _FREE:
+        began, wall_s = time.monotonic(), limit_s * WALL_TO_CPU
+        outcome = _POOL.submit(_COMPARE, {"question": question}, wall_s, cpu_s=limit_s).result()
     if isinstance(outcome, Failure):
         failure = Failure("crash", f"math-verify failed over {question[-1]!r}: {outcome.detail}")
         if outcome.kind == "timeout":
