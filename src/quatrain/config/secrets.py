@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -90,7 +90,8 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
 
 def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
     """`value`, made of mappings, sequences and scalars, with its texts redacted, names in mappings too."""
-    return texts_changed(value, lambda text: redact(text, environ))
+    pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))
+    return texts_changed(value, partial(pattern.sub, REDACTED) if pattern else str)
 
 
 def texts_changed(value: Any, change: Callable[[str], str]) -> Any:

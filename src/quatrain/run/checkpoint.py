@@ -318,7 +318,8 @@ class Checkpointer:
                 raise  # of this machine, not of the files
             except Exception as error:
                 problem = _reason(error)
-            gc.collect()
+            if problem is not None:  # what the failed reader left warns when it is collected
+                gc.collect()
         self._agree(step, problem)
         return found
 
