@@ -1,4 +1,4 @@
-from quatrain.ops.shape_buckets import round_up
+from quatrain.ops.shape_buckets import power_of_four, round_up
 
 
 def test_rungs():
@@ -16,3 +16,17 @@ def test_never_below_and_little_above():
 def test_minimum():
     assert round_up(3) == 16
     assert round_up(0, 1) == 1
+
+
+def test_powers_of_four():
+    assert [power_of_four(size) for size in (0, 1, 2, 4, 5, 16, 17, 64, 65)] == [
+        1,
+        1,
+        4,
+        4,
+        16,
+        16,
+        64,
+        64,
+        256,
+    ]

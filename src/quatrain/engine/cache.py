@@ -17,8 +17,11 @@ from quatrain.engine.decode import Turns, keep_turns, rearrange
 from quatrain.engine.groups import FEWEST_COLUMNS, prompt_columns
 from quatrain.models.architecture import Architecture
 from quatrain.models.kv_cache import CachePart, empty_cache
-from quatrain.ops.shape_buckets import power_of_two, round_up
+from quatrain.ops.shape_buckets import power_of_four, round_up
 from quatrain.parallel.mesh import mesh_shape
+
+FEWEST_OF_TURNS = 128
+"""Least columns of the prompt cache of turns, where a context can need as many; fewer save little."""
 
 
 class CacheShape(NamedTuple):
@@ -46,8 +49,24 @@ class Room:
 
     def columns(self, prompt: int, new: int) -> int:
         """Columns of a sequence with a prompt of up to `prompt` tokens and a completion of up to `new`."""
-        before = max(prompt_columns(prompt), self.fewest_columns) + self.more_context
-        return prompt_columns(before) + self.ring(new, new)
+        return self._most_context(prompt) + self.ring(new, new)
+
+    def context(self, tokens: int) -> int:
+        """Columns of the prompt cache for contexts of up to `tokens` tokens.
+
+        Contexts of turns have all lengths. Their columns double until they suffice, so that few programs are
+        compiled; at most those that `columns` counts.
+        """
+        needed = max(prompt_columns(tokens), self.fewest_columns)
+        if not self.more_context:
+            return needed
+        doubled = max(self.fewest_columns, FEWEST_OF_TURNS)
+        while doubled < tokens:
+            doubled *= 2
+        return max(needed, min(doubled, self._most_context(1)))
+
+    def _most_context(self, prompt: int) -> int:
+        return prompt_columns(max(prompt_columns(prompt), self.fewest_columns) + self.more_context)
 
     def ring(self, needed: int, most: int) -> int:
         """Columns of the ring buffer for `needed` tokens: FEWEST_COLUMNS, doubled until they suffice.
@@ -136,7 +155,7 @@ class Cache:
         for slot, column, tokens, source, before, row in moves:
             own = (slot % slots, column, tokens, source % rows, before, row % rows)
             given[slot // slots].append(own)
-        size = power_of_two(max(map(len, given)))
+        size = power_of_four(max(map(len, given)))
         padding = (0, 0, 0, 0, 0, rows)
         table = np.array([own + [padding] * (size - len(own)) for own in given], np.int32)
         turns = Turns(*table.reshape(-1, len(padding)).T.copy())

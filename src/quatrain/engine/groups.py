@@ -19,7 +19,7 @@ from quatrain.models.attention.unpacking import unpacking
 from quatrain.models.decode_step import Continued
 from quatrain.ops.packing import useful_common_prefix
 from quatrain.ops.sampling import EachSampling
-from quatrain.ops.shape_buckets import power_of_two, round_up_coarsely
+from quatrain.ops.shape_buckets import power_of_four, power_of_two, round_up_coarsely
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Completion, Sampling
 
@@ -27,6 +27,8 @@ PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
 FEWEST_COLUMNS = 32
 """Least number of columns of a cache; the cache of generated tokens starts with it and grows by doubling."""
+FEWEST_CONTINUED = 4
+"""Least number of continued sequences of one call; fewer take as long."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +209,13 @@ class Continuation:
         return len(self.group.context) - self.done
 
 
-def extension(batch: list[list[Continuation]], n: int, tokens: int, num_rows: int) -> Extended:
-    """The next `tokens` tokens of each continuation; one list for each replica, padded to the longest.
+def extension(batch: list[list[Continuation]], n: int, tokens: int, most: int, num_rows: int) -> Extended:
+    """The next `tokens` tokens of each continuation; one list for each replica, of at most `most`.
 
-    `n` is the number of samples of a prompt.
+    They are padded to a power of four, so that few programs are compiled. `n` is the number of samples of a
+    prompt.
     """
-    count = power_of_two(max(map(len, batch)))
+    count = min(power_of_four(max(FEWEST_CONTINUED, *map(len, batch))), most)
     shape = (len(batch), count)
     input_ids = np.zeros((*shape, tokens), np.int32)
     starts, counts, rows = (np.full(shape, fill, np.int32) for fill in (0, 0, num_rows))

@@ -50,7 +50,7 @@ from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
 from quatrain.models.kv_cache import bytes_per_column
-from quatrain.ops.shape_buckets import round_up_coarsely
+from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
 from quatrain.types.metrics import Metrics
@@ -58,7 +58,7 @@ from quatrain.types.rollouts import Completion, Sampling
 
 EXTENDED_TOKENS = 1024
 """Most tokens of one call that computes what follows rows of the prompt cache."""
-FEWEST_EXTENDED, MOST_EXTENDED = 8, 128
+FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
 """Tokens of one sequence in such a call, which bound the memory of its attention to the whole row."""
 
 
@@ -167,14 +167,14 @@ class Session:
         self._groups: dict[int, Group] = {}
         self._cache: Cache | None = None
         self._seed = jnp.uint32(sampler.seed)
-        self._prompt_columns = prompt_columns(sampler.usual_prompt)
         self._room = Room(
             sampler.cache_bytes,
             bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
-            self._prompt_columns,
+            prompt_columns(sampler.usual_prompt),
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
         )
+        self._prompt_columns = self._room.context(1)
         self._most_slots = 0
 
     @property
@@ -390,7 +390,7 @@ class Session:
         """
         groups = [self._groups[ticket] for ticket in self._scheduler.in_memory]
         longest = max((max(len(group.context), group.kept) for group in groups), default=1)
-        needed = max(self._room.fewest_columns, prompt_columns(longest))
+        needed = self._room.context(longest)
         kept = max(needed, self._prompt_columns)
         fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
         return kept if fits and not (self._per_request_sampling and kept >= 4 * needed) else needed
@@ -433,9 +433,10 @@ class Session:
         self._resumed = []
         while any(left):
             longest = max(item.left for items in left for item in items)
-            width = min(round_up_coarsely(longest, FEWEST_EXTENDED), MOST_EXTENDED)
-            batch = [items[: EXTENDED_TOKENS // width] for items in left]
-            extended = extension(batch, self.sampling.n, width, scheduler.num_rows)
+            width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
+            most = EXTENDED_TOKENS // width
+            batch = [items[:most] for items in left]
+            extended = extension(batch, self.sampling.n, width, most, scheduler.num_rows)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
@@ -513,7 +514,7 @@ class Session:
         if not moves:
             return
         assert self._cache is not None
-        needed = prompt_columns(max(move.num_tokens + move.num_before for move in moves))
+        needed = self._room.context(max(move.num_tokens + move.num_before for move in moves))
         if needed > self._cache.shape.prompt_columns:
             self._prompt_columns = needed  # as much as the turns need
             self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)

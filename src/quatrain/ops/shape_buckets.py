@@ -8,6 +8,11 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def power_of_four(size: int) -> int:
+    """The smallest power of four that is at least `size`."""
+    return 1 << -(-max(size - 1, 0).bit_length() // 2) * 2
+
+
 def round_up(size: int, minimum: int = 16) -> int:
     """The smallest of 4, 5, 6 and 7 times a power of two, or 1, 2 and 3, that is at least both arguments.
 
