@@ -156,7 +156,7 @@ def wasted_decode(*, sequences: int, n: int, slots: int) -> dict[str, float]:
     left = {(i // n, i % n): length - 1 for i, length in enumerate(lengths)}
     while scheduler.num_unfinished:
         wanted = scheduler.wanted_slots()
-        sizes = wanted, scheduler.wanted_rows(wanted)
+        sizes = wanted, scheduler.wanted_prefix_slots(wanted)
         if sizes != (len(scheduler.slots), len(scheduler.rows)):
             scheduler.resize(*sizes)
         while admitted := scheduler.admit():

@@ -249,7 +249,7 @@ class Case:
     tokens: int = 4096
     slots: int = 64
     prompts: int = 8
-    prompt_columns: int = 512
+    prompt_positions: int = 512
     own_columns: int = 512
     parts: tuple[str, ...] = PARTS
 
@@ -598,7 +598,7 @@ class Programs:
         return decode_program(program.backend).lower(
             self._params(self.rollout_mesh, jnp.dtype(case.param_dtype), matrices=dtype),
             cache(case.slots, case.own_columns),
-            cache(case.prompts, case.prompt_columns),
+            cache(case.prompts, case.prompt_positions),
             slots,
             sharing,
             self._scalar(jnp.int32, self.rollout_mesh),

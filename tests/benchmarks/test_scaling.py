@@ -133,7 +133,7 @@ def test_a_tiny_model_sends_what_the_formula_says(scaling, monkeypatch):
         tokens=128,
         slots=8,
         prompts=2,
-        prompt_columns=32,
+        prompt_positions=32,
         own_columns=32,
     )
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")

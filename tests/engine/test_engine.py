@@ -318,7 +318,7 @@ def test_usual_prompts_do_not_change_the_size_of_the_cache(make_engine):
 
 
 def test_a_long_prompt_does_not_take_slots_from_later_batches(make_engine):
-    engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 columns each
+    engine = make_engine(n=2, max_new_tokens=1, stop_ids=(), cache_bytes=20 * 48 * 256)  # 48 positions each
 
     def slots_and_compilations(length):
         ticket = engine.submit(_prompts([[7] * length, *[[9] * length]] * 6))

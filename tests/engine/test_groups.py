@@ -32,7 +32,7 @@ def test_prompts_stand_one_behind_the_other():
     assert packed.layout is None
     assert packed.starts.tolist() == [0, 3, 0, 0, 0, 0]
     assert packed.lengths.tolist() == [3, 2, 2, 1, 1, 1]
-    assert packed.rows.tolist() == [0, 1, 0, 4, 4, 4]
+    assert packed.prefix_slots.tolist() == [0, 1, 0, 4, 4, 4]
 
 
 def test_what_they_begin_with_stands_once_in_each_row():

@@ -121,20 +121,20 @@ def test_a_sequence_for_which_there_is_no_room_is_refused_and_the_next_is_not(en
     assert 1 <= len(completion.tokens) <= 4
 
 
-SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 48 and 160 columns
-MEMORY = 20 * 48  # columns of the cache
+SHORT, LONG = (5, 12), (100, 30)  # tokens of a prompt and of its completion, which take 48 and 160 positions
+MEMORY = 20 * 48  # positions of the cache
 
 
 @pytest.fixture
 def limited(engine_of, monkeypatch):
-    """(an engine whose cache has MEMORY columns, the shape of the cache in each of its rounds)."""
+    """(an engine whose cache has MEMORY positions, the shape of the cache in each of its rounds)."""
     shapes, resize = [], Session._resize
 
     def recorded(session):
         resize(session)
         shapes.append(session._cache.shape)
-        slots, rows, before, after = session._cache.shape
-        assert rows * before + slots * after <= MEMORY
+        slots, prefix_slots, before, after = session._cache.shape
+        assert prefix_slots * before + slots * after <= MEMORY
 
     monkeypatch.setattr(Session, "_resize", recorded)
     engine = engine_of(max_new_tokens=64)
@@ -177,7 +177,7 @@ def test_a_long_sequence_waits_for_room_and_then_gets_it(limited):
         engine.advance()
     assert len(shapes) > 2
     assert shapes[-1].slots <= 6
-    assert shapes[-1].prompt_columns == 128
+    assert shapes[-1].prompt_positions == 128
     assert all(completion.tokens for completion in finish(engine, [long, *before, *after]))
 
 

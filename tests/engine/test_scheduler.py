@@ -36,13 +36,13 @@ class FakeModel:
     def round(self, most: int | None = None) -> None:
         scheduler = self.scheduler
         slots = scheduler.wanted_slots()
-        rows = scheduler.wanted_rows(slots)
-        if (slots, rows) != (scheduler.num_slots, scheduler.num_rows):
-            self._resize(slots, rows)
+        prefix_slots = scheduler.wanted_prefix_slots(slots)
+        if (slots, prefix_slots) != (scheduler.num_slots, scheduler.num_prefix_slots):
+            self._resize(slots, prefix_slots)
         while admitted := scheduler.admit():
-            assert all(scheduler.rows[row] == ticket for ticket, row in admitted)
-            for ticket, row in admitted:
-                self.prefills.append((ticket, row // scheduler.num_rows))
+            assert all(scheduler.prefix_slots[prefix_slot] == ticket for ticket, prefix_slot in admitted)
+            for ticket, prefix_slot in admitted:
+                self.prefills.append((ticket, prefix_slot // scheduler.num_prefix_slots))
                 new = [key for key in self.lengths if key[0] == ticket and key not in self.tokens]
                 for key in new:
                     self.tokens[key] = 1
@@ -50,8 +50,8 @@ class FakeModel:
                         scheduler.finish_waiting(*key)
         for slot, who in scheduler.fill():
             assert scheduler.slots[slot] == who
-            assert scheduler.rows[who.row] == who.ticket
-            assert who.row // scheduler.num_rows == slot // scheduler.num_slots
+            assert scheduler.prefix_slots[who.prefix_slot] == who.ticket
+            assert who.prefix_slot // scheduler.num_prefix_slots == slot // scheduler.num_slots
             assert self.tokens[who.ticket, who.sample] == 1
         if most is None:
             self._check_that_slots_are_used()
@@ -64,17 +64,23 @@ class FakeModel:
         # A group stays on its replica, so those of another may wait, fewer than a group each.
         elsewhere = 0 if scheduler.num_replicas == 1 else scheduler.num_replicas * LARGEST_GROUP
         if scheduler.demand >= capacity + elsewhere:
-            assert scheduler.num_live == capacity or self._waits_for_a_row(), "a slot stays empty"
+            assert scheduler.num_live == capacity or self._waits_for_a_prefix_slot(), "a slot stays empty"
         elif scheduler.num_replicas == 1:
-            assert scheduler.num_live == scheduler.demand or None not in scheduler.rows, "a slot stays empty"
+            assert scheduler.num_live == scheduler.demand or None not in scheduler.prefix_slots, (
+                "a slot stays empty"
+            )
 
-    def _waits_for_a_row(self) -> bool:
-        """Whether a replica with a free slot has no free row: samples that ended at once had taken one."""
-        size, max_slots = self.scheduler.num_rows, self.scheduler.max_slots
-        rows = [
-            self.scheduler.rows[first : first + size] for first in range(0, len(self.scheduler.rows), size)
+    def _waits_for_a_prefix_slot(self) -> bool:
+        """Whether a replica with a free slot has no free prefix slot: samples that ended at once had taken
+        one."""
+        size, max_slots = self.scheduler.num_prefix_slots, self.scheduler.max_slots
+        prefix_slots = [
+            self.scheduler.prefix_slots[first : first + size]
+            for first in range(0, len(self.scheduler.prefix_slots), size)
         ]
-        return any(live < max_slots and None not in own for live, own in zip(self.live(), rows, strict=True))
+        return any(
+            live < max_slots and None not in own for live, own in zip(self.live(), prefix_slots, strict=True)
+        )
 
     def live(self) -> list[int]:
         """Slots in use on each replica."""
@@ -83,19 +89,19 @@ class FakeModel:
         size = scheduler.num_slots
         return [sum(used[first : first + size]) for first in range(0, len(used), size or 1)]
 
-    def _resize(self, slots: int, rows: int) -> None:
+    def _resize(self, slots: int, prefix_slots: int) -> None:
         scheduler = self.scheduler
-        old_slots, old_rows = list(scheduler.slots), list(scheduler.rows)
-        before = scheduler.num_slots, scheduler.num_rows
-        from_slots, from_rows = scheduler.resize(slots, rows)
-        self.sizes.add((slots, rows))
+        old_slots, old_prefix_slots = list(scheduler.slots), list(scheduler.prefix_slots)
+        before = scheduler.num_slots, scheduler.num_prefix_slots
+        from_slots, from_prefix_slots = scheduler.resize(slots, prefix_slots)
+        self.sizes.add((slots, prefix_slots))
         for i, (new, old) in enumerate(zip(scheduler.slots, from_slots, strict=True)):
             was = old_slots[i // slots * before[0] + old] if new else None
             assert not new or (was and (was.ticket, was.sample) == (new.ticket, new.sample))
-        for i, (ticket, old) in enumerate(zip(scheduler.rows, from_rows, strict=True)):
-            assert ticket is None or old_rows[i // rows * before[1] + old] == ticket
+        for i, (ticket, old) in enumerate(zip(scheduler.prefix_slots, from_prefix_slots, strict=True)):
+            assert ticket is None or old_prefix_slots[i // prefix_slots * before[1] + old] == ticket
         for who in filter(None, scheduler.slots):
-            assert scheduler.rows[who.row] == who.ticket
+            assert scheduler.prefix_slots[who.prefix_slot] == who.ticket
 
     def _decode(self) -> None:
         scheduler = self.scheduler
@@ -231,15 +237,15 @@ def test_a_group_is_finished_with_its_last_sample_until_it_is_taken():
     assert model.take(tickets) == []
 
 
-def test_a_group_larger_than_the_slots_keeps_its_row():
+def test_a_group_larger_than_the_slots_keeps_its_prefix_slot():
     model = FakeModel(4)
     model.submit([10] * 9)
     model.submit([10])
-    rows = set()
-    while 0 in model.scheduler.rows or not model.tokens:
+    prefix_slots = set()
+    while 0 in model.scheduler.prefix_slots or not model.tokens:
         model.round()
-        rows |= {who.row for who in model.scheduler.slots if who and who.ticket == 0}
-    assert len(rows) == 1
+        prefix_slots |= {who.prefix_slot for who in model.scheduler.slots if who and who.ticket == 0}
+    assert len(prefix_slots) == 1
     assert all(model.tokens[0, sample] == 10 for sample in range(9))
 
 
@@ -264,7 +270,7 @@ def test_sizes_come_from_a_ladder():
             model.round()
         sizes |= model.sizes
     assert {slots for slots, _ in sizes} <= {4, 8, 16, 32, 24, 40, 48}
-    assert {rows for _, rows in sizes} <= {1, 2, 4, 8, 16, 32, 48}
+    assert {prefix_slots for _, prefix_slots in sizes} <= {1, 2, 4, 8, 16, 32, 48}
     assert len(sizes) <= 20
 
 
@@ -290,48 +296,50 @@ def test_little_decode_is_wasted_on_lognormal_lengths():
     st.integers(1, 3),
     st.integers(0, 1000),
 )
-def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_slots, num_replicas, seed):
+def test_held_samples_go_on_with_their_prefix_slot_or_without_and_all_end(
+    groups, max_slots, num_replicas, seed
+):
     """Each sample has some turns; between two it is suspended for some rounds."""
     scheduler, chance = Scheduler(max_slots, num_replicas), random.Random(seed)
     turns = {}  # ticket, sample -> turns left
     for left in groups:
         ticket = scheduler.submit(len(left))
         turns |= {(ticket, sample): count for sample, count in enumerate(left)}
-    suspended = {}  # ticket -> (turns left, round when its answer comes, row that it was given)
+    suspended = {}  # ticket -> (turns left, round when its answer comes, prefix slot that it was given)
     rounds = 0
     while scheduler.num_unfinished:
-        for ticket, (left, due, row) in list(suspended.items()):
+        for ticket, (left, due, prefix_slot) in list(suspended.items()):
             if due > rounds:
                 continue
             del suspended[ticket]
             if not left:
                 scheduler.drop(ticket)
-                assert ticket not in scheduler.rows
+                assert ticket not in scheduler.prefix_slots
                 continue
             turns[ticket, 0] = left
-            kept = ticket in scheduler.rows
+            kept = ticket in scheduler.prefix_slots
             assert scheduler.resume(ticket) == kept
             if kept:
-                assert scheduler.rows[scheduler.row(ticket)] == ticket
-                assert row is not None
+                assert scheduler.prefix_slots[scheduler.prefix_slot(ticket)] == ticket
+                assert prefix_slot is not None
         slots = scheduler.wanted_slots()
-        rows = max(scheduler.wanted_rows(slots), slots)
-        if (slots, rows) != (scheduler.num_slots, scheduler.num_rows):
-            scheduler.resize(slots, rows)
+        prefix_slots = max(scheduler.wanted_prefix_slots(slots), slots)
+        if (slots, prefix_slots) != (scheduler.num_slots, scheduler.num_prefix_slots):
+            scheduler.resize(slots, prefix_slots)
         while admitted := scheduler.admit():
-            assert all(scheduler.rows[row] == ticket for ticket, row in admitted)
+            assert all(scheduler.prefix_slots[prefix_slot] == ticket for ticket, prefix_slot in admitted)
         scheduler.fill()
         assert scheduler.num_suspended == len(suspended)
         assert scheduler.num_live or suspended or not scheduler.num_unfinished
         for slot, occupant in enumerate(scheduler.slots):
             if occupant is None or chance.random() < 0.3:
                 continue
-            assert scheduler.rows[occupant.row] == occupant.ticket
+            assert scheduler.prefix_slots[occupant.prefix_slot] == occupant.ticket
             left = turns.pop((occupant.ticket, occupant.sample)) - 1
             if left or chance.random() < 0.3:  # the environment decides whether it was the last turn
-                ticket, row = scheduler.suspend(slot)
-                suspended[ticket] = (left, rounds + chance.randint(1, 4), row)
-                assert row is None or scheduler.rows[row] == ticket
+                ticket, prefix_slot = scheduler.suspend(slot)
+                suspended[ticket] = (left, rounds + chance.randint(1, 4), prefix_slot)
+                assert prefix_slot is None or scheduler.prefix_slots[prefix_slot] == ticket
             else:
                 scheduler.finish(slot)
             if scheduler.is_finished(occupant.ticket):
@@ -340,5 +348,5 @@ def test_held_samples_go_on_with_their_row_or_without_and_all_end(groups, max_sl
         assert rounds < 2000
     assert not suspended
     assert not turns
-    assert scheduler.rows == [None] * len(scheduler.rows)
+    assert scheduler.prefix_slots == [None] * len(scheduler.prefix_slots)
     assert scheduler.num_live == scheduler.num_finished == 0

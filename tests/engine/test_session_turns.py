@@ -153,7 +153,7 @@ def test_what_was_computed_is_not_computed_again(make_session, small_params):
     assert session.stats.prefilled_tokens == computed
 
 
-def test_a_row_that_others_need_is_computed_again(make_session, small_params):
+def test_a_prefix_slot_that_others_need_is_computed_again(make_session, small_params):
     fast, slow = make_session(most=4), make_session(most=4)
     Episodes(fast).run(small_params)
     Episodes(slow, lambda number, rounds: 12).run(small_params)

@@ -102,14 +102,14 @@ class Programs:
 
         return abstract_params(self.arch, dtype, self.mesh)
 
-    def _cache(self, rows: int, columns: int) -> Any:
+    def _cache(self, slots: int, positions: int) -> Any:
         from quatrain.models.kv_cache import CachePart
 
         mixer, layers = self.arch.layers[0].mixer, self.arch.num_layers
         heads, size = mixer.num_kv_heads, mixer.head_dim
         keys, values = (
-            (self._array(self.dtype, rows, heads, *shape),) * layers
-            for shape in ((size, columns), (columns, size))
+            (self._array(self.dtype, slots, heads, *shape),) * layers
+            for shape in ((size, positions), (positions, size))
         )
         return CachePart(keys, values)
 

@@ -167,10 +167,10 @@ def test_cache_is_that_of_the_session(final):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns"),
+    ("tokens", "positions"),
     [(1, 32), (33, 48), (48, 48), (49, 64), (65, 96), (97, 128), (512, 512), (513, 768)],
 )
-def test_columns_of_the_cache(final, tokens, columns):
+def test_positions_of_the_cache(final, tokens, positions):
     config = final(
         SMALL,
         f"data.max_prompt_length={tokens}",
@@ -179,8 +179,8 @@ def test_columns_of_the_cache(final, tokens, columns):
         "rollout.max_new_tokens=16",
         "advantage.estimator=reinforce",
     )
-    column = 2 * 2 * 2 * 16 * 4
-    assert parts(config)["kv_cache"] == (16 + columns) * column
+    position = 2 * 2 * 2 * 16 * 4
+    assert parts(config)["kv_cache"] == (16 + positions) * position
 
 
 def compiled_bytes(arch, tokens, remat):

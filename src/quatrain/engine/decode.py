@@ -1,15 +1,15 @@
 """The compiled programs of the rollout: the prefill of prompts, and several decode steps of all slots.
 
-For further turns of an episode: `keep_turns` moves keys and values of a turn to the row of the prompt cache
-that has those before it, and the extension computes the tokens that follow a row.
+For further turns of an episode: `keep_turns` moves keys and values of a turn to the prefix slot
+that has those before it, and the extension computes the tokens that follow a prefix slot.
 
-Called by `session.py`. Shapes: B slots, R rows of S columns in the prompt cache, C columns per slot in the
-cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens, and n
-samples per prompt.
+Called by `session.py`. Shapes: B slots, R prefix slots of S positions in the prompt cache, C positions per
+slot in the cache of generated tokens, at most M slots per prompt. A prefill has N prompts in T packed tokens,
+and n samples per prompt.
 
 These are the sizes on one replica of the sampler; each data shard of the mesh is one replica. Arrays hold the
-entries of all replicas, concatenated along the first dimension; indices of slots and rows count from 0 on
-each replica. Results for the host hold the entries of all replicas and are replicated on every device.
+entries of all replicas, concatenated along the first dimension; indices of slots and prefix slots count from
+0 on each replica. Results for the host hold the entries of all replicas and are replicated on every device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Packed(NamedTuple):
     num_common: jax.Array  # [1] int32, tokens of the common prefix; 0 where there is none
     starts: jax.Array  # [N] int32
     lengths: jax.Array  # [N] int32, prompt tokens including the common prefix, at least 1
-    rows: jax.Array  # [N] int32, row of the prompt cache; out of range for padding
+    prefix_slots: jax.Array  # [N] int32, prefix slot; out of range for padding
     sequence_ids: jax.Array  # [N, n] uint32
     steps: jax.Array  # [N] uint32
     offsets: jax.Array  # [N] uint32, index of the next token in the completion
@@ -167,17 +167,20 @@ def sharded_program(
 def _prefill(
     params: dict, prompts: CachePart, packed: Packed, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the new prompts in their rows, first tokens [N, n], their log-probabilities [N, n]).
+    """(prompt cache with the new prompts in their prefix slots, first tokens [N, n], their log-probabilities
+    [N, n]).
 
     Each prompt is computed once; the first tokens of its n samples are drawn from its last logits.
     """
     hidden_TD, new = program.hidden(params, packed)
-    columns_S, after_N = jnp.arange(prompts.columns), packed.starts - packed.num_common
-    columns_NS = jnp.where(columns_S < packed.num_common, columns_S, after_N[:, None] + columns_S)
+    prompt_positions_S, after_N = jnp.arange(prompts.positions), packed.starts - packed.num_common
+    from_NS = jnp.where(
+        prompt_positions_S < packed.num_common, prompt_positions_S, after_N[:, None] + prompt_positions_S
+    )
 
     def insert(buffer: jax.Array, new_TKH: jax.Array, order: tuple[int, ...]) -> jax.Array:
-        new_NSKH = jnp.take(new_TKH, columns_NS, axis=0, mode="clip")
-        return buffer.at[packed.rows].set(new_NSKH.transpose(order).astype(buffer.dtype), mode="drop")
+        new_NSKH = jnp.take(new_TKH, from_NS, axis=0, mode="clip")
+        return buffer.at[packed.prefix_slots].set(new_NSKH.transpose(order).astype(buffer.dtype), mode="drop")
 
     prompts = CachePart(
         jax.tree.map(partial(insert, order=(0, 2, 3, 1)), prompts.keys, new.keys),
@@ -202,7 +205,7 @@ prefill_program = sharded_program(_prefill, *_SPECS, donated=(1,))
 
 
 class Extended(NamedTuple):
-    """N sequences that go on after rows of the prompt cache: tokens, and what one more is drawn from."""
+    """N sequences that go on after prefix slots: tokens, and what one more is drawn from."""
 
     continued: Continued
     sequence_ids: jax.Array  # [N] uint32
@@ -213,7 +216,7 @@ class Extended(NamedTuple):
 def _extend(
     params: dict, prompts: CachePart, extended: Extended, seed: jax.Array, program: Program
 ) -> tuple[CachePart, jax.Array, jax.Array]:
-    """(prompt cache with the tokens in their rows, next tokens [N], their log-probabilities [N])."""
+    """(prompt cache with the tokens in their prefix slots, next tokens [N], their log-probabilities [N])."""
     hidden_ND, prompts = decode_step.extend(
         params, program.arch, extended.continued, prompts, dtype=program.dtype, backend=program.backend
     )
@@ -266,15 +269,15 @@ def _decode(
     prompts: CachePart,
     slots: Slots,
     sharing: Sharing,
-    column: jax.Array,
+    ring_position: jax.Array,
     seed: jax.Array,
     program: Program,
 ) -> tuple[CachePart, Decoded]:
     """(updated `generated`, up to TOKENS_PER_CALL tokens per live slot).
 
     With `Backend.decode_ends_early`, ends once no slot of any replica is live; otherwise slots whose sequence
-    has ended compute on, and what they sample does not count. The first decode step writes `column` of the
-    ring buffer `generated`, which must have enough columns for the tokens that a slot has and will get.
+    has ended compute on, and what they sample does not count. The first decode step writes `ring_position` of
+    the ring buffer `generated`, which must have enough positions for the tokens that a slot has and will get.
     """
     arch = program.arch
     shape = (len(slots.tokens), TOKENS_PER_CALL)
@@ -293,7 +296,7 @@ def _decode(
             prompts,
             generated,
             lengths,
-            (column + now) % generated.columns,
+            (ring_position + now) % generated.positions,
             sharing,
             dtype=program.dtype,
             backend=program.backend,
@@ -347,24 +350,27 @@ def _repeated(advance: Callable[[_Carry], _Carry], begin: _Carry, program: Progr
 
 
 class Turns(NamedTuple):
-    """Turns of N sequences whose keys and values are moved to rows of the prompt cache; [N] int32 each."""
+    """Turns of N sequences whose keys and values are moved to prefix slots; [N] int32 each."""
 
     slots: np.ndarray
-    columns: np.ndarray  # column of a turn's first token in its slot, modulo their number
+    ring_positions: np.ndarray  # that of a turn's first token in its slot, modulo their number
     counts: np.ndarray  # tokens of the turn whose keys and values are moved
-    sources: np.ndarray  # row of the prompt cache with the tokens before the turn
+    sources: np.ndarray  # prefix slot with the tokens before the turn
     lengths: np.ndarray  # tokens before the turn
-    rows: np.ndarray  # the row that all are moved to; out of range for padding
+    prefix_slots: np.ndarray  # where all are moved to; out of range for padding
 
 
 def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mesh) -> CachePart:
-    """`prompts` with tokens before these turns, and those of the turns, in their rows.
+    """`prompts` with tokens before these turns, and those of the turns, in their prefix slots.
 
     Indices count from 0 on each replica; one small program serves all arrays.
     """
     keys, values = (
-        tuple(_keep(to, by, turns, axis, mesh) for to, by in zip(rows, slots, strict=True))
-        for rows, slots, axis in ((prompts.keys, generated.keys, 3), (prompts.values, generated.values, 2))
+        tuple(_keep(to, by, turns, axis, mesh) for to, by in zip(prefixes, slots, strict=True))
+        for prefixes, slots, axis in (
+            (prompts.keys, generated.keys, 3),
+            (prompts.values, generated.values, 2),
+        )
     )
     return CachePart(keys, values)
 
@@ -372,36 +378,37 @@ def keep_turns(prompts: CachePart, generated: CachePart, turns: Turns, mesh: Mes
 @partial(jax.jit, static_argnames=("axis", "mesh"), donate_argnames=("prompts",))
 def _keep(prompts: jax.Array, generated: jax.Array, turns: Turns, axis: int, mesh: Mesh) -> jax.Array:
     def keep_shard(prompts: jax.Array, generated: jax.Array, turns: Turns) -> jax.Array:
-        lengths_N1, columns_N1 = (jnp.asarray(x)[:, None] for x in (turns.lengths, turns.columns))
+        lengths_N1, begins_N1 = (jnp.asarray(x)[:, None] for x in (turns.lengths, turns.ring_positions))
         after_NS = jnp.arange(prompts.shape[axis]) - lengths_N1
-        columns_NS = (columns_N1 + after_NS) % generated.shape[axis]
+        from_NS = (begins_N1 + after_NS) % generated.shape[axis]
 
-        def per_column(x_NS: jax.Array) -> jax.Array:
+        def per_position(x_NS: jax.Array) -> jax.Array:
             return x_NS[:, None, None] if axis == 3 else x_NS[:, None, :, None]
 
-        turn = jnp.take_along_axis(generated[turns.slots], per_column(columns_NS), axis=axis)
-        moved = jnp.where(per_column(after_NS) < 0, prompts[turns.sources], turn)
-        return prompts.at[turns.rows].set(moved, mode="drop")
+        turn = jnp.take_along_axis(generated[turns.slots], per_position(from_NS), axis=axis)
+        moved = jnp.where(per_position(after_NS) < 0, prompts[turns.sources], turn)
+        return prompts.at[turns.prefix_slots].set(moved, mode="drop")
 
     return shard_mapped(keep_shard, mesh, (CACHE_SPEC, CACHE_SPEC, EACH_REPLICA), CACHE_SPEC)(
         prompts, generated, turns
     )
 
 
-def rearrange(part: CachePart, rows: np.ndarray, columns: np.ndarray, mesh: Mesh) -> CachePart:
-    """`part` with these `rows` (indices per replica) and `columns`; one small program serves all arrays."""
+def rearrange(part: CachePart, slots: np.ndarray, positions: np.ndarray, mesh: Mesh) -> CachePart:
+    """`part` with these `slots` (indices per replica) and `positions`; one small program serves all
+    arrays."""
     keys, values = (
-        tuple(_pick(x, rows, columns, axis, mesh) for x in xs)
+        tuple(_pick(x, slots, positions, axis, mesh) for x in xs)
         for xs, axis in ((part.keys, 3), (part.values, 2))
     )
     return CachePart(keys, values)
 
 
 @partial(jax.jit, static_argnames=("axis", "mesh"))
-def _pick(x: jax.Array, rows: np.ndarray, columns: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
-    def pick_shard(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        return jnp.take(jnp.take(x, rows, axis=0, mode="clip"), columns, axis=axis, mode="clip")
+def _pick(x: jax.Array, slots: np.ndarray, positions: np.ndarray, axis: int, mesh: Mesh) -> jax.Array:
+    def pick_shard(x: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.take(jnp.take(x, slots, axis=0, mode="clip"), positions, axis=axis, mode="clip")
 
     return shard_mapped(pick_shard, mesh, (CACHE_SPEC, EACH_REPLICA, EVERYWHERE), CACHE_SPEC)(
-        x, rows, columns
+        x, slots, positions
     )

@@ -1,7 +1,7 @@
 """Groups of samples, and the packing of their prompts into rows for the prefill.
 
 Data flow: `Prompt` -> `Group` -> `Packed` -> `decode.prefill_program`; `session.py` appends the sampled
-tokens. Turns that go on after a row of the prompt cache: `Group` -> `Extended` -> `decode.extend_program`.
+tokens. Turns that go on after a prefix slot: `Group` -> `Extended` -> `decode.extend_program`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from quatrain.types.rollouts import Completion, Sampling
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into rows of at most this many tokens; a longer prompt gets a row of its own."""
-FEWEST_COLUMNS = 32
-"""Least number of columns of a cache; the cache of generated tokens starts with it and grows by doubling."""
+FEWEST_POSITIONS = 32
+"""Least number of positions of a cache; the cache of generated tokens starts with it and grows by
+doubling."""
 FEWEST_CONTINUED = 4
 """Least number of continued sequences of one call; fewer take as long."""
 
@@ -48,7 +49,7 @@ class Group:
     `step` is the training step that their randomness is derived from. `numbers` are the numbers of the
     samples among those of the prompt. `limit` is the most tokens that a completion may have, of those that
     the policy samples. `context` [P] int32 are the tokens before the turn, of which the last `offset` are
-    tokens of the completion. Keys and values of the first `kept` of them are in a row of the prompt cache.
+    tokens of the completion. Keys and values of the first `kept` of them are in a prefix slot.
     `own` is the sampling of its only sample, if it differs from group to group.
     """
 
@@ -100,11 +101,11 @@ class Group:
 
 
 class Admitted(NamedTuple):
-    """A group whose prompt is to be prefilled, its ticket, and its row of the prompt cache on its replica."""
+    """A group whose prompt is to be prefilled, its ticket, and its prefix slot on its replica."""
 
     group: Group
     ticket: int
-    row: int
+    prefix_slot: int
 
 
 Pack = list[Admitted]
@@ -128,7 +129,7 @@ def split_into_packs(admitted: list[Admitted]) -> list[Pack]:
     return packs
 
 
-def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, unpack: bool) -> Packed:
+def pack_prompts(packs: list[Pack], n: int, num_prefix_slots: int, *, unpack: bool) -> Packed:
     """The prompts of each pack (one pack per replica), concatenated and padded to the same shape.
 
     The shape is that of the largest pack, with the numbers of prompts and of tokens rounded up, so that few
@@ -138,9 +139,9 @@ def pack_prompts(packs: list[Pack], n: int, num_rows: int, *, unpack: bool) -> P
     count = power_of_two(max(map(len, packs)))
     num_common = [_common_prefix(pack) for pack in packs]
     most = max(map(_num_tokens, packs, num_common))
-    tokens = prompt_columns(most)
+    tokens = prompt_positions(most)
     each = [
-        _packed_row(pack, n, num_rows, count, tokens, common)
+        _packed_row(pack, n, num_prefix_slots, count, tokens, common)
         for pack, common in zip(packs, num_common, strict=True)
     ]
     arrays = list(map(np.concatenate, zip(*each, strict=True)))
@@ -167,40 +168,40 @@ def _num_tokens(pack: Pack, num_common: int) -> int:
 
 
 def _packed_row(
-    pack: Pack, n: int, num_rows: int, count: int, tokens: int, num_common: int
+    pack: Pack, n: int, num_prefix_slots: int, count: int, tokens: int, num_common: int
 ) -> tuple[np.ndarray, ...]:
     """The fields of `Packed` for one replica, padded to `count` prompts and `tokens` tokens."""
     input_ids, positions, segment_ids, branch_ids = (np.zeros(tokens, np.int32) for _ in range(4))
     starts, lengths = np.zeros(count, np.int32), np.ones(count, np.int32)
-    rows = np.full(count, num_rows, np.int32)
+    prefix_slots = np.full(count, num_prefix_slots, np.int32)
     sequence_ids = np.zeros((count, n), np.uint32)
     steps, offsets = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
     first = num_common
     if num_common:
         input_ids[:first], positions[:first] = pack[0].group.context[:first], np.arange(first)
         segment_ids[:first] = 1
-    for i, (group, _, row) in enumerate(pack):
+    for i, (group, _, prefix_slot) in enumerate(pack):
         prompt = group.context
         size = len(prompt)
         span = slice(first, first + size - num_common)
         input_ids[span], positions[span] = prompt[num_common:], np.arange(num_common, size)
         segment_ids[span], branch_ids[span] = (1, i + 1) if num_common else (i + 1, 0)
-        starts[i], lengths[i], rows[i] = first, size, row
+        starts[i], lengths[i], prefix_slots[i] = first, size, prefix_slot
         steps[i], offsets[i] = group.step, group.offset
         sequence_ids[i, : len(group.numbers)] = group.sequence_ids(n)
         first += size - num_common
     common = np.array([num_common], np.int32)
     ids = sequence_ids, steps, offsets
-    return input_ids, positions, segment_ids, branch_ids, common, starts, lengths, rows, *ids
+    return input_ids, positions, segment_ids, branch_ids, common, starts, lengths, prefix_slots, *ids
 
 
 @dataclass
 class Continuation:
-    """A resumed group whose context is in a row of the prompt cache up to its first `done` tokens."""
+    """A resumed group whose context is in a prefix slot up to its first `done` tokens."""
 
     group: Group
     ticket: int
-    row: int
+    prefix_slot: int
     done: int
 
     @property
@@ -209,7 +210,9 @@ class Continuation:
         return len(self.group.context) - self.done
 
 
-def extension(batch: list[list[Continuation]], n: int, tokens: int, most: int, num_rows: int) -> Extended:
+def extension(
+    batch: list[list[Continuation]], n: int, tokens: int, most: int, num_prefix_slots: int
+) -> Extended:
     """The next `tokens` tokens of each continuation; one list for each replica, of at most `most`.
 
     They are padded to a power of four, so that few programs are compiled. `n` is the number of samples of a
@@ -218,17 +221,17 @@ def extension(batch: list[list[Continuation]], n: int, tokens: int, most: int, n
     count = min(power_of_four(max(FEWEST_CONTINUED, *map(len, batch))), most)
     shape = (len(batch), count)
     input_ids = np.zeros((*shape, tokens), np.int32)
-    starts, counts, rows = (np.full(shape, fill, np.int32) for fill in (0, 0, num_rows))
+    starts, counts, prefix_slots = (np.full(shape, fill, np.int32) for fill in (0, 0, num_prefix_slots))
     sequence_ids, steps, offsets = (np.zeros(shape, np.uint32) for _ in range(3))
     for replica, items in enumerate(batch):
         for i, item in enumerate(items):
             at, group = (replica, i), item.group
             part = group.context[item.done : item.done + tokens]
             input_ids[at][: len(part)] = part
-            starts[at], counts[at], rows[at] = item.done, len(part), item.row
+            starts[at], counts[at], prefix_slots[at] = item.done, len(part), item.prefix_slot
             [sequence_ids[at]] = group.sequence_ids(n)
             steps[at], offsets[at] = group.step, group.offset
-    arrays = (input_ids, starts, counts, rows, sequence_ids, steps, offsets)
+    arrays = (input_ids, starts, counts, prefix_slots, sequence_ids, steps, offsets)
     *continued, ids, step, offset = as_jit_arguments(*(np.concatenate(array) for array in arrays))
     return Extended(Continued(*continued), ids, step, offset)
 
@@ -254,11 +257,11 @@ def as_jit_arguments(*arrays: np.ndarray) -> list[jax.Array]:
     return cast(list[jax.Array], list(arrays))
 
 
-def prompt_columns(tokens: int) -> int:
-    """Columns for prompts of `tokens` tokens: the next 2 or 3 times a power of two, at least FEWEST_COLUMNS.
+def prompt_positions(tokens: int) -> int:
+    """Positions for prompts of `tokens` tokens: the next 2 or 3 times a power of two, at least
+    FEWEST_POSITIONS.
 
-    There are few such sizes, for the columns of the prompt cache and for packed rows of prompts, because each
-    compiles a program. The size depends only on the prompts, not on earlier calls, so that a resumed run sums
-    floating-point numbers in the same order.
-    """
-    return round_up_coarsely(tokens, FEWEST_COLUMNS)
+    There are few such sizes, for the positions of the prompt cache and for packed rows of prompts, because
+    each compiles a program. The size depends only on the prompts, not on earlier calls, so that a resumed run
+    sums floating-point numbers in the same order."""
+    return round_up_coarsely(tokens, FEWEST_POSITIONS)

@@ -1,19 +1,19 @@
-"""The scheduler: assigns samples to slots and prompts to rows of the prompt cache.
+"""The scheduler: assigns samples to slots and prompts to prefix slots.
 
-Plain Python, called by `session.py`. Submitted groups wait in a queue. `admit` assigns rows of the prompt
-cache to as many groups as the free slots can take, `fill` assigns their samples to slots, `finish` frees a
-slot, and `take` returns finished groups. A group keeps its row until its last sample is finished, so it may
+Plain Python, called by `session.py`. Submitted groups wait in a queue. `admit` assigns prefix slots to as
+many groups as the free slots can take, `fill` assigns their samples to slots, `finish` frees a slot, and
+`take` returns finished groups. A group keeps its prefix slot until its last sample is finished, so it may
 have more samples than there are slots.
 
 A sample whose episode may go on after this turn is suspended: `suspend` frees its slot and makes it a group
-of its own, with a row for its keys and values if one is free. `resume` queues it again; `drop` forgets it. A
-suspended group whose row another group needs loses it, and is queued like a new one when it is resumed.
+of its own, with a prefix slot for its keys and values if one is free. `resume` queues it again; `drop`
+forgets it. A suspended group whose prefix slot another group needs loses it, and is queued like a new one
+when it is resumed.
 
-All replicas of the sampler have the same number of slots and of rows, and a sample stays on the replica that
-it was assigned to. While more sequences wait than there are free slots, a group is assigned to one replica,
-unless it has more samples than a replica has slots. Once all remaining sequences fit into the slots, groups
-are split if that balances the replicas.
-"""
+All replicas of the sampler have the same number of slots and of prefix slots, and a sample stays on the
+replica that it was assigned to. While more sequences wait than there are free slots, a group is assigned to
+one replica, unless it has more samples than a replica has slots. Once all remaining sequences fit into the
+slots, groups are split if that balances the replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEWEST_SLOTS = 4
 class _Part:
     """The samples of a group on one replica: those waiting for a slot, and the number of unfinished ones."""
 
-    row: int
+    prefix_slot: int
     waiting: deque[int]
     unfinished: int
 
@@ -55,11 +55,12 @@ class _Group:
 
 @dataclass(frozen=True)
 class Occupant:
-    """The sample in a slot: number `sample` of group `ticket`; `row` of the prompt cache holds its prompt."""
+    """The sample in a slot: number `sample` of group `ticket`; `prefix_slot` of the prompt cache holds its
+    prompt."""
 
     ticket: int
     sample: int
-    row: int
+    prefix_slot: int
 
 
 @dataclass
@@ -67,16 +68,15 @@ class Scheduler:
     """Runs at most `max_slots` sequences at once on each of `num_replicas` replicas.
 
     Tickets number the groups from 0 in the order of submission. `slots[i]` is the sample that runs in slot i,
-    and `rows[i]` is the ticket of the group whose prompt is in row i; the entries of replica 0 come first,
-    then those of replica 1, and so on. Only `resize` changes the numbers of slots and rows. `varying`: the
-    demand changes all the time, so that the number of slots is a power of two or `max_slots`. The queued
-    group `barred`, and those behind it, are not admitted.
-    """
+    and `prefix_slots[i]` is the ticket of the group whose prompt is in prefix slot i; the entries of replica
+    0 come first, then those of replica 1, and so on. Only `resize` changes the numbers of slots and prefix
+    slots. `varying`: the demand changes all the time, so that the number of slots is a power of two or
+    `max_slots`. The queued group `barred`, and those behind it, are not admitted."""
 
     max_slots: int
     num_replicas: int = 1
     slots: list[Occupant | None] = field(default_factory=list)
-    rows: list[int | None] = field(default_factory=list)
+    prefix_slots: list[int | None] = field(default_factory=list)
     varying: bool = False
     barred: int | None = None
 
@@ -97,19 +97,20 @@ class Scheduler:
         return group.ticket
 
     def admit(self) -> list[tuple[int, int]]:
-        """Assigns rows to groups from the head of the queue, enough to fill the free slots: [(ticket, row)].
+        """Assigns prefix slots to groups from the head of the queue, enough to fill the free slots: [(ticket,
+        prefix slot)].
 
-        A group that is split over replicas gets a row on each of them.
+        A group that is split over replicas gets a prefix slot on each of them.
         """
         admitted = []
         for group, replica, count in list(self._assignments(self.num_slots)):
             if replica not in group.parts:
-                row = self._free_row(replica)
-                row = self._lent_row(replica) if row is None else row
-                if row is None:
+                prefix_slot = self._free_prefix_slot(replica)
+                prefix_slot = self._evicted_prefix_slot(replica) if prefix_slot is None else prefix_slot
+                if prefix_slot is None:
                     break
-                self._give_row(group, row)
-                admitted.append((group.ticket, row))
+                self._give_prefix_slot(group, prefix_slot)
+                admitted.append((group.ticket, prefix_slot))
             part = group.parts[replica]
             part.waiting.extend(group.waiting.popleft() for _ in range(count))
             part.unfinished += count
@@ -135,7 +136,7 @@ class Scheduler:
             part = None if occupant else next(waiting[slot // self.num_slots], None)
             if part is not None:
                 ticket, here = part
-                placed = Occupant(ticket, here.waiting.popleft(), here.row)
+                placed = Occupant(ticket, here.waiting.popleft(), here.prefix_slot)
                 self.slots[slot] = placed
                 filled.append((slot, placed))
         return filled
@@ -156,32 +157,34 @@ class Scheduler:
         self._count_finished(self._open[occupant.ticket], slot // self.num_slots)
 
     def suspend(self, slot: int) -> tuple[int, int | None]:
-        """Frees `slot` and holds its sample as a group of one: (its ticket, its row or None).
+        """Frees `slot` and holds its sample as a group of one: (its ticket, its prefix slot or None).
 
-        The row of the sample's prompt, if no other sample uses it; else a free one, and None without one.
-        """
+        The prefix slot of the sample's prompt, if no other sample uses it; else a free one, and None without
+        one."""
         occupant = self.slots[slot]
         assert occupant is not None
         self.finish(slot)
-        own_row = self.rows[occupant.row] is None
-        return self._suspend(occupant.row if own_row else self._free_row(slot // self.num_slots))
+        own_prefix_slot = self.prefix_slots[occupant.prefix_slot] is None
+        return self._suspend(
+            occupant.prefix_slot if own_prefix_slot else self._free_prefix_slot(slot // self.num_slots)
+        )
 
     def suspend_waiting(self, ticket: int, sample: int) -> int:
         """Holds a sample without a slot as a group of one; its ticket.
 
-        It has the row of its prompt if no other sample uses it, else none.
+        It has the prefix slot of its prompt if no other sample uses it, else none.
         """
         parts = self._open[ticket].parts.values()
-        own = next((part.row for part in parts if sample in part.waiting), None)
+        own = next((part.prefix_slot for part in parts if sample in part.waiting), None)
         self.finish_waiting(ticket, sample)
-        return self._suspend(own if own is not None and self.rows[own] is None else None)[0]
+        return self._suspend(own if own is not None and self.prefix_slots[own] is None else None)[0]
 
     def resume(self, ticket: int) -> bool:
-        """The suspended sample waits for a slot on the replica that holds its row; whether it still has one.
+        """The suspended sample waits for a slot on the replica that holds its prefix slot; whether it still
+        has one.
 
-        If not, it is queued before the groups that have no row yet, and after the one that has: the row of
-        that group becomes free only when all its samples are assigned.
-        """
+        If not, it is queued before the groups that have no prefix slot yet, and after the one that has: the
+        prefix slot of that group becomes free only when all its samples are assigned."""
         del self._suspended[ticket]
         group = self._open[ticket]
         for part in group.parts.values():
@@ -192,16 +195,16 @@ class Scheduler:
         self._queue.insert(sum(queued.resumed or bool(queued.parts) for queued in self._queue), group)
         return False
 
-    def row(self, ticket: int) -> int:
-        """The row of a resumed sample that still has one."""
+    def prefix_slot(self, ticket: int) -> int:
+        """The prefix slot of a resumed sample that still has one."""
         [part] = self._open[ticket].parts.values()
-        return part.row
+        return part.prefix_slot
 
     def drop(self, ticket: int) -> None:
         """Forgets a suspended sample, whose episode has ended."""
         del self._suspended[ticket]
         for part in self._open.pop(ticket).parts.values():
-            self.rows[part.row] = None
+            self.prefix_slots[part.prefix_slot] = None
 
     def is_finished(self, ticket: int) -> bool:
         """Whether all samples of the group are finished, and it was not taken yet."""
@@ -217,9 +220,9 @@ class Scheduler:
         return len(self.slots) // self.num_replicas
 
     @property
-    def num_rows(self) -> int:
-        """The number of rows per replica."""
-        return len(self.rows) // self.num_replicas
+    def num_prefix_slots(self) -> int:
+        """The number of prefix slots per replica."""
+        return len(self.prefix_slots) // self.num_replicas
 
     @property
     def num_finished(self) -> int:
@@ -253,8 +256,10 @@ class Scheduler:
 
     @property
     def in_memory(self) -> set[int]:
-        """Tickets of groups that have rows or may get them now."""
-        return {ticket for ticket in self.rows if ticket is not None} | {g.ticket for g in self._admissible()}
+        """Tickets of groups that have prefix slots or may get them now."""
+        return {ticket for ticket in self.prefix_slots if ticket is not None} | {
+            g.ticket for g in self._admissible()
+        }
 
     def wanted_slots(self) -> int:
         """The number of slots per replica for the current demand; few if only a few sequences remain.
@@ -271,34 +276,34 @@ class Scheduler:
             wanted = wanted if self.varying else min(wanted, self.num_slots)
         return min(wanted, max(self.max_slots, *in_use))
 
-    def wanted_rows(self, num_slots: int) -> int:
+    def wanted_prefix_slots(self, num_slots: int) -> int:
         """Rows per replica that are enough to fill `num_slots` slots: a power of two, never fewer than now.
 
-        At most one row per slot, unless more rows are in use.
+        At most one prefix slot per slot, unless more prefix slots are in use.
         """
-        in_use = self._in_use(self.rows)
+        in_use = self._in_use(self.prefix_slots)
         needed = list(in_use)
         for group, replica, _ in self._assignments(num_slots):
             needed[replica] += replica not in group.parts
-        rows = max(power_of_two(max(*needed, 1)), self.num_rows)
-        return min(rows, max(num_slots, *in_use))
+        prefix_slots = max(power_of_two(max(*needed, 1)), self.num_prefix_slots)
+        return min(prefix_slots, max(num_slots, *in_use))
 
-    def resize(self, num_slots: int, num_rows: int) -> tuple[list[int], list[int]]:
-        """Changes the numbers of slots and rows per replica; entries in use move to the front.
+    def resize(self, num_slots: int, num_prefix_slots: int) -> tuple[list[int], list[int]]:
+        """Changes the numbers of slots and prefix slots per replica; entries in use move to the front.
 
-        Returns, for each new slot and each new row, the old index on its replica; 0 for unused entries.
-        """
-        rows_before = self.num_rows
+        Returns, for each new slot and each new prefix slot, the old index on its replica; 0 for unused
+        entries."""
+        prefix_slots_before = self.num_prefix_slots
         from_slots, self.slots = self._compacted(self.slots, num_slots)
-        from_rows, self.rows = self._compacted(self.rows, num_rows)
+        from_prefix_slots, self.prefix_slots = self._compacted(self.prefix_slots, num_prefix_slots)
         moved = {}
-        for row, (ticket, old) in enumerate(zip(self.rows, from_rows, strict=True)):
+        for prefix_slot, (ticket, old) in enumerate(zip(self.prefix_slots, from_prefix_slots, strict=True)):
             if ticket is not None:
-                replica = row // num_rows
-                moved[replica * rows_before + old] = row
-                self._open[ticket].parts[replica].row = row
-        self.slots = [who and Occupant(who.ticket, who.sample, moved[who.row]) for who in self.slots]
-        return from_slots, from_rows
+                replica = prefix_slot // num_prefix_slots
+                moved[replica * prefix_slots_before + old] = prefix_slot
+                self._open[ticket].parts[replica].prefix_slot = prefix_slot
+        self.slots = [who and Occupant(who.ticket, who.sample, moved[who.prefix_slot]) for who in self.slots]
+        return from_slots, from_prefix_slots
 
     def _compacted(self, items: list[_T | None], size: int) -> tuple[list[int], list[_T | None]]:
         """(old index of each new item, new items): per replica, the items in use, then None up to `size`."""
@@ -347,39 +352,39 @@ class Scheduler:
         return -(-(sum(self.loads()) + waiting + len(self._suspended)) // self.num_replicas)
 
     def _on_replica(self, items: list[_T], replica: int) -> list[_T]:
-        """The entries of `items` (slots or rows) of one replica."""
+        """The entries of `items` (slots or prefix slots) of one replica."""
         size = len(items) // self.num_replicas
         return items[replica * size : (replica + 1) * size]
 
     def _in_use(self, items: list[Any]) -> list[int]:
-        """The number of slots or rows in use on each replica."""
+        """The number of slots or prefix slots in use on each replica."""
         each = [self._on_replica(items, replica) for replica in range(self.num_replicas)]
         return [len(here) - here.count(None) for here in each]
 
-    def _suspend(self, row: int | None) -> tuple[int, int | None]:
+    def _suspend(self, prefix_slot: int | None) -> tuple[int, int | None]:
         group = _Group(self._next_ticket, deque(), 1, resumed=True)
         self._next_ticket += 1
         self._open[group.ticket] = group
         self._suspended[group.ticket] = None
-        if row is not None:
-            self._give_row(group, row)
-        return group.ticket, row
+        if prefix_slot is not None:
+            self._give_prefix_slot(group, prefix_slot)
+        return group.ticket, prefix_slot
 
-    def _give_row(self, group: _Group, row: int) -> None:
-        self.rows[row] = group.ticket
-        group.parts[row // self.num_rows] = _Part(row, deque(), 0)
+    def _give_prefix_slot(self, group: _Group, prefix_slot: int) -> None:
+        self.prefix_slots[prefix_slot] = group.ticket
+        group.parts[prefix_slot // self.num_prefix_slots] = _Part(prefix_slot, deque(), 0)
 
-    def _free_row(self, replica: int) -> int | None:
-        """A row of `replica` that is not in use."""
-        rows = self._on_replica(self.rows, replica)
-        return replica * self.num_rows + rows.index(None) if None in rows else None
+    def _free_prefix_slot(self, replica: int) -> int | None:
+        """A prefix slot of `replica` that is not in use."""
+        prefix_slots = self._on_replica(self.prefix_slots, replica)
+        return replica * self.num_prefix_slots + prefix_slots.index(None) if None in prefix_slots else None
 
-    def _lent_row(self, replica: int) -> int | None:
-        """The row on `replica` of the sample that is suspended the longest, which loses it."""
+    def _evicted_prefix_slot(self, replica: int) -> int | None:
+        """The prefix slot on `replica` of the sample that is suspended the longest, which loses it."""
         for ticket in self._suspended:
             part = self._open[ticket].parts.pop(replica, None)
             if part is not None:
-                return part.row
+                return part.prefix_slot
         return None
 
     def _waiting_on(self, replica: int) -> Iterator[tuple[int, _Part]]:
@@ -397,10 +402,11 @@ class Scheduler:
             self._release(group)
 
     def _release(self, group: _Group) -> None:
-        """Once all samples of `group` are assigned, frees its rows on replicas without unfinished samples."""
+        """Once all samples of `group` are assigned, frees its prefix slots on replicas without unfinished
+        samples."""
         done = [] if group.waiting else [r for r, part in group.parts.items() if not part.unfinished]
         for replica in done:
-            self.rows[group.parts.pop(replica).row] = None
+            self.prefix_slots[group.parts.pop(replica).prefix_slot] = None
 
     def _count_finished(self, group: _Group, replica: int | None) -> None:
         """Counts a finished sample of `group`; `replica` is None if it was not assigned to one."""

@@ -4,10 +4,9 @@ Called by `engine.py`, and by `episodes.py` for episodes of several turns. A rou
 free slots, prefills prompts that are not in the prompt cache yet, and runs up to TOKENS_PER_CALL decode steps
 of all slots. Weights may change between rounds.
 
-Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a row
-of the prompt cache, where the next turn finds them. Other turns may take the row if none is free; then the
-next turn computes them again.
-"""
+Between two turns a sample has no slot. Its keys and values, those of its prompt included, are moved to a
+prefix slot of the prompt cache, where the next turn finds them. Other turns may take the prefix slot if none
+is free; then the next turn computes them again."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from quatrain.engine.groups import (
     each_sampling,
     extension,
     pack_prompts,
-    prompt_columns,
+    prompt_positions,
     split_into_packs,
 )
 from quatrain.engine.scheduler import Occupant, Scheduler
@@ -49,7 +48,7 @@ from quatrain.engine.stop_strings import cut_at_stop_strings
 from quatrain.models.architecture import Architecture
 from quatrain.models.attention import unpacks
 from quatrain.models.decode_step import Sharing
-from quatrain.models.kv_cache import bytes_per_column
+from quatrain.models.kv_cache import bytes_per_position
 from quatrain.ops.shape_buckets import power_of_two
 from quatrain.parallel.mesh import mesh_shape
 from quatrain.types.batches import Prompt
@@ -57,9 +56,9 @@ from quatrain.types.metrics import Metrics
 from quatrain.types.rollouts import Completion, Sampling
 
 EXTENDED_TOKENS = 1024
-"""Most tokens of one call that computes what follows rows of the prompt cache."""
+"""Most tokens of one call that computes what follows prefix slots."""
 FEWEST_EXTENDED, MOST_EXTENDED = 16, 128
-"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole row."""
+"""Tokens of one sequence in such a call, which bound the memory of its attention to the whole prefix slot."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,12 @@ class Session:
         self._seed = jnp.uint32(sampler.seed)
         self._room = Room(
             sampler.cache_bytes,
-            bytes_per_column(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
-            prompt_columns(sampler.usual_prompt),
+            bytes_per_position(sampler.arch, sampler.dtype, mesh_shape(sampler.mesh).tp),
+            prompt_positions(sampler.usual_prompt),
             sampler.more_context,
             0 if goes_on is None else TOKENS_PER_CALL - 1,
         )
-        self._prompt_columns = self._room.context(1)
+        self._prompt_positions = self._room.context(1)
         self._most_slots = 0
 
     @property
@@ -200,12 +199,12 @@ class Session:
         """
         groups = list(map(Group.alone, prompts, owners))
         for group in groups:
-            columns = self._room.columns(len(group.context), group.limit)
-            if not self._room.fitting(columns):
+            positions = self._room.positions(len(group.context), group.limit)
+            if not self._room.fitting(positions):
                 raise ValueError(
                     "the KV cache of a sequence must fit into the memory for it: a prompt of "
                     f"{len(group.context)} tokens and a completion of up to {group.limit} need "
-                    f"{self._room.share(columns)}; shorten the prompt or lower max_tokens"
+                    f"{self._room.share(positions)}; shorten the prompt or lower max_tokens"
                 )
         return self.submit_groups(groups)
 
@@ -236,8 +235,8 @@ class Session:
         """
         replicas = self._sampler.num_replicas
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        columns = self._room.columns(longest, self._most_tokens)
-        fitting = self._room.fitting(columns)
+        positions = self._room.positions(longest, self._most_tokens)
+        fitting = self._room.fitting(positions)
         most = self._limit // replicas if self._limit else max(fitting, 1)
         at_once = demand if self._at_once is None else self._at_once
         together = min(most, -(-min(demand, at_once) // replicas))
@@ -248,8 +247,8 @@ class Session:
                 remedy = f"set rollout.max_concurrency to {fitting * replicas} or fewer"
             raise ValueError(
                 "the KV cache of all sequences that decode at once must fit into the memory for it: "
-                f"{together} sequences{each_of} of up to {columns} tokens need "
-                f"{self._room.share(together * columns)}, which is enough for {fitting}; {remedy}"
+                f"{together} sequences{each_of} of up to {positions} tokens need "
+                f"{self._room.share(together * positions)}, which is enough for {fitting}; {remedy}"
             )
         slots = min(most, max(fitting, 1))
         self._scheduler.max_slots = slots if self._at_once is None else min(slots, -(-at_once // replicas))
@@ -313,10 +312,12 @@ class Session:
         began = time.perf_counter()
         self._extend(params, version)
         while admitted := self._scheduler.admit():
-            rows = self._scheduler.num_rows
+            prefix_slots = self._scheduler.num_prefix_slots
             items: list[list[Admitted]] = [[] for _ in range(self._sampler.num_replicas)]
-            for ticket, row in admitted:
-                items[row // rows].append(Admitted(self._groups[ticket], ticket, row % rows))
+            for ticket, prefix_slot in admitted:
+                items[prefix_slot // prefix_slots].append(
+                    Admitted(self._groups[ticket], ticket, prefix_slot % prefix_slots)
+                )
             # For each call one pack per replica, empty if a replica has fewer packs than others.
             for packs in zip_longest(*map(split_into_packs, items)):
                 self._prefill([pack or [] for pack in packs], params, version)
@@ -345,11 +346,11 @@ class Session:
         running = [self._groups[ticket] for ticket in scheduler.in_memory.difference(queued)]
         prompt = max((len(group.context) for group in running), default=1)
         new = max((group.limit for group in running), default=1)
-        fitting = self._room.fitting(self._room.columns(prompt, new))
+        fitting = self._room.fitting(self._room.positions(prompt, new))
         for count, ticket in enumerate(queued, sum(loads)):
             group = self._groups[ticket]
             longer = max(prompt, len(group.context)), max(new, group.limit)
-            fewer = self._room.fitting(self._room.columns(*longer))
+            fewer = self._room.fitting(self._room.positions(*longer))
             if max(loads) > fewer or (fewer < fitting and count >= fewer * replicas):
                 scheduler.barred = ticket
                 break
@@ -358,7 +359,7 @@ class Session:
         scheduler.max_slots = min(fitting, self._limit // replicas) if self._limit else fitting
 
     def _resize(self) -> None:
-        """Changes the numbers of slots, rows and columns to those that the next round needs."""
+        """Changes the numbers of slots, prefix slots and positions to those that the next round needs."""
         scheduler, sampler = self._scheduler, self._sampler
         scheduler.barred = None
         if self._per_request_sampling:
@@ -366,37 +367,39 @@ class Session:
         elif max(scheduler.loads()) > scheduler.max_slots:  # `reserve` has decided that fewer run at once
             scheduler.barred = next(iter(scheduler.queued), None)
         slots = scheduler.wanted_slots()
-        rows = scheduler.wanted_rows(slots)
+        prefix_slots = scheduler.wanted_prefix_slots(slots)
         if self._goes_on is not None:
-            rows = max(rows, slots)  # from the second turn on, each sample has a row of its own
+            prefix_slots = max(
+                prefix_slots, slots
+            )  # from the second turn on, each sample has a prefix slot of its own
         used = max((group.turn_length(index) for _, group, index in self._live()), default=1) - 1
         generated = self._room.ring(used + TOKENS_PER_CALL, self._most_tokens)
-        self._prompt_columns = self._wanted_columns(slots)
-        shape = CacheShape(slots, rows, self._prompt_columns, generated)
+        self._prompt_positions = self._wanted_positions(slots)
+        shape = CacheShape(slots, prefix_slots, self._prompt_positions, generated)
         self._most_slots = max(self._most_slots, slots)
         if self._cache is None:
-            scheduler.resize(slots, rows)
+            scheduler.resize(slots, prefix_slots)
             self._cache = Cache.empty(sampler.arch, sampler.dtype, sampler.mesh, shape)
-        elif self._cache.shape[:2] != (slots, rows):
-            self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, rows), used)
+        elif self._cache.shape[:2] != (slots, prefix_slots):
+            self._cache = self._cache.rearranged(shape, *scheduler.resize(slots, prefix_slots), used)
         elif self._cache.shape != shape:
             self._cache = self._cache.resized(shape, used)
 
-    def _wanted_columns(self, slots: int) -> int:
-        """Columns of the prompt cache, which holds every context of groups that run or may begin to.
+    def _wanted_positions(self, slots: int) -> int:
+        """Positions of the prompt cache, which holds every context of groups that run or may begin to.
 
         As many as before, where these suffice and `slots` sequences fit: another size is another program.
-        Requests of all lengths come to a server, which does not keep four times the columns that it needs.
+        Requests of all lengths come to a server, which does not keep four times the positions that it needs.
         """
         groups = [self._groups[ticket] for ticket in self._scheduler.in_memory]
         longest = max((max(len(group.context), group.kept) for group in groups), default=1)
         needed = self._room.context(longest)
-        kept = max(needed, self._prompt_columns)
+        kept = max(needed, self._prompt_positions)
         fits = slots <= self._room.fitting(kept + self._room.ring(self._most_tokens, self._most_tokens))
         return kept if fits and not (self._per_request_sampling and kept >= 4 * needed) else needed
 
     def _prefill(self, packs: list[Pack], params: Any, version: int) -> None:
-        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_rows, unpack=self._unpack)
+        packed = pack_prompts(packs, self.sampling.n, self._scheduler.num_prefix_slots, unpack=self._unpack)
         self.stats = self.stats.plus(prefilled_tokens=int(np.count_nonzero(packed.segment_ids)))
         tokens, logprobs = self._compute(prefill_program, packed, params)
         size = len(tokens) // len(packs)
@@ -423,20 +426,21 @@ class Session:
         self.stats = self.stats.plus(decoded_tokens=len(tokens))
 
     def _extend(self, params: Any, version: int) -> None:
-        """Computes what follows the rows of resumed samples, and draws the first token of their turns."""
+        """Computes what follows the prefix slots of resumed samples, and draws the first token of their
+        turns."""
         scheduler = self._scheduler
         left: list[list[Continuation]] = [[] for _ in range(self._sampler.num_replicas)]
         for ticket in self._resumed:
-            replica, row = divmod(scheduler.row(ticket), scheduler.num_rows)
+            replica, prefix_slot = divmod(scheduler.prefix_slot(ticket), scheduler.num_prefix_slots)
             group = self._groups[ticket]
-            left[replica].append(Continuation(group, ticket, row, group.kept))
+            left[replica].append(Continuation(group, ticket, prefix_slot, group.kept))
         self._resumed = []
         while any(left):
             longest = max(item.left for items in left for item in items)
             width = min(power_of_two(max(longest, FEWEST_EXTENDED)), MOST_EXTENDED)
             most = EXTENDED_TOKENS // width
             batch = [items[:most] for items in left]
-            extended = extension(batch, self.sampling.n, width, most, scheduler.num_rows)
+            extended = extension(batch, self.sampling.n, width, most, scheduler.num_prefix_slots)
             self.stats = self.stats.plus(prefilled_tokens=int(np.sum(extended.continued.counts)))
             tokens, logprobs = self._compute(extend_program, extended, params)
             for replica, items in enumerate(batch):
@@ -447,7 +451,7 @@ class Session:
                 left[replica] = [item for item in left[replica] if item.left]
 
     def _compute(self, program: Callable[..., Any], packed: Any, params: Any) -> tuple[list[Any], list[Any]]:
-        """Fills rows of the prompt cache: (the tokens drawn after them, their log-probabilities)."""
+        """Fills prefix slots: (the tokens drawn after them, their log-probabilities)."""
         assert self._cache is not None
         prompts, *drawn = program(self._program.backend)(
             params, self._cache.prompts, packed, self._seed, program=self._program
@@ -465,7 +469,7 @@ class Session:
             cache.prompts,
             self._slots(),
             self._sharing(),
-            np.int32(cache.column),
+            np.int32(cache.ring_position),
             self._seed,
             program=self._program,
         )
@@ -473,7 +477,7 @@ class Session:
         steps = int(decoded.num_steps)
         self._cache = cache.decoded(generated, steps)
         live = self._live()
-        begins = {slot: cache.column + 1 - group.turn_length(index) for slot, group, index in live}
+        begins = {slot: cache.ring_position + 1 - group.turn_length(index) for slot, group, index in live}
         before = sum(group.turn_length(index) for _, group, index in live)
         for slot, group, index in live:
             count = decoded.counts[slot]
@@ -490,9 +494,10 @@ class Session:
         )
 
     def _free_slots(self, ended: list[_Live], begins: Mapping[int, int]) -> None:
-        """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a row.
+        """Frees the slots of samples whose turn has ended; suspended ones keep keys and values in a prefix
+        slot.
 
-        `begins` has the column of the turn's first token for each slot.
+        `begins` has the position of the turn's first token for each slot.
         """
         suspended = []
         for slot, group, index in ended:
@@ -505,19 +510,21 @@ class Session:
         moves = []
         for slot, group, index in suspended:
             before = self._occupant(slot)
-            ticket, row = self._scheduler.suspend(slot)
+            ticket, prefix_slot = self._scheduler.suspend(slot)
             own = self._groups[ticket] = group.suspended(index)
-            if row is not None:
+            if prefix_slot is not None:
                 count = group.turn_length(index) - 1
-                moves.append(Move(slot, begins[slot], count, before.row, own.kept - count, row))
+                moves.append(
+                    Move(slot, begins[slot], count, before.prefix_slot, own.kept - count, prefix_slot)
+                )
             self._end_turn(before.ticket, index, ticket)
         if not moves:
             return
         assert self._cache is not None
         needed = self._room.context(max(move.num_tokens + move.num_before for move in moves))
-        if needed > self._cache.shape.prompt_columns:
-            self._prompt_columns = needed  # as much as the turns need
-            self._cache = self._cache.resized(self._cache.shape._replace(prompt_columns=needed), 0)
+        if needed > self._cache.shape.prompt_positions:
+            self._prompt_positions = needed  # as much as the turns need
+            self._cache = self._cache.resized(self._cache.shape._replace(prompt_positions=needed), 0)
         self._cache = self._cache.kept(moves)
 
     def _is_suspended(self, completion: Completion) -> bool:
@@ -581,15 +588,17 @@ class Session:
         return Slots._make([*arrays, each_sampling(owners)])
 
     def _sharing(self) -> Sharing:
-        """Which slots attend to which row of the prompt cache, as indices on their replica."""
+        """Which slots attend to which prefix slot, as indices on their replica."""
         scheduler = self._scheduler
         most = min(self.sampling.n, scheduler.num_slots)
-        members: list[list[int]] = [[] for _ in scheduler.rows]
+        members: list[list[int]] = [[] for _ in scheduler.prefix_slots]
         place = np.zeros(len(scheduler.slots), np.int32)
         for slot, occupant in enumerate(scheduler.slots):
             if occupant is not None:
-                place[slot] = occupant.row % scheduler.num_rows * most + len(members[occupant.row])
-                members[occupant.row].append(slot % scheduler.num_slots)
+                place[slot] = occupant.prefix_slot % scheduler.num_prefix_slots * most + len(
+                    members[occupant.prefix_slot]
+                )
+                members[occupant.prefix_slot].append(slot % scheduler.num_slots)
         table = np.array([slots + [0] * (most - len(slots)) for slots in members], np.int32)
-        lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.rows]
+        lengths = [0 if t is None else len(self._groups[t].context) for t in scheduler.prefix_slots]
         return Sharing(*as_jit_arguments(table, place, np.array(lengths, np.int32)))

@@ -1,14 +1,13 @@
 """The forward passes of the sampler: prefill of prompts, decode steps, and tokens after cached ones.
 
 Data flow: `engine/decode.py` compiles both. They call the layers of `decoder.run_layers` with an attention
-that writes and reads the KV cache. The cache has two parts: the prompt cache, with one row per prompt, shared
-by all its completions, and the completion cache `generated`, with one row per sequence. The columns of
-`generated` are a ring buffer: in a decode step, all sequences write the same column.
+that writes and reads the KV cache. The cache has two parts: the prompt cache, with one prefix slot per
+prompt, shared by all its completions, and the completion cache `generated`, with one slot per sequence. The
+positions of `generated` are a ring buffer: in a decode step, all sequences write the same position.
 
-Shapes: T tokens, R rows (prompts) of S columns in the prompt cache, at most M sequences per prompt, B
-sequences, C columns in `generated`, D hidden, N query heads, K key/value heads, G = N / K, H head size, X = M
-x G.
-"""
+Shapes: T tokens, R prefix slots (prompts) of S positions in the prompt cache, at most M sequences per prompt,
+B sequences, C positions in `generated`, D hidden, N query heads, K key/value heads, G = N / K, H head size, X
+= M x G."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ from quatrain.models.params import Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continued:
-    """Tokens that continue sequences in rows of the prompt cache: at most T of each of N sequences."""
+    """Tokens that continue sequences in prefix slots: at most T of each of N sequences."""
 
     input_ids: jax.Array  # [N, T] int32
-    starts: jax.Array  # [N] int32: tokens of the sequence that are in its row before these
+    starts: jax.Array  # [N] int32: tokens of the sequence that are in its prefix slot before these
     counts: jax.Array  # [N] int32: how many of the T tokens are real
-    rows: jax.Array  # [N] int32: row of the prompt cache; out of range for padding
+    prefix_slots: jax.Array  # [N] int32; out of range for padding
 
 
 @jax.tree_util.register_dataclass
@@ -99,12 +98,12 @@ def extend(
 ) -> tuple[jax.Array, CachePart]:
     """(hidden states [N, D] of the last real tokens of `continued`, `prompts` with their keys and values)."""
     N, T = continued.input_ids.shape
-    columns_S, ahead_T = jnp.arange(prompts.columns), jnp.arange(T)
+    prompt_positions_S, ahead_T = jnp.arange(prompts.positions), jnp.arange(T)
     positions_NT = continued.starts[:, None] + ahead_T
     real_NT = ahead_T < continued.counts[:, None]
-    columns_NT = jnp.where(real_NT, positions_NT, prompts.columns)  # out of range: not written
-    rows_N1 = continued.rows[:, None]
-    back_NTS = positions_NT[:, :, None] - columns_S
+    written_NT = jnp.where(real_NT, positions_NT, prompts.positions)  # out of range: not written
+    prefix_slots_N1 = continued.prefix_slots[:, None]
+    back_NTS = positions_NT[:, :, None] - prompt_positions_S
 
     def attend_of(mixer: Attention) -> Attend:
         window, cap = mixer.window, mixer.softcap
@@ -117,9 +116,11 @@ def extend(
             B, T, heads, H = q_BTNH.shape
             K = k_BTKH.shape[2]
             keys, values = cache
-            keys = keys.at[rows_N1, :, :, columns_NT].set(k_BTKH.astype(keys.dtype), mode="drop")
-            values = values.at[rows_N1, :, columns_NT].set(v_BTKH.astype(values.dtype), mode="drop")
-            own_keys, own_values = (jnp.take(x, continued.rows, axis=0, mode="clip") for x in (keys, values))
+            keys = keys.at[prefix_slots_N1, :, :, written_NT].set(k_BTKH.astype(keys.dtype), mode="drop")
+            values = values.at[prefix_slots_N1, :, written_NT].set(v_BTKH.astype(values.dtype), mode="drop")
+            own_keys, own_values = (
+                jnp.take(x, continued.prefix_slots, axis=0, mode="clip") for x in (keys, values)
+            )
             q_BTKGH = q_BTNH.reshape(B, T, K, heads // K, H)
             attended = _attend(q_BTKGH, own_keys, own_values, mask_NTS, cap)
             y_BTKGH = attended.sums / attended.total
@@ -141,23 +142,26 @@ def decode(
     prompts: CachePart,
     generated: CachePart,
     generated_lengths: jax.Array,
-    column: jax.Array,
+    ring_position: jax.Array,
     sharing: Sharing,
     *,
     dtype: DTypeLike,
     backend: Backend = ACCELERATOR,
 ) -> tuple[jax.Array, CachePart]:
-    """(hidden states [B, D] of one token per sequence, `generated` with its keys and values at `column`).
+    """(hidden states [B, D] of one token per sequence, `generated` with its keys and values at
+    `ring_position`).
 
     `positions` [B] are the positions of the tokens in their sequences. `generated_lengths` [B] counts the
-    columns of `generated` that hold tokens of the sequence, including this token. These columns end at
-    `column`; the ring wraps around, so that column C - 1 is before column 0.
+    positions of `generated` that hold tokens of the sequence, including this token. These positions end at
+    `ring_position`; the ring wraps around, so that position C - 1 is before position 0.
     """
-    S, C = prompts.columns, generated.columns
-    back_C = (column - jnp.arange(C, dtype=jnp.int32)) % C
-    columns_S = jnp.arange(S, dtype=jnp.int32)
-    back_RMS = positions[sharing.members][:, :, None] - columns_S
-    real_RMS = jnp.broadcast_to((columns_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape)
+    S, C = prompts.positions, generated.positions
+    back_C = (ring_position - jnp.arange(C, dtype=jnp.int32)) % C
+    prompt_positions_S = jnp.arange(S, dtype=jnp.int32)
+    back_RMS = positions[sharing.members][:, :, None] - prompt_positions_S
+    real_RMS = jnp.broadcast_to(
+        (prompt_positions_S < sharing.prompt_lengths[:, None])[:, None], back_RMS.shape
+    )
     valid_BC = back_C < generated_lengths[:, None]
 
     def attend_of(mixer: Attention) -> Attend:
@@ -171,8 +175,8 @@ def decode(
             _, B, N, H = q_BTNH.shape
             K = k_BTKH.shape[2]
             (prompt_keys, prompt_values), (keys, values) = cache
-            keys = write(keys, k_BTKH[0, :, :, :, None], column, 3)
-            values = write(values, v_BTKH[0, :, :, None], column, 2)
+            keys = write(keys, k_BTKH[0, :, :, :, None], ring_position, 3)
+            values = write(values, v_BTKH[0, :, :, None], ring_position, 2)
             q_BKGH = q_BTNH[0].reshape(B, K, N // K, H)
             shared = _attend(q_BKGH[sharing.members], prompt_keys, prompt_values, prompt_mask, cap)
             own = _attend(q_BKGH[:, None], keys, values, generated_mask, cap)
@@ -210,7 +214,7 @@ def _attend(
 ) -> _Attended:
     """Attention [R, M, K, G, H] over one of the two caches.
 
-    The queries of all M sequences that share a row of keys, and of the G query heads that share a key/value
+    The queries of all M sequences that share a prefix slot, and of the G query heads that share a key/value
     head, are rows of one matrix product with these keys.
     """
     R, M, K, G, H = q_RMKGH.shape

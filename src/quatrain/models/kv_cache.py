@@ -20,7 +20,7 @@ from quatrain.parallel.axes import DATA_AXES, TP
 from quatrain.parallel.mesh import mesh_shape
 
 CACHE_SPEC = PartitionSpec(DATA_AXES, TP)
-"""The sharding of a cache: rows over the replicas of the sampler, heads over a replica's `tp` devices."""
+"""The sharding of a cache: slots over the replicas of the sampler, heads over a replica's `tp` devices."""
 
 LayerCache = tuple[jax.Array, jax.Array]
 """Keys and values of one layer."""
@@ -29,10 +29,11 @@ LayerCache = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CachePart:
-    """Keys and values of every layer; the positions of the columns are not stored, the reader derives them.
+    """Keys and values of every layer; which token of a sequence a position holds is not stored, the reader
+    derives it.
 
-    For each layer, keys are [B, KV, H, S] and values [B, KV, S, H] (B rows, KV key/value heads, H head size,
-    S columns): on a CPU the matrix products of a decode step take half as long as with keys [B, KV, S, H].
+    For each layer, keys are [B, KV, H, S] and values [B, KV, S, H] (B slots, KV key/value heads, H head size,
+    S positions): on a CPU the matrix products of a decode step take half as long as with keys [B, KV, S, H].
     """
 
     keys: tuple[jax.Array, ...]
@@ -50,26 +51,26 @@ class CachePart:
         return tuple(zip(self.keys, self.values, strict=True))
 
     @property
-    def columns(self) -> int:
-        """The number of columns S: tokens that a row can hold."""
+    def positions(self) -> int:
+        """The number of positions S: tokens that a slot can hold."""
         return self.values[0].shape[2]
 
 
-def empty_cache(arch: Architecture, rows: int, columns: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
-    """A cache of zeros with `rows` rows on each replica (data shard) of `mesh`."""
-    rows *= mesh_shape(mesh).num_data_shards
+def empty_cache(arch: Architecture, slots: int, positions: int, dtype: DTypeLike, mesh: Mesh) -> CachePart:
+    """A cache of zeros with `slots` slots on each replica (data shard) of `mesh`."""
+    slots *= mesh_shape(mesh).num_data_shards
     place = NamedSharding(mesh, CACHE_SPEC)
-    states = [kind.mixer.state(rows, columns, mesh.shape[TP]) for kind in arch.layers]
+    states = [kind.mixer.state(slots, positions, mesh.shape[TP]) for kind in arch.layers]
     layers = ([jnp.zeros(shape, dtype, device=place) for shape in state] for state in states)
     return CachePart.of_layers(layers)
 
 
-def bytes_per_column(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
-    """Bytes of one column (the keys and values of one token in all layers) on each of `tp` devices."""
+def bytes_per_position(arch: Architecture, dtype: DTypeLike, tp: int = 1) -> int:
+    """Bytes of one position (the keys and values of one token in all layers) on each of `tp` devices."""
     shapes = (shape for kind in arch.layers for shape in kind.mixer.state(1, 1, tp))
     return sum(map(math.prod, shapes)) // tp * jnp.dtype(dtype).itemsize
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
-    """`buffer` with `new` written at start, start + 1, ... along `axis`, the same columns in every row."""
+    """`buffer` with `new` written at start, start + 1, ... along `axis`, the same positions in every slot."""
     return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)

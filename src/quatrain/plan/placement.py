@@ -24,9 +24,9 @@ from quatrain.config.schema import Config, CriticConfig, OptimizerConfig, Update
 from quatrain.data.tokenizer import load_tokenizer
 from quatrain.engine.decode import TOKENS_PER_CALL
 from quatrain.engine.engine import CACHE_SHARE
-from quatrain.engine.groups import prompt_columns
+from quatrain.engine.groups import prompt_positions
 from quatrain.models.families import Architecture
-from quatrain.models.kv_cache import bytes_per_column
+from quatrain.models.kv_cache import bytes_per_position
 from quatrain.models.lora import trained_part, with_lora
 from quatrain.models.params import ParamSpec, abstract_params, is_spec, param_specs, partition
 from quatrain.ops.shape_buckets import power_of_two, round_up
@@ -217,15 +217,15 @@ class _Plan:
         """The KV cache of a replica that decodes up to `sequences` sequences at once, in its padded shape."""
         slots = min(round_up(self._share(), minimum=1), sequences)
         rollout = self.config.rollout
-        # Between the turns of an episode, a row has its prompt and the turns before.
-        rows = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
-        prompt, own = self._columns()
+        # Between the turns of an episode, a prefix slot has its prompt and the turns before.
+        prefix_slots = slots if rollout.has_episodes else min(power_of_two(-(-slots // rollout.n)), slots)
+        prompt, own = self._cache_positions()
         what = "episodes" if rollout.has_episodes else "prompts"
         why = (
-            f"{slots} sequences at once x {own} tokens + {rows} {what} x {prompt}, each token "
-            f"{in_units(self._column_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
+            f"{slots} sequences at once x {own} tokens + {prefix_slots} {what} x {prompt}, each token "
+            f"{in_units(self._position_bytes())} ({self.config.model.dtype}, tp {self.rollout_mesh.tp})"
         )
-        size = (slots * own + rows * prompt) * self._column_bytes()
+        size = (slots * own + prefix_slots * prompt) * self._position_bytes()
         return Part("kv_cache", size, why, self.sampling_phases, "rollout")
 
     def concurrency(self, fitting: int | None) -> int:
@@ -237,14 +237,14 @@ class _Plan:
 
     def sequences_that_fit(self, free: int) -> int:
         """Number of sequences with different prompts whose KV cache fits into CACHE_SHARE of `free` bytes."""
-        return int(CACHE_SHARE * max(free, 0)) // (sum(self._columns()) * self._column_bytes())
+        return int(CACHE_SHARE * max(free, 0)) // (sum(self._cache_positions()) * self._position_bytes())
 
     def _share(self) -> int:
         """Sequences of a training step per replica; of a worker's, if all workers have as many groups."""
         groups = -(-self.config.data.batch_size // max(self.num_workers, 1))
         return -(-groups * self.config.rollout.n // self.rollout_mesh.num_data_shards)
 
-    def _columns(self) -> tuple[int, int]:
+    def _cache_positions(self) -> tuple[int, int]:
         """Columns of the KV cache for a prompt and a completion; in episodes, before a turn and for it."""
         longest = self.config.rollout.max_new_tokens
         if self.config.data.eval is not None:
@@ -253,10 +253,10 @@ class _Plan:
         if self.config.rollout.has_episodes:
             before += environment_tokens(self.config) + longest
             longest += TOKENS_PER_CALL - 1
-        return prompt_columns(before), round_up(longest)
+        return prompt_positions(before), round_up(longest)
 
-    def _column_bytes(self) -> int:
-        return bytes_per_column(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
+    def _position_bytes(self) -> int:
+        return bytes_per_position(self.arch, self.config.model.dtype, self.rollout_mesh.tp)
 
     def _weights(self, mesh: MeshShape, dtype: str, *, trained: bool = False) -> int:
         """Bytes on one device of the parameters, or of those that are trained."""

@@ -146,10 +146,10 @@ class Attention:
             "key/value heads"
         )
 
-    def state(self, rows: int, columns: int, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def state(self, slots: int, positions: int, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of cached keys and values; with fewer heads than `tp` devices, each device has one."""
         heads = max(self.num_kv_heads, tp)
-        return (rows, heads, self.head_dim, columns), (rows, heads, columns, self.head_dim)
+        return (slots, heads, self.head_dim, positions), (slots, heads, positions, self.head_dim)
 
     def costs(self, d: int, tp: int) -> Costs:
         """Of a block for hidden states of `d` elements."""
