@@ -579,8 +579,8 @@ class Programs:
             place = NamedSharding(self.rollout_mesh, spec)
             return jax.ShapeDtypeStruct((sizes[0] * replicas, *sizes[1:]), dtype, sharding=place)
 
-        def cache(rows: int, columns: int) -> CachePart:
-            states = [kind.mixer.state(rows, columns, case.rollout.tp) for kind in self.arch.layers]
+        def cache(slots: int, positions: int) -> CachePart:
+            states = [kind.mixer.state(slots, positions, case.rollout.tp) for kind in self.arch.layers]
             keys, values = (
                 tuple(array(CACHE_SPEC, dtype, *shape) for shape in shapes)
                 for shapes in zip(*states, strict=True)

@@ -4,7 +4,7 @@
     .venv/bin/python tests/hlo/compile_program.py h100 decode 0.5B --text decode.hlo
 
 The shapes are those of Qwen2.5, with few layers; matrices of the sampler and products are in bfloat16, and
-parameters of the update in float32. Decode: 256 slots in groups of 8, prompts of 256 tokens, 512 columns of
+parameters of the update in float32. Decode: 256 slots in groups of 8, prompts of 256 tokens, 512 positions of
 own tokens. Prefill: 8 prompts. Update: a micro-batch of 16,384 tokens with shared prompts, recomputed layer
 by layer. Head: 12,288 scored tokens. Sampling: 256 rows.
 """
@@ -28,7 +28,7 @@ from read_hlo import MIB, describe
 
 LARGE_MIB = 64
 SLOTS, GROUP, PROMPT, OWN = 256, 8, 256, 512
-"""Sequences, sequences of a prompt, columns of a prompt, columns of a sequence's own tokens."""
+"""Sequences, sequences of a prompt, positions of a prompt, positions of a sequence's own tokens."""
 UPDATE_TOKENS, SCORED_TOKENS = 16_384, 12_288
 SIZES = {"0.5B": (896, 4864, 14), "1.5B": (1536, 8960, 12)}
 """Hidden size, width of the MLP, and query heads of Qwen2.5."""
@@ -157,12 +157,12 @@ class Programs:
         pack = [
             Admitted(Group.of(Prompt(i, row, ""), 0, range(GROUP), OWN), i, i) for i, row in enumerate(ids)
         ]
-        rows = SLOTS // GROUP
-        packed = self._like(pack_prompts([pack], GROUP, rows, unpack=unpacks(self.attention)))
+        prefix_slots = SLOTS // GROUP
+        packed = self._like(pack_prompts([pack], GROUP, prefix_slots, unpack=unpacks(self.attention)))
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed))
         return prefill_program(self.backend).lower(
             self._params(self.dtype),
-            self._cache(rows, PROMPT),
+            self._cache(prefix_slots, PROMPT),
             packed,
             self._array(jnp.uint32),
             program=self._sampler(),
