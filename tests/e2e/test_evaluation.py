@@ -167,13 +167,13 @@ def test_an_accuracy_function_that_is_not_there(tmp_path):
 
 
 def test_what_is_probably_wrong_is_told_once_and_kept(tmp_path):
-    options = ("run.steps=2", "sft.steps=0", "rollout.max_new_tokens=3", "eval.every_steps=0")
+    options = ("run.steps=3", "sft.steps=0", "rollout.max_new_tokens=3", "eval.every_steps=0")
     run = train(small_run(tmp_path, "run", *options)).run
     (hint, *_) = [json.loads(line) for line in (run / "hints.jsonl").read_text().splitlines()]
-    assert (hint["step"], hint["hint"]) == (1, "truncated")
+    assert (hint["step"], hint["hint"]) == (3, "truncated")
     log = (run / "run.log").read_text()
     assert log.count("of the completions were cut at rollout.max_new_tokens (3)") == 1
-    assert f"step 1: {hint['text']}" in log
+    assert f"step 3: {hint['text']}" in log
     assert json.loads((run / "plan.json").read_text())["sequences_per_step"] == 16
     assert "batch: 4 prompts x 4 samples = 16 sequences" in log
     assert (
