@@ -90,9 +90,10 @@ def test_its_completions_are_kept(run):
 
 def test_the_results_are_told_with_their_numbers_of_prompts(run):
     log = (run[0].run / "run.log").read_text()
-    assert "held-out sums accuracy, on 3 prompts: 0.750 before, 0.750 after training (0.833 on 4" in log
+    assert "held-out sums accuracy, on 3 prompts: 0.750 before, 0.750 after training\n" in log
+    assert "held-out sums accuracy, on 4 prompts: 0.833 after training\n" in log
     assert "held-out words accuracy, on 3 prompts: 1.000 before, 1.000 after" in log
-    assert "with the required format" not in log
+    assert "strict accuracy" not in log
 
 
 def test_quatrain_eval_reports_all_its_prompts(run, tmp_path):
@@ -176,9 +177,7 @@ def test_what_is_probably_wrong_is_told_once_and_kept(tmp_path):
     assert f"step 3: {hint['text']}" in log
     assert json.loads((run / "plan.json").read_text())["sequences_per_step"] == 16
     assert "batch: 4 prompts x 4 samples = 16 sequences" in log
-    assert (
-        "evaluation at step 0: accuracy 0.000, accuracy with the required format 0.000 (on 8 prompts)" in log
-    )
+    assert "evaluation at step 0: accuracy 0.000, strict accuracy 0.000 (on 8 prompts)" in log
     assert read_metrics(run / "metrics.jsonl")[-1]["reward/correct/seconds"] >= 0
 
 

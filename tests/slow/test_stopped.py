@@ -98,7 +98,8 @@ def test_stopped_at_any_moment_and_resumed_is_uninterrupted(
         last = max(int(path.name) for path in (stopped / "run" / "checkpoints").iterdir())
         assert last >= count - 1
         assert (
-            output().count(f"stopped: {number.name}; step {last} is saved; go on with: quatrain train") == 1
+            output().count(f"stopped: {number.name}; step {last} is saved; go on with:\n  quatrain train")
+            == 1
         )
         assert "Traceback" not in output()
     assert_same(whole(stopped, *launcher, resume=True), uninterrupted)

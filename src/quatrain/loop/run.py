@@ -287,10 +287,10 @@ class Run:
             return f"nothing was saved; remove {self.folder.path}, or choose another run.name, to start again"
         if steps:
             command = f"quatrain train --resume {shlex.quote(str(self.folder.path))}"
-            return f"step {max(steps)} is saved; go on with: {command}"
+            return f"step {max(steps)} is saved; go on with:\n  {command}"
         where = [f"run.name={self.folder.name}", f"run.dir={settings.dir}"]
         options = " ".join(f"--set {shlex.quote(option)}" for option in where)
-        return f"before its first step; start it again with: quatrain train --resume auto {options}"
+        return f"before its first step; start it again with:\n  quatrain train --resume auto {options}"
 
     def export(self, params: Any) -> None:
         """Write the model for transformers, and wait for the last checkpoint."""
@@ -307,12 +307,13 @@ class Run:
             event(line)
         if self.evaluations.best is not None:
             event(str(self.evaluations.best))
+        event(f"run page: {self.folder.page}")
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.loaded.arch.lora:
             event(f"its adapters, for peft: {self.folder.final / ADAPTER}")
         if self.config.model.path.startswith("builtin:"):
-            event(f"next, a real model: {_next_command()}")
+            event(f"next, a real model:{_next_command()}")
         return Summary(self.folder.path, steps, self.evaluations.before, after)
 
 
@@ -511,9 +512,9 @@ def _check_profile_steps(config: Config, steps: int) -> None:
 def _next_command() -> str:
     """How to train a real model, in a copy of the repository or elsewhere."""
     if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
-        return f"make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
+        return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
     return (
-        "set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
+        " set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
         "data.question_column to the column of their questions"
     )
 
