@@ -18,7 +18,7 @@ COLUMNS = 80
 
 @contextmanager
 def terminal(monkeypatch):
-    """Within the block standard error is a terminal of 80 columns; the list then has the lines it was sent."""
+    """Within the block standard error is a terminal of 80 columns; the list has its lines after that."""
     reading, writing = pty.openpty()
     termios.tcsetwinsize(writing, (24, COLUMNS))
     sent, lines = [], []

@@ -540,7 +540,9 @@ def test_a_resume_with_other_evaluation_data_compares_nothing_with_what_was_befo
     write("heldout.jsonl", ("answer", "7"))
     resumed = train(small_run(runs, "own", *options, "run.steps=2"), resume="own")
     said = f"the evaluations have changed in the column `answer` of {runs.parent}/heldout.jsonl: they are"
-    assert said in (runs / "own" / "run.log").read_text()
+    log = (runs / "own" / "run.log").read_text()
+    assert said in log
+    assert re.findall(r"train (\d/\d) .* accuracy ", log) == ["1/1"]  # that of other data is not shown after
     assert resumed.before == {}
     assert json.loads((runs / "own" / "best.json").read_text())["step"] == 2
 
