@@ -201,6 +201,9 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     assert _checkpoints(run) == [1, 2]
     summary = train(resolved, resume="stopped")
 
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 1, 2, 2]
+
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
     assert sum(row["dynamic_sampling/drawn_groups"] for row in rows) > 8
@@ -223,6 +226,18 @@ def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     assert str(stopped.value) == (
         "SIGTERM; before its first step; start it again with:\n  quatrain train --resume auto "
         f"--set run.name=early --set run.dir={tmp_path}"
+    )
+
+
+def test_the_command_that_goes_on_works_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 8)
+    options = ("data.train=rows.jsonl", "data.eval=rows.jsonl", "run.steps=1", "sft.steps=0")
+    evaluation = (RolloutEngine, "generate_each", lambda *arguments: True)
+    with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
+        train(small_run("runs", "early", *options))
+    assert str(stopped.value).splitlines()[1] == (
+        f"  cd {tmp_path} && quatrain train --resume auto --set run.name=early --set run.dir={tmp_path}/runs"
     )
 
 
