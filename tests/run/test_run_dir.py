@@ -197,9 +197,9 @@ def test_an_earlier_configuration_is_kept(tmp_path, caplog):
     assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
     assert (run.path / "config.2.yaml").read_text() == "seed: 2\n"
     assert caplog.messages == [
-        "the configuration differs from the previous one, which is kept in config.1.yaml",
+        "the configuration differs from the previous one, kept in config.1.yaml",
         "seed: 1 before, 2 now",
-        "the configuration differs from the previous one, which is kept in config.2.yaml",
+        "the configuration differs from the previous one, kept in config.2.yaml",
         "seed: 2 before, 3 now",
     ]
 

@@ -140,7 +140,7 @@ class RunDir:
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.path / f"config.{taken + 1}.yaml"
             shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
-            _log.warning("the configuration differs from the previous one, which is kept in %s", earlier.name)
+            _log.warning("the configuration differs from the previous one, kept in %s", earlier.name)
             for key in dict.fromkeys((*before, *now)) if before else ():
                 if (key in before, before.get(key)) != (key in now, now.get(key)):
                     values = (shown(each[key]) if key in each else "absent" for each in (before, now))
