@@ -181,7 +181,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     with _signalled(signal.SIGTERM, *rollout), pytest.raises(Stopped) as first:
         train(resolved)
     assert first.value.status == 143
-    assert str(first.value) == f"SIGTERM; step 1 is saved; go on with: quatrain train --resume {run}"
+    assert str(first.value) == f"SIGTERM; step 1 is saved; go on with:\n  quatrain train --resume {run}"
     assert _checkpoints(run) == [1]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
     log = (run / "run.log").read_text()
@@ -200,6 +200,9 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
         train(resolved, resume="stopped")
     assert _checkpoints(run) == [1, 2]
     summary = train(resolved, resume="stopped")
+
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 1, 2, 2]
 
     # The steps before the checkpoint took more prompts than two batches of four.
     rows = read_metrics(whole.run / "metrics.jsonl")[1:3]
@@ -221,8 +224,20 @@ def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(resolved)
     assert str(stopped.value) == (
-        "SIGTERM; before its first step; start it again with: quatrain train --resume auto "
+        "SIGTERM; before its first step; start it again with:\n  quatrain train --resume auto "
         f"--set run.name=early --set run.dir={tmp_path}"
+    )
+
+
+def test_the_command_that_goes_on_works_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 8)
+    options = ("data.train=rows.jsonl", "data.eval=rows.jsonl", "run.steps=1", "sft.steps=0")
+    evaluation = (RolloutEngine, "generate_each", lambda *arguments: True)
+    with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
+        train(small_run("runs", "early", *options))
+    assert str(stopped.value).splitlines()[1] == (
+        f"  cd {tmp_path} && quatrain train --resume auto --set run.name=early --set run.dir={tmp_path}/runs"
     )
 
 
@@ -540,7 +555,9 @@ def test_a_resume_with_other_evaluation_data_compares_nothing_with_what_was_befo
     write("heldout.jsonl", ("answer", "7"))
     resumed = train(small_run(runs, "own", *options, "run.steps=2"), resume="own")
     said = f"the evaluations have changed in the column `answer` of {runs.parent}/heldout.jsonl: they are"
-    assert said in (runs / "own" / "run.log").read_text()
+    log = (runs / "own" / "run.log").read_text()
+    assert said in log
+    assert re.findall(r"train (\d/\d) .* accuracy ", log) == ["1/1"]  # that of other data is not shown after
     assert resumed.before == {}
     assert json.loads((runs / "own" / "best.json").read_text())["step"] == 2
 

@@ -410,19 +410,20 @@ def test_dynamic_sampling_draws_more_prompts_than_a_step_has():
     assert "drawn_prompts_per_step" not in planned()
 
 
-def test_the_overview_has_five_sentences_with_the_numbers_of_the_plan():
+def test_the_overview_has_the_numbers_of_the_plan_in_narrow_lines():
     lines = overview(plan(load_config(None, (), environ={}).config))
     assert lines == [
         "batch: 32 prompts x 8 samples = 256 sequences of at most 48 tokens",
-        "devices: 1 device in 1 process; 1 data shard of 1 device; 1 rollout replica of 256 sequences",
-        "update: 1 optimizer step of 256 sequences, in 1 micro-batch of at most 16384 tokens on each "
-        "data shard",
-        "log-probabilities before it: 1 sweep of the batch, in 1 micro-batch of at most 32768 tokens on each "
-        "data shard",
+        "devices: 1 device in 1 process; 1 data shard of 1 device",
+        "rollout: 1 replica of 256 sequences",
+        "update: 1 optimizer step of 256 sequences,",
+        "  on each data shard in 1 micro-batch of at most 16384 tokens",
+        "log-probabilities before it: 1 sweep of the batch,",
+        "  on each data shard in 1 micro-batch of at most 32768 tokens",
         "every number with its formula: plan.json, or quatrain plan",
     ]
     rows = overview(plan(load_config(None, ["update.micro_batch_size=8"], environ={}).config))
-    assert "in 32 micro-batches of at most 8 sequences on each data shard" in rows[2]
+    assert rows[4] == "  on each data shard in 32 micro-batches of at most 8 sequences"
 
 
 def test_workers_and_servers_take_the_place_of_replicas():
@@ -432,11 +433,11 @@ def test_workers_and_servers_take_the_place_of_replicas():
     assert found["sequences_per_worker"] == {"min": 0, "max": 30}
     assert "floor(30 / 4) to ceil(30 / 4) on average" in found.to_dict()["why"]["sequences_per_worker"]
     assert not [row.key for row in found.rows if "replica" in row.key]
-    assert "; 4 rollout workers of 0 to 30 sequences" in overview(found)[1]
+    assert overview(found)[2] == "rollout: 4 workers of 0 to 30 sequences"
     assert found.warnings == ()
     one = planned({**values, "rollout.servers": "[http://a:1]"})
     assert (one["rollout_servers"], one["sequences_per_server"]) == (1, 30)
-    assert "; 1 rollout server of 30 sequences" in overview(one)[1]
+    assert overview(one)[2] == "rollout: 1 server of 30 sequences"
     assert "devices are not planned" in one.to_dict()["why"]["rollout_servers"]
 
 

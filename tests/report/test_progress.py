@@ -41,14 +41,14 @@ def test_a_pipe_gets_plain_lines(clock):
         progress.phase("train")
         for step in range(1, 5):
             clock[0] += 1800
-            progress.step(step, reward=step / 4, accuracy="0.500 of 200" if step == 2 else None)
+            progress.step(step, reward=step / 4, accuracy=0.5 if step == 2 else None)
     assert out.getvalue().splitlines() == [
         "warm start 1/2 | 1,234 tokens/s | 0:30 elapsed | 0:30 left",
         "warm start 2/2 | 1,234 tokens/s | 1:00 elapsed",
         "train 1/4 | reward 0.250 | 30:00 elapsed | 1:30:00 left",
-        "train 2/4 | reward 0.500 | accuracy 0.500 of 200 | 1:00:00 elapsed | 1:00:00 left",
-        "train 3/4 | reward 0.750 | accuracy 0.500 of 200 | 1:30:00 elapsed | 30:00 left",
-        "train 4/4 | reward 1.000 | accuracy 0.500 of 200 | 2:00:00 elapsed",
+        "train 2/4 | reward 0.500 | accuracy 0.500 | 1:00:00 elapsed | 1:00:00 left",
+        "train 3/4 | reward 0.750 | accuracy 0.500 | 1:30:00 elapsed | 30:00 left",
+        "train 4/4 | reward 1.000 | accuracy 0.500 | 2:00:00 elapsed",
     ]
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", out.getvalue())
 
@@ -90,7 +90,7 @@ def test_a_long_step_says_how_far_it_is(clock):
     assert out.getvalue().splitlines() == [
         "train 0/3 | 0:30 elapsed | rollout: 29/40 completions",
         "train 1/3 | 1:05 elapsed | 2:10 left",
-        "train 1/3 | 1:35 elapsed | 3:10 left | rollout: 29/40 completions",
+        "train 1/3 | 1:35 elapsed | 1:40 left | rollout: 29/40 completions",
         "train 2/3 | 2:10 elapsed | 1:05 left",
     ]
 
@@ -115,10 +115,10 @@ def test_a_terminal_gets_live_lines():
         progress.phase("train")
         progress.stage("evaluate")
         _wait_for("evaluate", out)
-        progress.step(5, reward=1.5, accuracy="0.250 of 8", tokens_per_s=900)
+        progress.step(5, reward=1.5, accuracy=0.25, tokens_per_s=900)
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue())
     assert "train  5/10" in text
-    assert "reward 1.500  accuracy 0.250 of 8  900 tokens/s" in text
+    assert "reward 1.500  accuracy 0.250  900 tokens/s" in text
     assert "evaluate" not in text.split("train  5/10")[-1]
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
 
@@ -171,6 +171,62 @@ def test_time_left_is_estimated_without_the_seconds_of_compiling(clock, compiler
         "train 1/11 | 0:50 elapsed | 1:40 left",
         "train 2/11 | 1:00 elapsed | 1:30 left",
     ]
+
+
+def test_time_left_falls_within_a_step_and_rests_while_a_program_is_compiled(clock, compiler):
+    with Progress(4, console=Console(file=io.StringIO())) as progress:
+        clock[0] += 20
+        progress.step(1)
+
+        def left():
+            return progress._times()[1]
+
+        assert left() == "1:00 left"
+        clock[0] += 5
+        assert left() == "0:55 left"
+        clock[0] += 300
+        compiler(seconds=300.0, current_s=300.0)
+        assert left() == "0:55 left"
+        clock[0] += 100
+        assert left() == "0:40 left"  # no less than the steps after this one take
+
+
+def test_a_resumed_run_is_shown_where_it_is(clock):
+    out = io.StringIO()
+    with Progress(100, first=90, console=Console(file=out)) as progress:
+        progress._print_plain()
+        progress.phase("train", first=89)
+        clock[0] += 10
+        progress.step(90)
+    assert out.getvalue().splitlines() == [
+        "train 90/100 | 0:00 elapsed",
+        "train 90/100 | 0:10 elapsed | 1:40 left",
+    ]
+
+
+def test_each_step_has_a_line_in_the_log(clock, caplog):
+    with caplog.at_level("INFO", "quatrain"), Progress(100, console=Console(file=io.StringIO())) as progress:
+        for step in (1, 2):
+            clock[0] += 0.1  # of which a pipe gets one line
+            progress.step(step, reward=0.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "train 1/100 | reward 0.500 | 0:00 elapsed | 0:10 left",
+        "train 2/100 | reward 0.500 | 0:00 elapsed | 0:10 left",
+    ]
+    assert all(record.only_in_file for record in caplog.records)
+
+
+def test_lines_of_a_narrow_terminal_are_cut_with_a_mark():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=24, _environ={"TERM": "xterm"})
+    with Progress(3, console=console) as progress:
+        progress.stage("rollout")
+        progress.detail("12/16 completions, 900 tokens/s")
+        _wait_for("rollout: 12/16 completi…", out)
+        progress.step(1, reward=0.5, accuracy=0.25)
+    lines = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").split("\n")
+    assert "train 1/3  reward 0.500…" in lines
+    assert max(map(len, lines)) == 24
 
 
 def test_a_terminal_shows_which_program_of_the_stage_is_compiled(compiler):

@@ -135,7 +135,7 @@ def test_messages_reach_console_and_log_without_secrets(run, capsys):
         assert "RuntimeError: ***" in text
         assert "hunter2" not in text
         assert "after the end" not in text
-    assert "WARNING: slow ***" in console
+    assert "warning: slow ***" in console
     assert "WARNING quatrain.rollout: slow ***" in log
 
 
@@ -283,7 +283,7 @@ def test_a_plot_that_fails_is_a_warning(run, monkeypatch, capsys):
     report = Report(run, LoggingConfig(), redact=plain)
     report.log(1, {"loss": 1.0})
     report.close()
-    message = "WARNING: plot.png cannot be written (ZeroDivisionError: division by zero)"
+    message = "warning: plot.png cannot be written (ZeroDivisionError: division by zero)"
     assert message in capsys.readouterr().err
 
 
@@ -297,7 +297,7 @@ def test_the_run_page_is_written_on_request_and_at_the_end(run, capsys):
     report.log(2, {"reward/mean": 1.0})
     report.close()
     assert run.page.read_bytes() != first
-    assert "WARNING" not in capsys.readouterr().err
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_run_page_that_fails_is_one_warning(run, monkeypatch, capsys):
@@ -307,7 +307,7 @@ def test_a_run_page_that_fails_is_one_warning(run, monkeypatch, capsys):
     report.page()
     report.page()
     report.close()
-    assert capsys.readouterr().err.count("WARNING: report.html cannot be written (ZeroDivisionError") == 1
+    assert capsys.readouterr().err.count("warning: report.html cannot be written (ZeroDivisionError") == 1
 
 
 def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, capsys):
@@ -346,7 +346,7 @@ def test_metrics_that_a_full_disk_refuses_are_written_later(run, monkeypatch, ca
     rows = read_metrics(run.metrics)
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert rows[2]["reward"] == 0.5
-    message = "WARNING: metrics cannot be written ([Errno 28] No space left on device); the run goes on"
+    message = "warning: metrics cannot be written ([Errno 28] No space left on device); the run goes on"
     assert capsys.readouterr().err.count(message) == 1
 
 

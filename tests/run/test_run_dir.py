@@ -196,7 +196,23 @@ def test_an_earlier_configuration_is_kept(tmp_path, caplog):
     assert run.config.read_text() == "seed: 3\n"
     assert (run.path / "config.1.yaml").read_text() == "seed: 1\n"
     assert (run.path / "config.2.yaml").read_text() == "seed: 2\n"
-    assert sum("differs" in message for message in caplog.messages) == 2
+    assert caplog.messages == [
+        "the configuration differs from the previous one, kept in config.1.yaml",
+        "seed: 1 before, 2 now",
+        "the configuration differs from the previous one, kept in config.2.yaml",
+        "seed: 2 before, 3 now",
+    ]
+
+
+def test_each_key_that_changed_is_told_with_both_values(tmp_path, caplog):
+    run = RunDir.create(tmp_path, "first")
+    run.write_config("a: {b: 1, c: null}\nfunctions: {x.py:f: 1.0}\n")
+    run.write_config("a: {b: 1, c: two}\nfunctions: {x.py:g: 1.0}\n")
+    assert caplog.messages[1:] == [
+        "a.c: None before, 'two' now",
+        "functions.x.py:f: 1.0 before, absent now",
+        "functions.x.py:g: absent before, 1.0 now",
+    ]
 
 
 def test_a_configuration_of_the_same_values_is_no_other_one(tmp_path, caplog):

@@ -1,11 +1,14 @@
 import errno
+import logging
 import os
+import pty
 import subprocess
 import sys
+import termios
 
 import pytest
 
-from quatrain.run.streams import _Guarded, guarded_output
+from quatrain.run.streams import ConsoleHandler, _Guarded, console_messages, fitted, guarded_output
 
 PRINTS = (
     "import sys\nfrom quatrain.run.streams import guarded_output\n"
@@ -95,3 +98,24 @@ def test_a_stream_is_otherwise_as_it_was(capsys):
         assert not sys.stdout.isatty()
     assert sys.stdout is before
     assert capsys.readouterr().out == "abc"
+
+
+def test_messages_are_broken_between_words_at_the_width_of_a_terminal(capsys):
+    reading, writing = pty.openpty()
+    termios.tcsetwinsize(writing, (24, 30))
+    with os.fdopen(writing, "w") as terminal, os.fdopen(reading, "rb"):
+        text = "go on, as was said before, with:\n  quatrain train --resume /a/folder/of/a/run"
+        assert fitted(text, terminal) == text.replace("before, with", "before,\n  with")
+        path = "/a/folder/that/is/wider/than/it"
+        assert fitted(f"the trained model: {path}", terminal) == f"the trained model:\n  {path}"
+        termios.tcsetwinsize(writing, (0, 0))
+        assert fitted("x " * 39 + "x yz", terminal) == "x " * 39 + "x\n  yz"
+    assert fitted(text * 9, sys.stderr) == text * 9
+
+
+def test_warnings_that_no_run_logs_look_like_those_of_a_run(capsys):
+    with console_messages(lambda text: text.replace("hunter2", "***")):
+        logging.getLogger("quatrain.data").warning("a %s", "hunter2")
+        logging.getLogger("quatrain.data").info("not printed")
+    assert capsys.readouterr().err == "warning: a ***\n"
+    assert not any(isinstance(handler, ConsoleHandler) for handler in logging.getLogger().handlers)

@@ -22,7 +22,7 @@ import typer
 
 import quatrain
 from quatrain.cluster.launcher import end_with_launcher
-from quatrain.run.streams import guarded_output
+from quatrain.run.streams import console_messages, fitted, guarded_output
 
 if TYPE_CHECKING:
     from quatrain.config.load import Resolved
@@ -621,7 +621,7 @@ def _print_config(resolved: Resolved, *, as_json: bool = False) -> None:
 
 def _complain(kind: str, message: str) -> None:
     for line in _redact(message).splitlines():
-        typer.echo(f"{kind}: {line}", err=True)
+        typer.echo(fitted(line if line.startswith(" ") else f"{kind}: {line}", sys.stderr), err=True)
 
 
 def main() -> None:
@@ -631,7 +631,7 @@ def main() -> None:
     """
     end_with_launcher(os.environ)
     status: Any = None
-    with guarded_output(_redact) as lost:
+    with guarded_output(_redact) as lost, console_messages(_redact):
         try:
             _main()
         except SystemExit as stop:

@@ -38,7 +38,7 @@ ANSWER_COLUMN = "answer"
 DEFAULT_ACCURACY = "correct"
 FORMAT_REWARDS = ("format", "tag_count")
 """Built-in reward functions that ask for the `<think>/<answer>` format, which strict accuracy requires."""
-ACCURACIES = {"accuracy_lenient": "accuracy", "accuracy_strict": "accuracy with the required format"}
+ACCURACIES = {"accuracy_lenient": "accuracy", "accuracy_strict": "strict accuracy"}
 """Metric -> its name in sentences."""
 
 
@@ -277,16 +277,14 @@ def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: value for name, value in reduce_metrics(metrics).items() if math.isfinite(value)}
 
 
-def result(sets: Sequence[EvaluationSet], numbers: Mapping[str, float]) -> str:
-    """The accuracies, or else the mean reward, of one evaluation, on one line."""
-    parts = []
+def result(sets: Sequence[EvaluationSet], numbers: Mapping[str, float]) -> Iterator[str]:
+    """The accuracies, or else the mean reward, of each set of one evaluation."""
     for each in sets:
         names = [name for name in ACCURACIES if each.prefix + name in numbers] or ["reward"]
         keys = {ACCURACIES.get(name, name): each.prefix + name for name in names}
         values = [f"{label} {numbers[key]:.3f}" for label, key in keys.items() if key in numbers]
         of = " ".join(filter(None, (each.name, f"on {numbers[f'{each.prefix}num_prompts']:.0f} prompts")))
-        parts.append(f"{', '.join(values)} ({of})")
-    return "; ".join(parts)
+        yield f"{', '.join(values)} ({of})"
 
 
 def results(
@@ -301,12 +299,11 @@ def results(
                 continue
             values = [f"{before[key]:.3f} before"] if key in before else []
             values.append(f"{after[key]:.3f} after training")
-            on = f"on {after[f'{each.prefix}num_prompts']:.0f} prompts"
             what = " ".join(filter(None, ("held-out", each.name, ACCURACIES.get(name, "reward"))))
-            line = f"{what}, {on}: {', '.join(values)}"
+            yield f"{what}, on {after[f'{each.prefix}num_prompts']:.0f} prompts: {', '.join(values)}"
             if final in after:
-                line += f" ({after[final]:.3f} on {after[f'{each.prefix}final/num_prompts']:.0f} prompts)"
-            yield line
+                count = after[f"{each.prefix}final/num_prompts"]
+                yield f"{what}, on {count:.0f} prompts: {after[final]:.3f} after training"
 
 
 def _greedy_metrics(

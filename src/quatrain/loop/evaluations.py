@@ -68,17 +68,10 @@ class Evaluations:
         self.best = best
         self.before: dict[str, float] = {}
         """Metrics before training."""
-        self._accuracy: float | None = None
+        self.accuracy: float | None = None
+        """Accuracy of the last evaluation, for progress lines; None also where it was of another kind."""
         self._evaluated: int | None = None
         """The training step that was evaluated last."""
-
-    @property
-    def accuracy(self) -> str | None:
-        """The accuracy of the last evaluation, with its number of prompts, for progress lines."""
-        if self._accuracy is None:
-            return None
-        count = len(self._evaluator.sets[0].prompts(self._config.eval.usual_num_prompts))
-        return f"{self._accuracy:.3f} of {count}"
 
     def first(self, params: Any) -> None:
         """Evaluate `params` before training, unless `eval.before` is false."""
@@ -126,11 +119,11 @@ class Evaluations:
         recorder.report.evaluation(step, evaluation.samples)
         recorder.report.page()
         numbers = finite_numbers(evaluation.metrics)
-        if not last:
-            recorder.report.event(f"evaluation at step {step}: {result(sets, numbers)}")
+        for of_set in () if last else result(sets, numbers):
+            recorder.report.event(f"evaluation at step {step}: {of_set}")
         if self.best is not None:
             self.best.note(step, numbers)
-        self._accuracy = numbers.get(f"{sets[0].prefix}accuracy_lenient")
+        self.accuracy = numbers.get(f"{sets[0].prefix}accuracy_lenient")
         return numbers
 
     def to_save(self, step: int) -> dict[str, Any]:
@@ -138,14 +131,14 @@ class Evaluations:
         return {
             "before": self.before,
             "evaluated_as": {what: comparable(value, os.environ) for what, value in self._done_as.items()},
-            "accuracy": self._accuracy,
+            "accuracy": self.accuracy,
             "evaluation_due": self._is_due(step),
             "best": None if self.best is None else self.best.found,
         }
 
     def restore(self, saved: Mapping[str, Any], step: int, checkpoints: list[int]) -> None:
         """Goes on from the checkpoint of `step`; evaluations of another kind are not compared with later."""
-        self.before, self._accuracy = saved["before"], saved["accuracy"]
+        self.before, self.accuracy = saved["before"], saved["accuracy"]
         self._evaluated = None if saved["evaluation_due"] else step
         changed = self._changed(saved)
         if changed:
@@ -154,7 +147,7 @@ class Evaluations:
                 "with the best so far",
                 ", ".join(changed),
             )
-            self.before = {}
+            self.before, self.accuracy = {}, None
         if self.best is not None:
             self.best.restore(saved.get("best"), step, [] if changed else checkpoints)
 

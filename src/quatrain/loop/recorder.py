@@ -95,7 +95,7 @@ class Recorder:
         """Writes metrics of `step`, and the seconds of the stages since the last call; the page is due."""
         self.report.log(step, {**(metrics or {}), **self.timer.metrics()})
 
-    def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: str | None) -> None:
+    def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: float | None) -> None:
         """Writes metrics, samples and warnings of a training step, and moves the progress display on."""
         rollouts, rewarded = advantaged.rollouts, advantaged.rewarded
         tokens_per_s = float(rollouts.attention_mask.sum()) / self.timer.seconds("step")

@@ -53,6 +53,7 @@ from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed
+from quatrain.run.description import describe, paths_in
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
 from quatrain.types.metrics import Metric, Metrics
@@ -117,6 +118,7 @@ def open_run(
             logger.warning("%s", warning)
         try:
             with parts.pop_all():  # ended before the report is
+                describe(folder, run.config, reward_functions)
                 yield run
         except BaseException as error:
             if isinstance(error, Stopped):
@@ -282,15 +284,19 @@ class Run:
 
     def how_to_go_on(self) -> str:
         """What a run that was stopped has saved, and the command that goes on with it."""
-        steps, settings = checkpoint_steps(self.folder.path), self.config.run
+        steps = checkpoint_steps(self.folder.path)
+        relative = any(name != path for name, path in paths_in(self.config).items())
+        before = f"cd {shlex.quote(os.getcwd())} && " if relative else ""
         if not self.resumable:
             return f"nothing was saved; remove {self.folder.path}, or choose another run.name, to start again"
         if steps:
-            command = f"quatrain train --resume {shlex.quote(str(self.folder.path))}"
-            return f"step {max(steps)} is saved; go on with: {command}"
-        where = [f"run.name={self.folder.name}", f"run.dir={settings.dir}"]
+            command = f"{before}quatrain train --resume {shlex.quote(str(self.folder.path))}"
+            return f"step {max(steps)} is saved; go on with:\n  {command}"
+        where = [f"run.name={self.folder.name}", f"run.dir={self.folder.path.parent}"]
         options = " ".join(f"--set {shlex.quote(option)}" for option in where)
-        return f"before its first step; start it again with: quatrain train --resume auto {options}"
+        return (
+            f"before its first step; start it again with:\n  {before}quatrain train --resume auto {options}"
+        )
 
     def export(self, params: Any) -> None:
         """Write the model for transformers, and wait for the last checkpoint."""
@@ -307,12 +313,13 @@ class Run:
             event(line)
         if self.evaluations.best is not None:
             event(str(self.evaluations.best))
+        event(f"run page: {self.folder.page}")
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")
         if self.loaded.arch.lora:
             event(f"its adapters, for peft: {self.folder.final / ADAPTER}")
         if self.config.model.path.startswith("builtin:"):
-            event(f"next, a real model: {_next_command()}")
+            event(f"next, a real model:{_next_command()}")
         return Summary(self.folder.path, steps, self.evaluations.before, after)
 
 
@@ -511,9 +518,9 @@ def _check_profile_steps(config: Config, steps: int) -> None:
 def _next_command() -> str:
     """How to train a real model, in a copy of the repository or elsewhere."""
     if NEXT_CONFIG.is_file() and Path("Makefile").is_file():
-        return f"make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
+        return f"\n  make smollm2 && .venv/bin/quatrain train {NEXT_CONFIG}"
     return (
-        "set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
+        " set model.path to a folder or a model on the Hub, data.train and data.eval to your prompts, and "
         "data.question_column to the column of their questions"
     )
 

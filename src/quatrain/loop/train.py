@@ -29,7 +29,7 @@ from quatrain.plan.batches import plan as batch_plan
 from quatrain.plan.batches import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
-from quatrain.run.run_dir import RunDir
+from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
 
@@ -49,7 +49,8 @@ def train(
     """
     with open_run(resolved, resume, reward_functions) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
-        with Progress(run.steps) as run.recorder.progress:
+        first = max(checkpoint_steps(run.folder.path), default=0)
+        with Progress(run.steps, first=first) as run.recorder.progress:
             state = _train(run, run.begin())
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
             run.export(state.params)
@@ -58,7 +59,7 @@ def train(
 
 def _train(run: Run, state: TrainState) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
-    recorder.progress.phase("train")
+    recorder.progress.phase("train", first=state.train_step)
     evaluations.when_due(state)  # in a run that was stopped before it was evaluated
     while state.train_step < run.steps:
         try:

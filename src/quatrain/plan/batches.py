@@ -333,7 +333,7 @@ def _either(low: str, high: str) -> str:
 
 
 def overview(result: BatchPlan) -> list[str]:
-    """The plan in five sentences; `render` has every number with its formula."""
+    """The plan in sentences of less than 80 columns; `render` has every number with its formula."""
 
     keys = {row.key for row in result.rows}
     sampler = next(name for name in ("replica", "worker", "server") if f"rollout_{name}s" in keys)
@@ -344,19 +344,19 @@ def overview(result: BatchPlan) -> list[str]:
     def micro_batches(passes: str, prefix: str = "") -> str:
         budget, size = f"{prefix}max_tokens_per_device", f"{prefix}micro_batch_sequences"
         of = some(size, "sequence") if result[budget] is None else some(budget, "token")
-        return f"{some(passes, 'micro-batch', 'es')} of at most {of} on each data shard"
+        return f"  on each data shard in {some(passes, 'micro-batch', 'es')} of at most {of}"
 
     return [
         f"batch: {some('prompts_per_step', 'prompt')} x {some('samples_per_prompt', 'sample')} = "
         f"{some('sequences_per_step', 'sequence')} of at most {some('max_sequence_tokens', 'token')}",
         f"devices: {some('devices', 'device')} in {some('processes', 'process', 'es')}; "
-        f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}; "
-        f"{some(f'rollout_{sampler}s', f'rollout {sampler}')} of "
-        f"{some(f'sequences_per_{sampler}', 'sequence')}",
+        f"{some('data_shards', 'data shard')} of {some('devices_per_shard', 'device')}",
+        f"rollout: {some(f'rollout_{sampler}s', sampler)} of {some(f'sequences_per_{sampler}', 'sequence')}",
         f"update: {some('optimizer_steps_per_train_step', 'optimizer step')} of "
-        f"{some('mini_batch_sequences', 'sequence')}, in {micro_batches('micro_batches_per_optimizer_step')}",
-        f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch, in "
-        f"{micro_batches('logprob_forward_passes', 'logprob_')}",
+        f"{some('mini_batch_sequences', 'sequence')},",
+        micro_batches("micro_batches_per_optimizer_step"),
+        f"log-probabilities before it: {some('logprob_passes', 'sweep')} of the batch,",
+        micro_batches("logprob_forward_passes", "logprob_"),
         "every number with its formula: plan.json, or quatrain plan",
     ]
 

@@ -1,4 +1,4 @@
-"""Hints: what the metrics of a training step show to be probably wrong, each said once in a run.
+"""Hints: what the metrics of training steps in a row show to be probably wrong, each said once in a run.
 
 Data flow: the numbers of a step -> `Hints.found` -> `report.writer.Report`, which logs each as a warning and
 writes it to `hints.jsonl`, for the run page.
@@ -13,13 +13,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quatrain.config.derive import longest_sequence
 from quatrain.config.schema import Config
+from quatrain.reward.functions import BUILTIN_FUNCTIONS
+from quatrain.reward.scorer import short_names
 from quatrain.types.batches import ENVIRONMENT
+from quatrain.workers.pool import default_workers
 
 TRUNCATED, REWARD_SHARE, PADDING = 0.5, 0.3, 0.3
 """Fractions of completions cut, of a step spent on rewards, and of padding, above which there is a hint."""
-STEPS_AT_ZERO = 5
-"""Training steps in a row in which a reward function returned only 0 before there is a hint."""
+STEPS_IN_A_ROW, STEPS_AT_ZERO = 3, 5
+"""Training steps in a row that show something before there is a hint; reward functions that return only 0."""
 _SECONDS = re.compile(r"reward/(.+)/seconds")
 _LARGEST = re.compile(r"reward/(.+)/max")
 _FORMATS = ("format", "tag_count")
@@ -40,19 +44,28 @@ class Hints:
 
     def __init__(self, config: Config, steps: int, said: Collection[str] = ()):
         self._config, self._steps, self._said = config, steps, set(said)
-        self._at_zero: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
+        self._has_begun = False
+        self._specs = {name: spec for spec, name in short_names(config.reward).items()}
 
     def found(self, step: int, numbers: Mapping[str, float]) -> list[Hint]:
-        """The hints that the metrics of `step` give for the first time."""
+        """The hints that the metrics of `step`, and of the steps before it, give for the first time."""
         texts = {
             "truncated": self._truncated(numbers),
             "no_signal": self._no_signal(numbers),
-            "slow_reward": self._slow_reward(numbers),
+            # The first step of a process also starts workers and compiles.
+            "slow_reward": self._slow_reward(numbers) if self._has_begun else None,
             "padding": self._padding(numbers),
             "learning_rate": self._no_learning_rate(step, numbers),
-            **{f"always_zero:{name}": self._always_zero(name) for name in self._zero_rewards(numbers)},
+            **{f"always_zero:{name}": self._always_zero(name) for name in _zero_rewards(numbers)},
         }
-        new = [Hint(name, text) for name, text in texts.items() if text and name not in self._said]
+        self._has_begun = True
+        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name, text in texts.items() if text})
+        new = [
+            Hint(name, text)
+            for name, text in texts.items()
+            if text and name not in self._said and self._in_a_row[name] >= _steps_needed(name)
+        ]
         self._said |= {hint.hint for hint in new}
         return new
 
@@ -71,34 +84,67 @@ class Hints:
             return None
         return (
             "no group had a signal: all samples of each prompt got the same reward (mean "
-            f"{numbers.get('reward/mean', 0.0):.3g}), so the rewards gave no gradient in this step; look "
+            f"{numbers.get('reward/mean', 0.0):.3g}), so the rewards gave no gradient; look "
             "at the completions in samples/. If all are wrong, take easier prompts or a reward with more "
             "values; if all are right, harder prompts; more samples (rollout.n) help with both"
         )
 
     def _slow_reward(self, numbers: Mapping[str, float]) -> str | None:
-        reward_s, step_s = numbers.get("time/reward_s", 0.0), numbers.get("time/step_s", 0.0)
+        step_s = numbers.get("time/step_s", 0.0)
         seconds = {m[1]: value for name, value in numbers.items() if (m := _SECONDS.fullmatch(name))}
-        if not seconds or not step_s or reward_s <= REWARD_SHARE * step_s:
+        remedies = {name: remedy for name in seconds if (remedy := self._faster(name))}
+        # With rollouts ahead, rewards cost what training waits for them.
+        spent = min(sum(seconds[name] for name in remedies), numbers.get("time/wait_rollout_s", step_s))
+        if not remedies or spent <= REWARD_SHARE * step_s:
             return None
-        name = max(seconds, key=seconds.__getitem__)
+        name = max(remedies, key=seconds.__getitem__)
         return (
-            f"rewards took {reward_s / step_s:.0%} of the step; the slowest is `{name}` with "
-            f"{seconds[name]:.1f} s of {step_s:.1f} s: make it faster, or let several processes call it "
-            "at once (reward.per_call group or sample, reward.workers)"
+            f"rewards took {spent / step_s:.0%} of the step; the slowest is `{name}` with "
+            f"{seconds[name]:.1f} s of {step_s:.1f} s: {remedies[name]}"
         )
+
+    def _faster(self, name: str) -> str | None:
+        """How the reward called `name` in metrics can take less time; None: no setting does it."""
+        reward, spec = self._config.reward, self._specs.get(name, "")
+        if spec in BUILTIN_FUNCTIONS:
+            return None
+        if spec in reward.models:
+            return (
+                "take a smaller reward model, or let it compute more at once "
+                f"(reward.model_max_tokens_per_device, which is {reward.model_max_tokens_per_device})"
+            )
+        if ":" not in spec:
+            return "make it faster; in a file, as path.py:function, several processes can call it at once"
+        if reward.workers == 0:
+            return "make it faster, or let processes call it at once (reward.workers above 0)"
+        if reward.per_call == "batch":
+            return (
+                "make it faster, or let several processes call it at once (reward.per_call: group or sample)"
+            )
+        workers = default_workers() if reward.workers is None else reward.workers
+        return f"make it faster, or let more processes call it (reward.workers, which is {workers})"
 
     def _padding(self, numbers: Mapping[str, float]) -> str | None:
         fraction, update = numbers.get("batch/padding_fraction", 0.0), self._config.update
         if fraction <= PADDING:
             return None
-        remedy = (
-            "the sequences of a mini-batch fill its micro-batches badly; try another "
-            f"update.max_tokens_per_device (it is {update.max_tokens_per_device})"
-            if update.micro_batch_size is None
-            else "with update.micro_batch_size each sequence is padded to the longest; set it to null, and "
-            "sequences are packed up to update.max_tokens_per_device tokens"
-        )
+        budget, longest = update.max_tokens_per_device, longest_sequence(self._config)
+        several = numbers.get("batch/micro_batches", 1.0) > numbers.get("update/optimizer_steps", 1.0)
+        if budget is None:
+            remedy = (
+                "with update.micro_batch_size each sequence is padded to the longest; set it to null, and "
+                "sequences are packed up to update.max_tokens_per_device tokens"
+            )
+        elif several:
+            remedy = (
+                "few sequences fit into a micro-batch; set a larger update.max_tokens_per_device (it is "
+                f"{budget}), if the memory allows it"
+            )
+        else:
+            smaller = f"set a smaller update.max_tokens_per_device (it is {budget}, and at least {longest})"
+            more = "train on more sequences in an optimizer step (data.batch_size, update.mini_batch_size)"
+            remedy = "one micro-batch holds a whole mini-batch, and is not full; "
+            remedy += f"{smaller}, or {more}" if budget >= 2 * longest else more
         return f"{fraction:.0%} of the tokens that the update computed were padding: {remedy}"
 
     def _no_learning_rate(self, step: int, numbers: Mapping[str, float]) -> str | None:
@@ -110,14 +156,6 @@ class Hints:
             "the learning rate was 0, so the weights did not change (optimizer.learning_rate is "
             f"{rate:g}; {why})"
         )
-
-    def _zero_rewards(self, numbers: Mapping[str, float]) -> list[str]:
-        """The reward functions that gave only 0 for STEPS_AT_ZERO steps, this one included."""
-        largest = {m[1]: value for name, value in numbers.items() if (m := _LARGEST.fullmatch(name))}
-        for name, value in largest.items():
-            at_zero = value == 0 == numbers.get(f"reward/{name}/min")
-            self._at_zero[name] = self._at_zero[name] + 1 if at_zero else 0
-        return [name for name in largest if self._at_zero[name] >= STEPS_AT_ZERO]
 
     def _always_zero(self, name: str) -> str:
         remedy = "look at the completions in samples/, and whether the function reads them as it should"
@@ -134,6 +172,16 @@ class Hints:
         return (
             f"the reward function `{name}` returned 0 for every completion of {STEPS_AT_ZERO} steps: {remedy}"
         )
+
+
+def _zero_rewards(numbers: Mapping[str, float]) -> list[str]:
+    """The reward functions that gave only 0."""
+    largest = {m[1]: value for name, value in numbers.items() if (m := _LARGEST.fullmatch(name))}
+    return [name for name, value in largest.items() if value == 0 == numbers.get(f"reward/{name}/min")]
+
+
+def _steps_needed(hint: str) -> int:
+    return STEPS_AT_ZERO if hint.startswith("always_zero:") else STEPS_IN_A_ROW
 
 
 def read_hints(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -1,13 +1,15 @@
 """Live progress on stderr: phase, step, reward, accuracy, tokens per second, time left, stage.
 
-The training loop updates it. In a terminal each step leaves a line, and below them two lines are redrawn, the
-second with the stage that runs within the step. If stderr is a file, a pipe or a CI log, plain lines are
-printed, without control characters, and in every stage at least one in half a minute. While JAX compiles a
-program, the display says so, and how many programs the stage has compiled.
+The training loop updates it. In a terminal each step leaves a line, and below them lines are redrawn with the
+time left and with the stage that runs within the step. If stderr is a file, a pipe or a CI log, plain lines
+are printed, without control characters, and in every stage at least one in half a minute. The log of a run,
+`run.log`, has the line of each step. While JAX compiles a program, the display says so, and how many programs
+the stage has compiled.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -28,6 +30,8 @@ from quatrain.parallel.compilations import (
     watching_compilations,
 )
 
+logger = logging.getLogger(__name__)
+
 PLAIN_INTERVAL_S = 2.0
 """Minimum seconds between two plain lines of a phase; its first and last step are always printed."""
 QUIET_INTERVAL_S = 30.0
@@ -46,13 +50,15 @@ class _State:
     detail: str = ""
     beside: str = ""
     reward: float | None = None
-    accuracy: str | None = None
+    accuracy: float | None = None
     tokens_per_s: float | None = None
     started: float = 0.0
     first: int | None = None
     """Number of steps done before the first call of `step` in this phase; not 0 in a resumed run."""
     compiled_before_s: float = 0.0
     """Seconds that the process had spent compiling when the phase began."""
+    computed_s: float = 0.0
+    """Seconds of the phase until its last step ended, without those of compiling."""
     programs_before: int = 0
     """Programs that the process had compiled when the stage began."""
     told_compiling: bool = False
@@ -61,6 +67,8 @@ class _State:
 
 class Progress:
     """Shows the progress of a run; a context manager. Prints only in the main process.
+
+    `first`: number of steps that an earlier part of the run has done.
 
     ```python
     with Progress(total_steps=100) as progress:
@@ -73,7 +81,7 @@ class Progress:
     ```
     """
 
-    def __init__(self, total_steps: int, *, console: Console | None = None):
+    def __init__(self, total_steps: int, *, first: int | None = None, console: Console | None = None):
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -81,7 +89,7 @@ class Progress:
         self._plain = is_main_process() and not in_terminal
         self._open = ExitStack()
         self._printing = threading.RLock()
-        self.phase("train")
+        self.phase("train", first=first)
 
     def __enter__(self) -> Progress:
         self._open.enter_context(watching_compilations(self._begins_to_compile))
@@ -112,6 +120,7 @@ class Progress:
         self._state = _State(
             name,
             total or self._total_steps,
+            first or 0,
             started=time.monotonic(),
             first=first,
             compiled_before_s=compile_seconds(),
@@ -141,12 +150,12 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
-        accuracy: str | None = None,
+        accuracy: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
         """Show that step `step` of the phase (counted from 1) is done. What is omitted keeps its value.
 
-        `accuracy`: the latest held-out accuracy and the number of its prompts, such as `0.250 of 200`.
+        `accuracy`: of the latest evaluation. The line of the step is logged too, only for the file of a log.
         """
         state = self._state
         if state.first is None:
@@ -155,8 +164,11 @@ class Progress:
         state.reward = state.reward if reward is None else reward
         state.accuracy = state.accuracy if accuracy is None else accuracy
         state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
+        state.computed_s = self._computed_s()
+        logger.info(" | ".join(self._facts()), extra={"only_in_file": True})
         if self._live:
-            self._console.print(_cropped(*map(Text, self._facts())))
+            line = Text("  ".join(self._facts(left=False)))
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
         now = time.monotonic()
         if self._plain and (now - self._printed_at >= PLAIN_INTERVAL_S or step == state.total):
             self._printed_at = now
@@ -166,7 +178,7 @@ class Progress:
         """Without a terminal, print a line if none was printed for QUIET_INTERVAL_S seconds."""
         with self._printing:
             if self._plain and time.monotonic() - self._quiet_since >= QUIET_INTERVAL_S:
-                self._print_plain(self._doing())
+                self._print_plain(*self._doing())
 
     def _begins_to_compile(self) -> None:
         """Say in a plain line, once in a stage, that the stage compiles: that may take long."""
@@ -181,49 +193,58 @@ class Progress:
             print(" | ".join((*self._facts(), *more)), file=self._console.file, flush=True)
 
     def _render(self) -> Group:
-        """The progress line and the line of the current stage, cropped to the width of the terminal."""
-        state, doing = self._state, self._doing()
+        """Progress and time left, the current stage, and what runs beside it, each on one line."""
+        state = self._state
         filled = round(_BAR_CELLS * min(1.0, state.step / max(1, state.total)))
-        line = _cropped(
-            Text(state.phase, "bold"),
-            Text(f"{state.step}/{state.total}"),
-            Text.assemble(("━" * filled, "cyan"), ("━" * (_BAR_CELLS - filled), "bright_black")),
-            *map(Text, self._facts()[1:]),
+        line = Text("  ").join(
+            (
+                Text(state.phase, "bold"),
+                Text(f"{state.step}/{state.total}"),
+                Text.assemble(("━" * filled, "cyan"), ("━" * (_BAR_CELLS - filled), "bright_black")),
+                *map(Text, self._times()),
+            )
         )
-        return Group(line, *([_cropped(Text(doing, "cyan"))] if doing else []))
+        lines = [line, *(Text(doing, "cyan") for doing in self._doing())]
+        for each in lines:
+            each.no_wrap, each.overflow = True, "ellipsis"
+        return Group(*lines)
 
-    def _doing(self) -> str:
+    def _doing(self) -> list[str]:
+        """What runs in the stage, and beside it."""
         state, compiling = self._state, compiling_for_s()
         detail = state.detail
         if compiling is not None:  # how many programs it will be, nobody knows before
             number = num_compilations() - state.programs_before + 1
             detail = f"compiling program {number}, {_clock(compiling)}"
-        return " | ".join(filter(None, (": ".join(filter(None, (state.stage, detail))), state.beside)))
+        return [text for text in (": ".join(filter(None, (state.stage, detail))), state.beside) if text]
 
-    def _facts(self) -> list[str]:
+    def _facts(self, *, left: bool = True) -> list[str]:
         state = self._state
-        elapsed = time.monotonic() - state.started
         facts = [
             f"{state.phase} {state.step}/{state.total}",
             None if state.reward is None else f"reward {state.reward:.3f}",
-            None if state.accuracy is None else f"accuracy {state.accuracy}",
+            None if state.accuracy is None else f"accuracy {state.accuracy:.3f}",
             None if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f} tokens/s",
-            f"{_clock(elapsed)} elapsed",
-            self._left(elapsed),
         ]
-        return [text for text in facts if text is not None]
+        return [*filter(None, facts), *self._times()[: 1 + left]]
 
-    def _left(self, elapsed: float) -> str | None:
-        """Remaining time at the mean pace of this phase; None before its first step and after its last.
+    def _times(self) -> list[str]:
+        """The time since the phase began and, between its first step and its last, what is left of it."""
+        state, elapsed = self._state, f"{_clock(time.monotonic() - self._state.started)} elapsed"
+        done, remaining = state.step - (state.first or 0), state.total - state.step
+        if state.first is None or done < 1 or remaining < 1:
+            return [elapsed]
+        # At the mean pace of the steps done, without compiling: the programs of the first steps serve all. It
+        # counts down within a step, for as long as the pace gives that step.
+        pace = state.computed_s / done
+        left = max(pace * remaining - (self._computed_s() - state.computed_s), pace * (remaining - 1))
+        return [elapsed, f"{_clock(left)} left"]
 
-        Seconds spent compiling are left out: the programs of the first steps serve all others.
-        """
+    def _computed_s(self) -> float:
+        """Seconds of the phase without those of compiling, a program that is being compiled included."""
         state = self._state
-        done = state.step - (state.first or 0)
-        if state.first is None or done < 1 or state.step >= state.total:
-            return None
-        computed = elapsed - (compile_seconds() - state.compiled_before_s)
-        return f"{_clock(max(computed, 0.0) / done * (state.total - state.step))} left"
+        compiling = compile_seconds() - state.compiled_before_s
+        return max(time.monotonic() - state.started - compiling, 0.0)
 
 
 @contextmanager
@@ -259,10 +280,6 @@ def _every_second(call: Callable[[], None]) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _cropped(*cells: Text) -> Text:
-    return Text("  ", no_wrap=True, overflow="crop").join(cells)
 
 
 def _clock(seconds: float) -> str:

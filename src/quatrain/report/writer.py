@@ -29,10 +29,10 @@ from quatrain.run.metrics import MetricsFile, reduce_metrics
 from quatrain.run.run_dir import RunDir, write_whole
 from quatrain.run.samples import TokenText, training_sample
 from quatrain.run.services import start_services
+from quatrain.run.streams import ConsoleHandler, Redact, Redacting
 from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metric
 
-Redact = Callable[[str], str]
 _root_log = logging.getLogger("quatrain")
 _log = logging.getLogger(__name__)
 _run_of_thread: ContextVar[object | None] = ContextVar("_run_of_thread", default=None)
@@ -82,7 +82,7 @@ class Report:
         """Rows of metrics that are not on disk: the disk was full."""
         self._failing: set[str] = set()
         self._page = Page([run_dir.path])
-        self._handlers = [_file_handler(run_dir.log, redact), _ConsoleHandler(redact)] if self._main else []
+        self._handlers = [_file_handler(run_dir.log, redact), ConsoleHandler(redact)] if self._main else []
         run = _run_of_thread.get()
         for handler in self._handlers:
             handler.addFilter(lambda record: run is None or _run_of_thread.get() in (None, run))
@@ -234,15 +234,6 @@ def _append_line(path: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-class _Redacting(logging.Formatter):
-    def __init__(self, style: str, redact: Redact):
-        super().__init__(style)
-        self._redact = redact
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._redact(super().format(record))
-
-
 class _FileHandler(logging.FileHandler):
     """Does not print an error for every message that a full disk refuses: checkpoints report it."""
 
@@ -253,21 +244,5 @@ class _FileHandler(logging.FileHandler):
 
 def _file_handler(path: Path, redact: Redact) -> logging.Handler:
     handler = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    handler.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
     return handler
-
-
-class _ConsoleHandler(logging.Handler):
-    """Prints messages to the current `sys.stderr`, which a live progress display replaces while it runs."""
-
-    def __init__(self, redact: Redact):
-        super().__init__()
-        self.setFormatter(_Redacting("%(message)s", redact))
-        self.addFilter(lambda record: not getattr(record, "only_in_file", False))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-        try:
-            print(f"{mark}{self.format(record)}", file=sys.stderr, flush=True)
-        except Exception:
-            self.handleError(record)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.cluster.processes import decided_by_main, gather_objects, is_main_process
-from quatrain.config.errors import ConfigError, disk_is_full
+from quatrain.config.dump import by_dotted_key
+from quatrain.config.errors import ConfigError, disk_is_full, shown
 from quatrain.config.layers import parse_yaml
 from quatrain.run.metrics import MetricsFile
 from quatrain.run.run_lock import FILES as LOCK_FILES
@@ -104,6 +105,10 @@ class RunDir:
     """What the run was told to be probably wrong: one JSON object per hint."""
     plan = _Entry("plan.json")
     """The batch plan (JSON)."""
+    description = _Entry("run.json")
+    """What made the run, each time that it was started (JSON)."""
+    code = _Entry("code")
+    """Folder with copies of users' code."""
     samples = _Entry("samples")
     """Folder with the completions of each step."""
     checkpoints = _Entry("checkpoints")
@@ -123,17 +128,23 @@ class RunDir:
         """Write the resolved configuration to `config.yaml`.
 
         If an existing `config.yaml` has different values, it is kept as `config.1.yaml` (`config.2.yaml`
-        and so on); if it differs in comments only, it is not changed.
+        and so on), and each key that has changed is told with both values; if it differs in comments only, it
+        is not changed.
         """
         if not is_main_process():
             return
         if self.config.exists():
-            if _values(self.config.read_text(encoding="utf-8", errors="replace")) == _values(text):
+            before, now = _values(self.config.read_text(encoding="utf-8", errors="replace")), _values(text)
+            if before == now:
                 return
             taken = len(list(self.path.glob("config.*.yaml")))
             earlier = self.path / f"config.{taken + 1}.yaml"
             shutil.copyfile(self.config, earlier)  # a copy, so that at no moment there is no config.yaml
-            _log.warning("the configuration differs from the previous one, which is kept in %s", earlier)
+            _log.warning("the configuration differs from the previous one, kept in %s", earlier.name)
+            for key in dict.fromkeys((*before, *now)) if before else ():
+                if (key in before, before.get(key)) != (key in now, now.get(key)):
+                    values = (shown(each[key]) if key in each else "absent" for each in (before, now))
+                    _log.warning("%s: %s before, %s now", key, *values)
         write_whole(self.config, text)
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
@@ -258,12 +269,12 @@ def _is_name(name: str) -> bool:
     return bool(name) and name not in (AUTO, ".", "..") and name == Path(name).name and "\\" not in name
 
 
-def _values(text: str) -> Any:
-    """The values of a configuration, without comments; the text itself if a crash left it incomplete."""
+def _values(text: str) -> dict[str, Any]:
+    """The values of a configuration by dotted key, without comments; none if a crash left it incomplete."""
     try:
-        return parse_yaml(text, "config.yaml")
+        return dict(by_dotted_key(parse_yaml(text, "config.yaml")))
     except ConfigError:
-        return text
+        return {}
 
 
 def _fresh(root: Path, name: str) -> Path:
