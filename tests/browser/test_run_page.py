@@ -25,7 +25,31 @@ from quatrain.report.page_server import address, server
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
 
 
+ESCAPE, ENTER = "\ue00c", "\ue007"
+SHIFT_ENTER = "new KeyboardEvent('keydown', {key: 'Enter', shiftKey: true, bubbles: true})"
+TITLE = "f.querySelector('b').textContent"
 STATUS = "(document.querySelector('#results p') ?? {}).textContent"
+
+
+OUTSIDE = """return [...document.querySelectorAll('td, th, li, p, dd')].filter((e) => {
+  const box = e.getBoundingClientRect();
+  return box.width && (box.left < 0 || box.right > innerWidth);
+}).map((e) => e.textContent)"""
+"""The texts that a phone does not show without scrolling to the side."""
+BROKEN = r"""const found = [], range = document.createRange();
+const walk = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) {
+  const node = walk.currentNode;
+  if (node.parentElement.closest('.text, option')) continue; // what a model wrote may have no place to break
+  for (const word of node.data.matchAll(/[A-Za-z0-9]+/g)) {
+    range.setStart(node, word.index);
+    range.setEnd(node, word.index + word[0].length);
+    const lines = new Set([...range.getClientRects()].map((r) => Math.round(r.top)));
+    if (lines.size > 1) found.push(word[0]);
+  }
+}
+return found"""
+"""The words of the page itself that go over two lines."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +119,51 @@ def test_search_finds_completions_of_all_steps(one):
     one.wait("return document.querySelector('#step').value === '2'")
     assert one.texts("#group mark") == ["needle2"]
     assert "1 hidden by the search or filter" in one.text("#group .group-head")
+
+
+def test_enter_goes_through_the_results_and_escape_empties_the_search(one):
+    one.keys("/")
+    one.keys("needle" + ENTER)  # before the results are there
+    one.wait(f"return {STATUS} === '3 completions in 3 steps'")
+    one.wait("return document.querySelectorAll('#results [aria-current]').length")
+    one.wait("return document.querySelector('#step').value === '1'")
+    one.keys(ENTER)
+    one.wait("return document.querySelector('#step').value === '2'")
+    assert one.texts("#group mark") == ["needle"]
+    one.js(f"document.activeElement.dispatchEvent({SHIFT_ENTER})")
+    one.wait("return document.querySelector('#step').value === '1'")
+    one.js(f"document.activeElement.dispatchEvent({SHIFT_ENTER})")
+    one.wait("return document.querySelector('#step').value === '3'")
+    one.click("[data-filter=truncated]")  # the results are those of the filter
+    one.wait(f"return {STATUS} === '0 completions in 0 steps'")
+    one.click("[data-filter=all]")
+    one.js("document.querySelector('#search').focus()")
+    one.keys(ESCAPE)
+    one.wait("return document.querySelectorAll('#group mark').length === 0")
+    assert one.js("return document.querySelector('#results').hidden") is True
+    assert one.js("return document.querySelector('#search').value") == ""
+    assert one.js("return document.activeElement === document.body") is True
+    assert one.js("return document.querySelector('#step').value") == "3"
+    one.type("#config-search", "rollout")
+    one.js("document.querySelector('#config-search').focus()")
+    one.keys(ESCAPE)
+    assert len(one.texts("#config-content tbody tr")) > 3
+
+
+def test_a_result_scrolls_to_the_place_that_was_searched_for(browser, tmp_path):
+    text = "line\n" * 200 + "here it is"
+    write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", [sample(0, 1.0, completion=text)])
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    browser.open((tmp_path / "run.html").as_uri())
+    browser.type("#search", "here it")
+    browser.wait("return document.querySelector('#group mark')")
+    box, mark = (
+        browser.js(
+            f"const r = document.querySelector('{each}').getBoundingClientRect(); return [r.top, r.bottom]"
+        )
+        for each in ("#group .body", "#group mark")
+    )
+    assert box[0] <= mark[0] < mark[1] <= box[1]
 
 
 def test_filters_leave_what_they_say(one):
@@ -191,6 +260,90 @@ def test_several_runs_share_charts_and_list_the_keys_that_differ(browser, pages)
     assert legend == ["first", "second"]
     page.choose("#run", 1)
     page.wait("return document.querySelectorAll('#group .card').length")
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """A run with metrics whose short names are the same, lines on one another, hints, and no accuracy."""
+    folder = tmp_path_factory.mktemp("crowded") / "run"
+    rows = [{"step": step} for step in range(6)]
+    for row in rows[1:]:
+        row |= {"update/kl": 0.1, "reward/kl": 0.2, "throughput/tokens_per_s": 5, "rollout/tokens_per_s": 9}
+        row |= {f"reward/function_{i}/mean": float(i) for i in range(9)}
+    for row in (rows[0], rows[2], rows[4], rows[5]):
+        row |= {"eval/accuracy_lenient": 0.5, "eval/accuracy_strict": 0.5, "eval/accuracy_errors": 40.0}
+        row |= {"eval/reward": 0.5, "eval/episode/reward/mean": 0.5, "eval/completion_length": 12.0}
+    write_rows(folder / "metrics.jsonl", rows)
+    text = "cut at `rollout.max_new_tokens` (8); see `a` and an odd ` mark"
+    write_rows(folder / "hints.jsonl", [{"step": 2, "hint": "truncated", "text": text}])
+    for step, rewards in ((0, (0.0, 1.0, 0.5)), (5, (1.0, 0.5, 0.5))):
+        samples = [
+            eval_sample(i, 0, reward=reward, correct=None, rewards={}) for i, reward in enumerate(rewards)
+        ]
+        write_rows(folder / "samples" / f"eval_{step:06d}.jsonl", samples)
+    (folder / "config.yaml").write_text(
+        "eval: {accuracy: mine.py:exact}\nreward: {functions: {format: 1.0}}\n"
+    )
+    write_rows(folder / "samples" / "step_000001.jsonl", [sample(0, 0.5)])
+    Page([folder]).write(folder / "report.html")
+    return (folder / "report.html").as_uri()
+
+
+def legends(page):
+    """Title of each chart -> the labels in its legend."""
+    script = f"[{TITLE}, [...f.querySelectorAll('.label')].map((e) => e.textContent)]"
+    return dict(page.js(f"return [...document.querySelectorAll('#curves figure')].map((f) => {script})"))
+
+
+def test_the_lines_of_a_chart_are_told_apart_and_have_one_unit(browser, crowded):
+    page = browser.open(crowded)
+    found = legends(page)
+    assert found["KL"] == ["update/kl", "reward/kl"]
+    assert found["Throughput"] == ["throughput/tokens_per_s", "rollout/tokens_per_s"]
+    assert found["Accuracy, evaluation"] == ["accuracy_lenient", "accuracy_strict"]  # not the count of errors
+    assert found["Reward, evaluation"] == ["reward"]
+    swatches = {
+        title: page.js(
+            "const figures = [...document.querySelectorAll('#curves figure')];"
+            f"const figure = figures.find((f) => {TITLE} === '{title}');"
+            "return [...figure.querySelectorAll('.swatch')].map((e) => e.style.background)"
+        )
+        for title in ("Reward by function", "Accuracy, evaluation")
+    }
+    assert len(set(swatches["Reward by function"])) == 9
+    assert ["gradient" in each for each in swatches["Accuracy, evaluation"]] == [False, True]
+
+
+def test_backticks_in_a_sentence_mark_code(browser, crowded):
+    page = browser.open(crowded)
+    assert page.texts(".hints code") == ["rollout.max_new_tokens", "a"]
+    assert page.text(".hints li").endswith("cut at rollout.max_new_tokens (8); see a and an odd ` mark")
+    assert "eval.accuracy" in page.texts("[data-metric='eval/accuracy_lenient'] td code")
+
+
+def test_without_a_judge_the_filters_of_right_and_wrong_give_way(browser, crowded):
+    page = browser.open(crowded)
+    page.wait("return document.querySelectorAll('#outcomes button').length")
+    assert page.texts("#outcomes button") == [
+        "all 3",
+        "reward rose 1",
+        "reward fell 1",
+        "reward stayed 1",
+        "truncated after 0",
+    ]
+    page.click("[data-outcome=rose]")
+    assert page.texts("#pairs h3") == ["Prompt 0"]
+    page.wait("return document.querySelectorAll('#filters button').length")
+    assert page.texts("#filters button") == ["all", "truncated 0", "no signal 1 group"]
+    assert "give mine.py:exact (eval.accuracy) a weight, which may be 0" in page.text("#filters .aside")
+
+
+def test_on_a_phone_a_row_is_a_block_and_no_word_is_broken_or_cut(browser, crowded, pages):
+    for address_of in (crowded, pages["one"], pages["two"]):
+        page = browser.open(address_of, size=browser.PHONE)
+        assert page.js("return document.querySelectorAll('td').length") > 20
+        assert page.js(OUTSIDE) == []
+        assert page.js(BROKEN) == []
 
 
 def test_a_run_without_samples_says_so(browser, tmp_path):

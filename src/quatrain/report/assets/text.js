@@ -26,6 +26,16 @@ function marked(text, query) {
   return parts;
 }
 
+// Scrolls `box`, and nothing else, so far that `part` of it is seen.
+function keepInView(box, part) {
+  if (part) box.scrollTop += part.getBoundingClientRect().top - box.getBoundingClientRect().top - 80;
+}
+
+// Scrolls each text in `host` to the first place of what was searched for.
+function showMarks(host) {
+  for (const box of host.querySelectorAll(".prompt, .body")) keepInView(box, box.querySelector("mark"));
+}
+
 // A prompt or turns: text, or messages with their roles.
 function conversation(value, query) {
   if (typeof value === "string") return el("div", { class: "text" }, marked(value, query));
