@@ -44,12 +44,13 @@ while (walk.nextNode()) {
   for (const word of node.data.matchAll(/[A-Za-z0-9]+/g)) {
     range.setStart(node, word.index);
     range.setEnd(node, word.index + word[0].length);
-    const lines = new Set([...range.getClientRects()].map((r) => Math.round(r.top)));
-    if (lines.size > 1) found.push(word[0]);
+    const boxes = [...range.getClientRects()];
+    if (new Set(boxes.map((r) => Math.round(r.top))).size > 1) found.push(word[0]);
+    if (boxes.some((r) => r.right > innerWidth)) found.push(`${word[0]} is cut`);
   }
 }
 return found"""
-"""The words of the page itself that go over two lines."""
+"""The words of the page itself that go over two lines, or beyond the edge."""
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,21 @@ def test_tokens_are_coloured_with_the_number_under_the_pointer(one):
     assert "--low" in colours[2]
 
 
+def test_samples_of_a_prompt_share_its_head_and_what_has_no_partner_is_counted(browser, tmp_path):
+    for step, prompts in ((0, 1), (5, 2)):
+        rows = [eval_sample(i, 1, sample=k, greedy=False) for i in range(prompts) for k in range(3)]
+        write_rows(tmp_path / "run" / "samples" / f"eval_{step:06d}.jsonl", rows)
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    page = browser.open((tmp_path / "run.html").as_uri())
+    page.wait("return document.querySelectorAll('#outcomes button').length")
+    assert page.texts("#outcomes button")[3] == "stayed right 3"
+    assert page.texts("#outcomes button")[-1] == "not in both 3"
+    assert page.texts("#pairs h3") == ["Prompt 0", "Prompt 1"]
+    assert len(page.texts("#pairs .pair")) == 6
+    page.click("[data-outcome=alone]")
+    assert page.texts("#pairs h3") == ["Prompt 1"]
+
+
 def test_evaluation_before_and_after(one):
     assert one.texts("#outcomes button") == [
         "all 4",
@@ -206,6 +222,7 @@ def test_evaluation_before_and_after(one):
         "stayed right 0",
         "stayed wrong 1",
         "truncated after 0",
+        "not in both 1",
     ]
     one.click("[data-outcome=fixed]")
     assert one.texts("#pairs h3") == ["Prompt 0", "Prompt 2"]
@@ -262,11 +279,24 @@ def test_several_runs_share_charts_and_list_the_keys_that_differ(browser, pages)
     page.wait("return document.querySelectorAll('#group .card').length")
 
 
+def test_a_chart_of_several_runs_has_their_final_evaluation_too(browser, tmp_path):
+    names = ("eval/accuracy_lenient", "eval/accuracy_strict", "eval/final/accuracy_lenient")
+    folders = [tmp_path / "one" / "run", tmp_path / "two" / "run"]
+    for folder in folders:
+        write_rows(folder / "metrics.jsonl", [{"step": 1} | dict.fromkeys(names, 0.5)])
+    Page(folders).write(tmp_path / "page.html")
+    assert legends(browser.open((tmp_path / "page.html").as_uri())) == {
+        "Accuracy, evaluation: accuracy_lenient": ["one/run", "two/run", "one/run final", "two/run final"],
+        "Accuracy, evaluation: accuracy_strict": ["one/run", "two/run"],
+    }
+
+
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory):
     """A run with metrics whose short names are the same, lines on one another, hints, and no accuracy."""
-    folder = tmp_path_factory.mktemp("crowded") / "run"
+    folder = tmp_path_factory.mktemp("crowded") / "a-run-with-a-name-that-is-longer-than-a-phone"
     rows = [{"step": step} for step in range(6)]
+    rows[0] |= {"update/grad_norm": 9.0, "sft/loss": 9.0}  # of the warm start
     for row in rows[1:]:
         row |= {"update/kl": 0.1, "reward/kl": 0.2, "throughput/tokens_per_s": 5, "rollout/tokens_per_s": 9}
         row |= {f"reward/function_{i}/mean": float(i) for i in range(9)}
@@ -282,7 +312,8 @@ def crowded(tmp_path_factory):
         ]
         write_rows(folder / "samples" / f"eval_{step:06d}.jsonl", samples)
     (folder / "config.yaml").write_text(
-        "eval: {accuracy: mine.py:exact}\nreward: {functions: {format: 1.0}}\n"
+        "eval: {accuracy: mine.py:exact}\nreward:\n  functions:\n"
+        "    /a/long/path/to/a/folder/of_rewards/my_own_reward_functions.py:the_answer_is_in_the_text: 1.0\n"
     )
     write_rows(folder / "samples" / "step_000001.jsonl", [sample(0, 0.5)])
     Page([folder]).write(folder / "report.html")
@@ -298,6 +329,8 @@ def legends(page):
 def test_the_lines_of_a_chart_are_told_apart_and_have_one_unit(browser, crowded):
     page = browser.open(crowded)
     found = legends(page)
+    assert "Gradient norm" not in found
+    assert "9" in page.texts("[data-metric='update/grad_norm'] td")
     assert found["KL"] == ["update/kl", "reward/kl"]
     assert found["Throughput"] == ["throughput/tokens_per_s", "rollout/tokens_per_s"]
     assert found["Accuracy, evaluation"] == ["accuracy_lenient", "accuracy_strict"]  # not the count of errors
@@ -344,6 +377,11 @@ def test_on_a_phone_a_row_is_a_block_and_no_word_is_broken_or_cut(browser, crowd
         assert page.js("return document.querySelectorAll('td').length") > 20
         assert page.js(OUTSIDE) == []
         assert page.js(BROKEN) == []
+        nav, top = (
+            page.js(f"return document.querySelector('{each}').getBoundingClientRect().bottom")
+            for each in ("#nav", ".top")
+        )
+        assert nav <= top
 
 
 def test_a_run_without_samples_says_so(browser, tmp_path):

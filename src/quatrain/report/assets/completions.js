@@ -74,7 +74,7 @@ function showFilters() {
   const steps = stepSummaries();
   const judged = steps.some((s) => s.judged);
   const accuracy = setting(state.runs[view.run], "eval.accuracy");
-  const remedy = accuracy ? `give \`${accuracy}\` (eval.accuracy) a weight, which may be 0` : "name one in `eval.accuracy`";
+  const remedy = accuracy ? `give \`${accuracy}\` (\`eval.accuracy\`) a weight, which may be 0` : "name one in `eval.accuracy`";
   const entry = ([name, [text, meaning]]) => {
     const number = steps.reduce((sum, s) => sum + (s[name] ?? 0), 0);
     return button({
@@ -83,7 +83,7 @@ function showFilters() {
   };
   const offered = ([name]) => view.filter === name || !{ failed: !steps.some((s) => s.failed), wrong_rewarded: !judged, wrong_pushed: !judged }[name];
   $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(entry),
-    judged ? "" : el("span", { class: "aside" }, prose(`No function in reward.functions decides what is right, so there is no filter “wrong but rewarded”: ${remedy}.`)));
+    judged ? "" : el("span", { class: "aside" }, prose(`No function in \`reward.functions\` decides what is right, so there is no filter “wrong but rewarded”: ${remedy}.`)));
 }
 
 function setFilter(name) {

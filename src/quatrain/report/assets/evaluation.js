@@ -54,6 +54,7 @@ async function loadPairs() {
 
 function inOutcome({ before, after }, name) {
   if (name === "all") return true;
+  if (name === "alone") return !before || !after;
   if (name === "truncated") return after?.sample.finish_reason === "length";
   const key = name in OUTCOMES ? "correct" : "reward";
   const [was, is] = [before?.sample[key] ?? null, after?.sample[key] ?? null];
@@ -69,27 +70,32 @@ function showPairs() {
     onclick: () => { Object.assign(evaluation, { outcome: name, shown: PAIRS_AT_ONCE }); showPairs(); },
   }, text, tally(pairs.filter((pair) => inOutcome(pair, name)).length));
   const judged = pairs.some(({ before, after }) => [before, after].some((side) => (side?.sample.correct ?? null) !== null));
-  const outcomes = { all: "all", ...(judged ? OUTCOMES : OUTCOMES_BY_REWARD), truncated: "truncated after" };
+  const outcomes = { all: "all", ...(judged ? OUTCOMES : OUTCOMES_BY_REWARD), truncated: "truncated after", alone: "not in both" };
+  if (evaluation.outcome !== "alone" && !pairs.some((pair) => inOutcome(pair, "alone"))) delete outcomes.alone;
   if (!(evaluation.outcome in outcomes)) evaluation.outcome = "all";
   $("outcomes").replaceChildren(...Object.entries(outcomes).map(chip));
   const sought = needle(evaluation.query);
   const found = pairs.filter((pair) => inOutcome(pair, evaluation.outcome)
     && [pair.before, pair.after].some((side) => side && matches(side.sample, side.group, sought)));
-  $("pairs").replaceChildren(...found.slice(0, evaluation.shown).map(pairArticle));
+  $("pairs").replaceChildren(...found.slice(0, evaluation.shown).map((pair, i) => pairArticle(pair, found[i - 1])));
   showMarks($("pairs"));
   if (!found.length) $("pairs").append(el("p", { class: "empty" }, "No completion matches the search and the filter."));
   $("more-pairs").hidden = found.length <= evaluation.shown;
   $("more-pairs").textContent = `Show more (${(found.length - evaluation.shown).toLocaleString("en")} left)`;
 }
 
-function pairArticle(pair) {
+const promptOf = ({ before, after }) => JSON.stringify([(after ?? before).sample.set, (after ?? before).group.id]);
+
+// A prompt stands once above the pairs of its samples.
+function pairArticle(pair, previous) {
   const { group, sample } = pair.after ?? pair.before;
   const side = (name, step, one) => el("div", { class: "card" }, el("h4", {}, `${name}, step ${step}`),
     one ? [facts(one.sample), completionBox(one.sample, ` ${name}`, completionBody(one.sample, "none", evaluation.query))]
       : el("p", { class: "empty" }, "not among the prompts of this evaluation"));
-  return el("article", { class: "pair", tabindex: -1 },
+  const head = previous && promptOf(previous) === promptOf(pair) ? [] : [
     el("h3", {}, sample.set ? `${sample.set}, prompt ${group.id}` : `Prompt ${group.id}`),
-    promptAndColumns({ prompt: group.prompt ?? sample.prompt, columns: group.columns ?? sample.columns }, evaluation.query),
+    promptAndColumns({ prompt: group.prompt ?? sample.prompt, columns: group.columns ?? sample.columns }, evaluation.query)];
+  return el("article", { class: `pair${head.length ? "" : " more"}`, tabindex: -1 }, head,
     el("div", { class: "cards two" }, side("before", evaluation.before, pair.before), side("after", evaluation.after, pair.after)));
 }
 
