@@ -151,6 +151,16 @@ def test_enter_goes_through_the_results_and_escape_empties_the_search(one):
     assert len(one.texts("#config-content tbody tr")) > 3
 
 
+def test_what_only_the_prompt_says_is_one_result_of_its_group(one):
+    one.type("#search", "question 1")
+    one.wait(f"return {STATUS} === '6 completions in 3 steps'")
+    assert [text[:6] for text in one.texts("#results li")] == ["step 1", "step 2", "step 3"]
+    one.js("document.querySelector('#search').focus()")
+    one.keys(ENTER)
+    colour = "return getComputedStyle(document.querySelectorAll('#results button')[%d]).backgroundColor"
+    assert one.js(colour % 0) != one.js(colour % 1)
+
+
 def test_a_result_scrolls_to_the_place_that_was_searched_for(browser, tmp_path):
     text = "line\n" * 200 + "here it is"
     write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", [sample(0, 1.0, completion=text)])

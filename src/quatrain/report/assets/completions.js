@@ -219,19 +219,26 @@ async function searchAll() {
   const said = el("p", { role: "status" });
   host.replaceChildren(said, list);
   const steps = stepSummaries();
-  let found = 0, inSteps = 0, done = 0;
+  let found = 0, listed = 0, inSteps = 0, done = 0;
   for (const { step } of steps) {
     const name = `${view.run}-step-${step}`;
     const groups = kept.get(name) ?? await fetchGroups(name) ?? [];
     if (search !== view.search) return; // the reader has typed on
-    const hits = groups.flatMap((group, place) => group.samples.filter((s) => holds(view.filter, group, s) && matches(s, group, sought)).map((s) => [step, place, group, s]));
-    for (const hit of hits.slice(0, Math.max(0, MOST_RESULTS - found))) list.append(result(...hit, sought, list.childElementCount));
-    if (hits.length && view.awaited) { view.awaited = false; openResult(1); }
-    found += hits.length;
-    inSteps += hits.length ? 1 : 0;
+    const before = found;
+    for (const [place, group] of groups.entries()) {
+      const hits = shownSamples(group);
+      const own = hits.filter((sample) => saysItself(sample, sought)); // what only the prompt or a column says is listed once
+      found += hits.length;
+      listed += own.length || Math.min(1, hits.length);
+      for (const sample of own.length ? own : hits.slice(0, 1)) {
+        if (list.childElementCount < MOST_RESULTS) list.append(result(step, place, group, sample, sought, list.childElementCount));
+      }
+    }
+    if (found > before && view.awaited) { view.awaited = false; openResult(1); }
+    inSteps += found > before ? 1 : 0;
     done += 1;
     if (done % 8 && done !== steps.length) continue;
-    const more = found > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
+    const more = listed > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
     said.textContent = `${count(found, "completion")} in ${count(inSteps, "step")}${more}${done < steps.length ? `; ${done} of ${steps.length} steps searched` : ""}`;
   }
 }

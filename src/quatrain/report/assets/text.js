@@ -129,10 +129,12 @@ function columnList(columns, query) {
     el("dt", {}, name === "answer" ? "gold answer" : name), el("dd", { class: name === "answer" ? "text gold" : "text" }, marked(asText(columns[name]), query))))) : null;
 }
 
+const saysItself = (sample, sought) => textsOf(sample).some((text) => text.toLowerCase().includes(sought));
+
 function matches(sample, group, sought) {
   if (!sought) return true;
   const prompt = group.prompt ?? sample.prompt;
-  return textsOf(sample).some((text) => text.toLowerCase().includes(sought)) || asText(prompt).toLowerCase().includes(sought)
+  return saysItself(sample, sought) || asText(prompt).toLowerCase().includes(sought)
     || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought);
 }
 
