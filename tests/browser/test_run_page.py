@@ -37,20 +37,28 @@ OUTSIDE = """return [...document.querySelectorAll('td, th, li, p, dd')].filter((
 }).map((e) => e.textContent)"""
 """The texts that a phone does not show without scrolling to the side."""
 BROKEN = r"""const found = [], range = document.createRange();
+function look(node, start, end, text) {
+  range.setStart(node, start);
+  range.setEnd(node, end);
+  const boxes = [...range.getClientRects()].filter((r) => r.width);
+  const lines = new Set(boxes.map((r) => Math.round(r.top)));
+  const width = boxes.reduce((sum, r) => sum + r.width, 0);
+  if (lines.size > 1 && (width < 280 || /^[a-z0-9]+$/i.test(text))) found.push(text);
+  if (boxes.some((r) => r.right > innerWidth)) found.push(`${text} is cut`);
+}
+for (const name of document.querySelectorAll('main .whole')) {
+  look(name, 0, name.childNodes.length, name.textContent);
+}
 const walk = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
 while (walk.nextNode()) {
   const node = walk.currentNode;
   if (node.parentElement.closest('.text, option')) continue; // what a model wrote may have no place to break
-  for (const word of node.data.matchAll(/[A-Za-z0-9]+/g)) {
-    range.setStart(node, word.index);
-    range.setEnd(node, word.index + word[0].length);
-    const boxes = [...range.getClientRects()];
-    if (new Set(boxes.map((r) => Math.round(r.top))).size > 1) found.push(word[0]);
-    if (boxes.some((r) => r.right > innerWidth)) found.push(`${word[0]} is cut`);
+  for (const { index, 0: word } of node.data.matchAll(/[\w./:]*\w/g)) {
+    look(node, index, index + word.length, word);
   }
 }
 return found"""
-"""The words of the page itself that go over two lines, or beyond the edge."""
+"""The words and names of the page itself that go over two lines although one holds them, or over the edge."""
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +387,10 @@ def test_without_a_judge_the_filters_of_right_and_wrong_give_way(browser, crowde
     page.wait("return document.querySelectorAll('#filters button').length")
     assert page.texts("#filters button") == ["all", "truncated 0", "no signal 1 group"]
     assert "give mine.py:exact (eval.accuracy) a weight, which may be 0" in page.text("#filters .aside")
+
+
+def test_on_a_wide_screen_the_names_in_tables_are_whole(browser, crowded):
+    assert browser.open(crowded, size=(1280, 800)).js(BROKEN) == []
 
 
 def test_on_a_phone_a_row_is_a_block_and_no_word_is_broken_or_cut(browser, crowded, pages):

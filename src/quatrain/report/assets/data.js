@@ -106,12 +106,12 @@ function short(value, digits = 4) {
 
 const signed = (value) => value > 0 ? `+${short(value, 3)}` : short(value, 3);
 
-// Names and paths, which may break after a dot, slash, colon or underscore instead of within a word.
-const parted = (text) => text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]);
-const code = (text) => el("code", {}, parted(text));
+// A name or path: it stays whole if a line holds it; if not, it breaks after a dot, slash, colon or underscore.
+const whole = (text, kind = "span") => el(kind, { class: "whole" }, text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]));
+const code = (text) => whole(text, "code");
 
 // A sentence of quatrain, in which Markdown's backticks mark code.
-const prose = (text) => text.split(/`([^`]+)`/).map((part, i) => (i % 2 ? code(part) : parted(part)));
+const prose = (text) => text.split(/`([^`]+)`/).map((part, i) => (i % 2 ? code(part) : part));
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 
