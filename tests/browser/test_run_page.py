@@ -41,9 +41,9 @@ function look(node, start, end, text) {
   range.setStart(node, start);
   range.setEnd(node, end);
   const boxes = [...range.getClientRects()].filter((r) => r.width);
-  const lines = new Set(boxes.map((r) => Math.round(r.top)));
+  const isBelow = Math.max(...boxes.map((r) => r.top)) > Math.min(...boxes.map((r) => r.bottom)) - 2;
   const width = boxes.reduce((sum, r) => sum + r.width, 0);
-  if (lines.size > 1 && (width < 280 || /^[a-z0-9]+$/i.test(text))) found.push(text);
+  if (isBelow && (width < 280 || /^[a-z0-9]+$/i.test(text))) found.push(text);
   if (boxes.some((r) => r.right > innerWidth)) found.push(`${text} is cut`);
 }
 for (const name of document.querySelectorAll('main .whole')) {

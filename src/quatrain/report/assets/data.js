@@ -107,11 +107,15 @@ function short(value, digits = 4) {
 const signed = (value) => value > 0 ? `+${short(value, 3)}` : short(value, 3);
 
 // A name or path: it stays whole if a line holds it; if not, it breaks after a dot, slash, colon or underscore.
-const whole = (text, kind = "span") => el(kind, { class: "whole" }, text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]));
-const code = (text) => whole(text, "code");
+const pieces = (text) => text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]);
+const whole = (...children) => el("span", { class: "whole" }, children);
+const code = (text, after) => whole(el("code", {}, pieces(text)), after);
 
-// A sentence of quatrain, in which Markdown's backticks mark code.
-const prose = (text) => text.split(/`([^`]+)`/).map((part, i) => (i % 2 ? code(part) : part));
+// A sentence of quatrain, in which Markdown's backticks mark code; the comma or full stop after it stays with it.
+function prose(text) {
+  const parts = text.split(/`([^`]+)`([.,;:)]*)/);
+  return parts.map((part, i) => [part, code(part, parts[i + 1]), ""][i % 3]);
+}
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 

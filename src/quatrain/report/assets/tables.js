@@ -30,7 +30,7 @@ function evaluated(run) {
     const name = Object.keys(run.metrics).find((each) => pattern.test(each));
     if (!name) continue;
     const prompts = latest(run, name.replace(/[^/]+$/, "num_prompts"));
-    return tile(text, change(run, name), [whole(name), prompts === null ? "" : `, ${count(prompts, "prompt")}`]);
+    return tile(text, change(run, name), [prompts === null ? "" : `${count(prompts, "prompt")}, `, whole(pieces(name))]);
   }
   return null;
 }
@@ -56,7 +56,7 @@ function tiles(run) {
 
 function what(run) {
   const parts = ["model.path", "data.train", "advantage.estimator", "update.loss"].map((key) => [key, setting(run, key)]).filter(([, value]) => value !== null);
-  return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, whole(asText(value)))]));
+  return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, whole(pieces(asText(value))))]));
 }
 
 const noteList = (notes) => (notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, prose(note)))) : null);
@@ -103,7 +103,7 @@ function configSection() {
   const host = el("div", { id: "config-content" });
   const kinds = { changed: "differs from the default", derived: "and derived", every: "all keys" };
   const wanted = (row) => (shown === "every" || row.changed || (shown === "derived" && row.derived)) && `${row.key} ${asText(row.value)}`.toLowerCase().includes(needle(query));
-  const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, code(each.key)), el("td", { class: "wide value" }, whole(asText(each.value))), el("td", { class: "wide value muted" }, whole(asText(each.default))), el("td", { class: "muted" }, each.layer));
+  const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, code(each.key)), el("td", { class: "wide value" }, whole(pieces(asText(each.value)))), el("td", { class: "wide value muted" }, whole(pieces(asText(each.default)))), el("td", { class: "muted" }, each.layer));
   const fill = () => {
     chips.replaceChildren(...Object.entries(kinds).map(([name, text]) => button({ "aria-pressed": String(shown === name), onclick: () => { shown = name; fill(); } }, text)));
     renew(host, [shown, query, state.runs.map((run) => run.config)], () => perRun(({ config }) => {
@@ -121,7 +121,7 @@ function differingSection() {
   const fill = () => {
     const rows = state.data.differing;
     renew(host, rows, () => [rows.length
-      ? table(["Key", ...state.runs.map((run) => run.name)], rows.map((row) => el("tr", {}, el("td", {}, code(row.key)), row.values.map((v) => el("td", { class: "value wide" }, whole(asText(v)))))), { "aria-label": "Keys that differ" })
+      ? table(["Key", ...state.runs.map((run) => run.name)], rows.map((row) => el("tr", {}, el("td", {}, code(row.key)), row.values.map((v) => el("td", { class: "value wide" }, whole(pieces(asText(v))))))), { "aria-label": "Keys that differ" })
       : el("p", { class: "empty" }, "The configurations of these runs are the same.")]);
   };
   return [host, fill];
