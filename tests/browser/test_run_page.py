@@ -25,7 +25,40 @@ from quatrain.report.page_server import address, server
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]
 
 
+ESCAPE, ENTER = "\ue00c", "\ue007"
+SHIFT_ENTER = "new KeyboardEvent('keydown', {key: 'Enter', shiftKey: true, bubbles: true})"
+TITLE = "f.querySelector('b').textContent"
 STATUS = "(document.querySelector('#results p') ?? {}).textContent"
+
+
+OUTSIDE = """return [...document.querySelectorAll('td, th, li, p, dd')].filter((e) => {
+  const box = e.getBoundingClientRect();
+  return box.width && (box.left < 0 || box.right > innerWidth);
+}).map((e) => e.textContent)"""
+"""The texts that a phone does not show without scrolling to the side."""
+BROKEN = r"""const found = [], range = document.createRange();
+function look(node, start, end, text) {
+  range.setStart(node, start);
+  range.setEnd(node, end);
+  const boxes = [...range.getClientRects()].filter((r) => r.width);
+  const isBelow = Math.max(...boxes.map((r) => r.top)) > Math.min(...boxes.map((r) => r.bottom)) - 2;
+  const width = boxes.reduce((sum, r) => sum + r.width, 0);
+  if (isBelow && (width < 280 || /^[a-z0-9]+$/i.test(text))) found.push(text);
+  if (boxes.some((r) => r.right > innerWidth)) found.push(`${text} is cut`);
+}
+for (const name of document.querySelectorAll('main .whole')) {
+  look(name, 0, name.childNodes.length, name.textContent);
+}
+const walk = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) {
+  const node = walk.currentNode;
+  if (node.parentElement.closest('.text, option')) continue; // what a model wrote may have no place to break
+  for (const { index, 0: word } of node.data.matchAll(/[\w./:]*\w/g)) {
+    look(node, index, index + word.length, word);
+  }
+}
+return found"""
+"""The words and names of the page itself that go over two lines although one holds them, or over the edge."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +130,61 @@ def test_search_finds_completions_of_all_steps(one):
     assert "1 hidden by the search or filter" in one.text("#group .group-head")
 
 
+def test_enter_goes_through_the_results_and_escape_empties_the_search(one):
+    one.keys("/")
+    one.keys("needle" + ENTER)  # before the results are there
+    one.wait(f"return {STATUS} === '3 completions in 3 steps'")
+    one.wait("return document.querySelectorAll('#results [aria-current]').length")
+    one.wait("return document.querySelector('#step').value === '1'")
+    one.keys(ENTER)
+    one.wait("return document.querySelector('#step').value === '2'")
+    assert one.texts("#group mark") == ["needle"]
+    one.js(f"document.activeElement.dispatchEvent({SHIFT_ENTER})")
+    one.wait("return document.querySelector('#step').value === '1'")
+    one.js(f"document.activeElement.dispatchEvent({SHIFT_ENTER})")
+    one.wait("return document.querySelector('#step').value === '3'")
+    one.click("[data-filter=truncated]")  # the results are those of the filter
+    one.wait(f"return {STATUS} === '0 completions in 0 steps'")
+    one.click("[data-filter=all]")
+    one.js("document.querySelector('#search').focus()")
+    one.keys(ESCAPE)
+    one.wait("return document.querySelectorAll('#group mark').length === 0")
+    assert one.js("return document.querySelector('#results').hidden") is True
+    assert one.js("return document.querySelector('#search').value") == ""
+    assert one.js("return document.activeElement === document.body") is True
+    assert one.js("return document.querySelector('#step').value") == "3"
+    one.type("#config-search", "rollout")
+    one.js("document.querySelector('#config-search').focus()")
+    one.keys(ESCAPE)
+    assert len(one.texts("#config-content tbody tr")) > 3
+
+
+def test_what_only_the_prompt_says_is_one_result_of_its_group(one):
+    one.type("#search", "question 1")
+    one.wait(f"return {STATUS} === '6 completions in 3 steps'")
+    assert [text[:6] for text in one.texts("#results li")] == ["step 1", "step 2", "step 3"]
+    one.js("document.querySelector('#search').focus()")
+    one.keys(ENTER)
+    colour = "return getComputedStyle(document.querySelectorAll('#results button')[%d]).backgroundColor"
+    assert one.js(colour % 0) != one.js(colour % 1)
+
+
+def test_a_result_scrolls_to_the_place_that_was_searched_for(browser, tmp_path):
+    text = "line\n" * 200 + "here it is"
+    write_rows(tmp_path / "run" / "samples" / "step_000001.jsonl", [sample(0, 1.0, completion=text)])
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    browser.open((tmp_path / "run.html").as_uri())
+    browser.type("#search", "here it")
+    browser.wait("return document.querySelector('#group mark')")
+    box, mark = (
+        browser.js(
+            f"const r = document.querySelector('{each}').getBoundingClientRect(); return [r.top, r.bottom]"
+        )
+        for each in ("#group .body", "#group mark")
+    )
+    assert box[0] <= mark[0] < mark[1] <= box[1]
+
+
 def test_filters_leave_what_they_say(one):
     assert one.texts("#filters button") == [
         "all",
@@ -129,6 +217,21 @@ def test_tokens_are_coloured_with_the_number_under_the_pointer(one):
     assert "--low" in colours[2]
 
 
+def test_samples_of_a_prompt_share_its_head_and_what_has_no_partner_is_counted(browser, tmp_path):
+    for step, prompts in ((0, 1), (5, 2)):
+        rows = [eval_sample(i, 1, sample=k, greedy=False) for i in range(prompts) for k in range(3)]
+        write_rows(tmp_path / "run" / "samples" / f"eval_{step:06d}.jsonl", rows)
+    Page([tmp_path / "run"]).write(tmp_path / "run.html")
+    page = browser.open((tmp_path / "run.html").as_uri())
+    page.wait("return document.querySelectorAll('#outcomes button').length")
+    assert page.texts("#outcomes button")[3] == "stayed right 3"
+    assert page.texts("#outcomes button")[-1] == "not in both 3"
+    assert page.texts("#pairs h3") == ["Prompt 0", "Prompt 1"]
+    assert len(page.texts("#pairs .pair")) == 6
+    page.click("[data-outcome=alone]")
+    assert page.texts("#pairs h3") == ["Prompt 1"]
+
+
 def test_evaluation_before_and_after(one):
     assert one.texts("#outcomes button") == [
         "all 4",
@@ -137,6 +240,7 @@ def test_evaluation_before_and_after(one):
         "stayed right 0",
         "stayed wrong 1",
         "truncated after 0",
+        "not in both 1",
     ]
     one.click("[data-outcome=fixed]")
     assert one.texts("#pairs h3") == ["Prompt 0", "Prompt 2"]
@@ -191,6 +295,115 @@ def test_several_runs_share_charts_and_list_the_keys_that_differ(browser, pages)
     assert legend == ["first", "second"]
     page.choose("#run", 1)
     page.wait("return document.querySelectorAll('#group .card').length")
+
+
+def test_a_chart_of_several_runs_has_their_final_evaluation_too(browser, tmp_path):
+    names = ("eval/accuracy_lenient", "eval/accuracy_strict", "eval/final/accuracy_lenient")
+    folders = [tmp_path / "one" / "run", tmp_path / "two" / "run"]
+    for folder in folders:
+        write_rows(folder / "metrics.jsonl", [{"step": 1} | dict.fromkeys(names, 0.5)])
+    Page(folders).write(tmp_path / "page.html")
+    assert legends(browser.open((tmp_path / "page.html").as_uri())) == {
+        "Accuracy, evaluation: accuracy_lenient": ["one/run", "two/run", "one/run final", "two/run final"],
+        "Accuracy, evaluation: accuracy_strict": ["one/run", "two/run"],
+    }
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """A run with metrics whose short names are the same, lines on one another, hints, and no accuracy."""
+    folder = tmp_path_factory.mktemp("crowded") / "a-run-with-a-name-that-is-longer-than-a-phone"
+    rows = [{"step": step} for step in range(6)]
+    rows[0] |= {"update/grad_norm": 9.0, "sft/loss": 9.0}  # of the warm start
+    for row in rows[1:]:
+        row |= {"update/kl": 0.1, "reward/kl": 0.2, "throughput/tokens_per_s": 5, "rollout/tokens_per_s": 9}
+        row |= {f"reward/function_{i}/mean": float(i) for i in range(9)}
+    for row in (rows[0], rows[2], rows[4], rows[5]):
+        row |= {"eval/accuracy_lenient": 0.5, "eval/accuracy_strict": 0.5, "eval/accuracy_errors": 40.0}
+        row |= {"eval/reward": 0.5, "eval/episode/reward/mean": 0.5, "eval/completion_length": 12.0}
+    write_rows(folder / "metrics.jsonl", rows)
+    text = "cut at `rollout.max_new_tokens` (8); see `a` and an odd ` mark"
+    write_rows(folder / "hints.jsonl", [{"step": 2, "hint": "truncated", "text": text}])
+    for step, rewards in ((0, (0.0, 1.0, 0.5)), (5, (1.0, 0.5, 0.5))):
+        samples = [
+            eval_sample(i, 0, reward=reward, correct=None, rewards={}) for i, reward in enumerate(rewards)
+        ]
+        write_rows(folder / "samples" / f"eval_{step:06d}.jsonl", samples)
+    (folder / "config.yaml").write_text(
+        "eval: {accuracy: mine.py:exact}\nreward:\n  functions:\n"
+        "    /a/long/path/to/a/folder/of_rewards/my_own_reward_functions.py:the_answer_is_in_the_text: 1.0\n"
+    )
+    write_rows(folder / "samples" / "step_000001.jsonl", [sample(0, 0.5)])
+    Page([folder]).write(folder / "report.html")
+    return (folder / "report.html").as_uri()
+
+
+def legends(page):
+    """Title of each chart -> the labels in its legend."""
+    script = f"[{TITLE}, [...f.querySelectorAll('.label')].map((e) => e.textContent)]"
+    return dict(page.js(f"return [...document.querySelectorAll('#curves figure')].map((f) => {script})"))
+
+
+def test_the_lines_of_a_chart_are_told_apart_and_have_one_unit(browser, crowded):
+    page = browser.open(crowded)
+    found = legends(page)
+    assert "Gradient norm" not in found
+    assert "9" in page.texts("[data-metric='update/grad_norm'] td")
+    assert found["KL"] == ["update/kl", "reward/kl"]
+    assert found["Throughput"] == ["throughput/tokens_per_s", "rollout/tokens_per_s"]
+    assert found["Accuracy, evaluation"] == ["accuracy_lenient", "accuracy_strict"]  # not the count of errors
+    assert found["Reward, evaluation"] == ["reward"]
+    swatches = {
+        title: page.js(
+            "const figures = [...document.querySelectorAll('#curves figure')];"
+            f"const figure = figures.find((f) => {TITLE} === '{title}');"
+            "return [...figure.querySelectorAll('.swatch')].map((e) => e.style.background)"
+        )
+        for title in ("Reward by function", "Accuracy, evaluation")
+    }
+    assert len(set(swatches["Reward by function"])) == 9
+    assert ["gradient" in each for each in swatches["Accuracy, evaluation"]] == [False, True]
+
+
+def test_backticks_in_a_sentence_mark_code(browser, crowded):
+    page = browser.open(crowded)
+    assert page.texts(".hints code") == ["rollout.max_new_tokens", "a"]
+    assert page.text(".hints li").endswith("cut at rollout.max_new_tokens (8); see a and an odd ` mark")
+    assert "eval.accuracy" in page.texts("[data-metric='eval/accuracy_lenient'] td code")
+
+
+def test_without_a_judge_the_filters_of_right_and_wrong_give_way(browser, crowded):
+    page = browser.open(crowded)
+    page.wait("return document.querySelectorAll('#outcomes button').length")
+    assert page.texts("#outcomes button") == [
+        "all 3",
+        "reward rose 1",
+        "reward fell 1",
+        "reward stayed 1",
+        "truncated after 0",
+    ]
+    page.click("[data-outcome=rose]")
+    assert page.texts("#pairs h3") == ["Prompt 0"]
+    page.wait("return document.querySelectorAll('#filters button').length")
+    assert page.texts("#filters button") == ["all", "truncated 0", "no signal 1 group"]
+    assert "give mine.py:exact (eval.accuracy) a weight, which may be 0" in page.text("#filters .aside")
+
+
+def test_on_a_wide_screen_the_names_in_tables_are_whole(browser, crowded):
+    assert browser.open(crowded, size=(1280, 800)).js(BROKEN) == []
+
+
+def test_on_a_phone_a_row_is_a_block_and_no_word_is_broken_or_cut(browser, crowded, pages):
+    for address_of in (crowded, pages["one"], pages["two"]):
+        page = browser.open(address_of, size=browser.PHONE)
+        assert page.js("return document.querySelectorAll('td').length") > 20
+        assert page.js(OUTSIDE) == []
+        assert page.js(BROKEN) == []
+        nav, top = (
+            page.js(f"return document.querySelector('{each}').getBoundingClientRect().bottom")
+            for each in ("#nav", ".top")
+        )
+        assert nav <= top
 
 
 def test_a_run_without_samples_says_so(browser, tmp_path):

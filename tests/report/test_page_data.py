@@ -5,12 +5,19 @@ import socket
 import pytest
 from page_runs import make_run, write_rows
 
-from quatrain.report.page_data import columns, config_rows, described, differing, run_data
+from quatrain.report.page_data import columns, config_rows, described, differing, distinct_names, run_data
 from quatrain.run.run_dir import find_run
 
 
 def by_key(rows):
     return {row["key"]: row for row in rows}
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path):
+    first, second, third = (tmp_path / name for name in ("a/run", "b/run", "b/other"))
+    assert distinct_names([first, third]) == ["run", "other"]
+    assert distinct_names([first, second, third]) == ["a/run", "b/run", "b/other"]
+    assert distinct_names([first, first]) == ["run", "run"]
 
 
 def test_a_run_is_a_folder_or_a_name(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
+import itertools
 import json
 import math
+import os
 
 import pytest
 from page_runs import episode_sample, episode_tokens, sample, tokens, tool_turns, unpacked, write_rows
@@ -40,6 +42,30 @@ def test_flags_say_what_the_filters_find(tmp_path):
         ["wrong_rewarded", "wrong_pushed"],
         ["wrong_rewarded", "truncated"],
     ]
+
+
+def test_eval_accuracy_decides_which_completions_of_a_training_step_are_right(tmp_path):
+    path = tmp_path / "samples" / "step_000001.jsonl"
+    rewards = {"correct": 1.0, "exact": 0.0, "b.py:score": 1.0, "a.py:score": 0.0}
+    write_rows(path, [sample(0, 0.6, rewards=rewards)])
+    config = tmp_path / "config.yaml"
+
+    def right(accuracy, *functions):
+        listed = dict.fromkeys(("correct", *functions), 1.0)
+        config.write_text(json.dumps({"eval": {"accuracy": accuracy}, "reward": {"functions": listed}}))
+        os.utime(config, ns=(0, next(clock)))
+        return read_samples(path).samples[0]["correct"]
+
+    clock = itertools.count()
+    assert right(None) == 1
+    assert right("my.py:exact", "my.py:exact") == 0
+    assert right("b.py:score", "a.py:score", "b.py:score") == 1
+    assert right("a.py:score", "a.py:score", "b.py:score") == 0
+    assert (
+        right("other.py:exact", "my.py:exact") is None
+    )  # another function of this name, which was not called
+    config.unlink()
+    assert read_samples(path).samples[0]["correct"] == 1
 
 
 def test_no_signal_is_advantages_of_zero_or_equal_rewards(tmp_path):

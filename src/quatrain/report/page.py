@@ -23,7 +23,7 @@ from typing import Any
 
 import jinja2
 
-from quatrain.report.page_data import described, differing, run_data, run_stamp
+from quatrain.report.page_data import described, differing, distinct_names, run_data, run_stamp
 from quatrain.report.page_samples import CAP_BYTES, SampleFiles, pack
 
 ASSETS = Path(__file__).with_name("assets")
@@ -43,6 +43,8 @@ class Page:
 
     def __init__(self, folders: Sequence[Path], *, capped: bool = True, keep_packed: bool = True):
         self._folders = list(folders)
+        self._names = distinct_names(self._folders)
+        self.title = ", ".join(self._names)
         caps = {kind: cap if capped else math.inf for kind, cap in CAP_BYTES.items()}
         self._samples = [
             {
@@ -62,7 +64,7 @@ class Page:
         """Write the page to `output`, which is replaced at once; `ended` as in `run_data`."""
         begin = time.monotonic()
         try:
-            head, tail = shell(", ".join(folder.resolve().name for folder in self._folders)).split(_CHUNKS)
+            head, tail = shell(self.title).split(_CHUNKS)
             draft = output.with_name(f".{output.name}.{os.getpid()}.draft")
             try:
                 with draft.open("wb") as file:
@@ -83,18 +85,18 @@ class Page:
     def data(self, *, ended: bool = False, live: bool = False) -> dict[str, Any]:
         """All that the page shows, without samples but with the list of them."""
         runs = []
-        for folder, samples in zip(self._folders, self._samples):
+        for folder, name, samples in zip(self._folders, self._names, self._samples):
             for files in samples.values():
                 files.refresh()
             index = {kind: files.index() for kind, files in samples.items()}
-            runs.append({**run_data(folder, ended=ended), "samples": index})
-        names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
+            runs.append({**run_data(folder, ended=ended), "name": name, "samples": index})
+        metrics = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
         return {
             "live": live,
             "version": _version(),
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "runs": runs,
-            "described": described(names),
+            "described": described(metrics),
             "differing": differing([run["config"] for run in runs]) if len(runs) > 1 else [],
         }
 

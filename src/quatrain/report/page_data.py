@@ -57,7 +57,6 @@ def run_data(folder: Path, *, ended: bool = False) -> dict[str, Any]:
     last_step = rows[-1]["step"] if rows else None
     total_steps = next((row["value"] for row in config if row["key"] == "run.steps"), None)
     return {
-        "name": folder.resolve().name,
         "state": _state(folder, ended, last_step, total_steps),
         "step": last_step,
         "total_steps": total_steps,
@@ -79,6 +78,16 @@ def _noted(name: str, notes: list[str]) -> Iterator[None]:
         pass
     except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
         notes.append(f"{name} could not be read: {error}")
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The name of each run: its folder's, after as many parents as tell the runs apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
 
 
 def run_stamp(folder: Path) -> list[Any]:

@@ -14,11 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quatrain.config.files import too_deep
+from quatrain.config.layers import parse_yaml
 from quatrain.run.metrics import is_finite
 from quatrain.types.batches import FAULTS
 
@@ -33,6 +35,7 @@ RIGHT = 0.5
 _FLAT = 1e-9
 """Advantages and rewards that differ by less are taken as equal."""
 _JUDGES = re.compile("correct|accura", re.IGNORECASE)
+"""Reward functions that decide what is right in a run without `eval.accuracy`."""
 _FILE = re.compile(r"(step|eval)_(\d{1,18})\.jsonl")
 _TOKEN_KEYS = ("texts", "ids", "sampler_logprobs", "trainer_logprobs", "advantages", "sampled")
 _SAMPLE_KEYS = ("finish_reason", "completion_tokens", "strict", "greedy", "set", "sample", "prompt_index")
@@ -77,7 +80,12 @@ def sample_files(folder: Path, kind: str) -> list[SampleFile]:
 
 
 def read_samples(path: Path, max_bytes: float = math.inf) -> Rows:
-    """The rows of a file, each with the keys that this version knows; a damaged line is counted."""
+    """The rows of a file in the folder `samples/` of a run, each with the keys that this version knows.
+
+    A damaged line is counted.
+    """
+    config = path.parent.parent / "config.yaml"
+    judges = _judges(config, config.stat().st_mtime_ns if config.exists() else 0)
     samples: list[dict[str, Any]] = []
     num_damaged = num_left_out = num_bytes = 0
     with path.open("rb") as file:
@@ -85,7 +93,7 @@ def read_samples(path: Path, max_bytes: float = math.inf) -> Rows:
             num_bytes += len(line)
             if num_bytes > max_bytes and samples:
                 num_left_out += 1
-            elif (sample := _parse(line)) is not None:
+            elif (sample := _parse(line, judges)) is not None:
                 samples.append(sample)
             elif line.strip():
                 num_damaged += 1
@@ -199,7 +207,24 @@ def number(value: Any) -> float | int | None:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+@lru_cache(maxsize=64)
+def _judges(config: Path, time_ns: int) -> tuple[str, ...] | None:
+    """The names that `eval.accuracy` may have among the rewards; None if a run has not set it.
+
+    A function has its whole name there if another has the same name in another file. `time_ns`: when the
+    run's `config.yaml` was written.
+    """
+    try:
+        content = parse_yaml(config.read_text("utf-8", errors="replace"), config.name)
+        accuracy, functions = content["eval"]["accuracy"], content["reward"]["functions"]
+    except (OSError, ValueError, LookupError, TypeError):  # `page_data.py` says so
+        return None
+    if not isinstance(accuracy, str):
+        return None
+    return (accuracy, accuracy.rpartition(":")[2]) if accuracy in functions else ()
+
+
+def _parse(line: bytes, judges: tuple[str, ...] | None) -> dict[str, Any] | None:
     """The sample on a line; None if the line is not whole, or holds none."""
     if not line.endswith(b"\n"):
         return None
@@ -208,7 +233,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     usable = isinstance(row, dict) and "completion" in row and not too_deep(row)
-    return _sample(row) if usable else None
+    return _sample(row, judges) if usable else None
 
 
 def _finite(digits: str) -> float | None:
@@ -216,7 +241,7 @@ def _finite(digits: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+def _sample(row: Mapping[str, Any], judges: tuple[str, ...] | None) -> dict[str, Any]:
     """The row with the types that the page relies on."""
     rewards, columns = row.get("rewards"), row.get("columns")
     group_id = row.get("group_id", row.get("prompt_index"))
@@ -229,7 +254,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": number(row.get("advantage")),
         "rewards": {k: number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
         "columns": columns if isinstance(columns, dict) else {},
-        "correct": _correct(row),
+        "correct": _correct(row, judges),
         **{key: row[key] for key in _SAMPLE_KEYS if row.get(key) is not None},
         **({"turns": list(map(_turn, row["turns"]))} if isinstance(row.get("turns"), list) else {}),
         **({} if environment_reward is None else {"environment_reward": environment_reward}),
@@ -271,12 +296,15 @@ def _tokens(tokens: Any) -> dict[str, list[Any]] | None:
     return {**kept, "texts": [_text(text) for text in texts]}
 
 
-def _correct(row: Mapping[str, Any]) -> int | None:
-    """1 or 0 if the row says whether the answer is right, itself or by a reward function named so."""
-    values = [row.get("correct")]
-    rewards = row.get("rewards")
+def _correct(row: Mapping[str, Any], judges: tuple[str, ...] | None) -> int | None:
+    """1 or 0 if the row says whether the answer is right: itself, or by one of the reward functions `judges`.
+
+    Without `judges`, a function decides that is named so.
+    """
+    values, rewards = [row.get("correct")], row.get("rewards")
     if isinstance(rewards, dict):
-        values += [value for name, value in rewards.items() if _JUDGES.search(name)]
+        names = filter(_JUDGES.search, rewards) if judges is None else judges
+        values += map(rewards.get, names)
     said = next((value for value in map(number, values) if value is not None), None)
     return None if said is None else int(said >= RIGHT)
 

@@ -58,14 +58,13 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[Path], port: int):
         super().__init__((HOST, port), _Handler)
         self._page = Page(folders, capped=False, keep_packed=False)
-        self._title = ", ".join(folder.resolve().name for folder in folders)
         self._data, self._stamp = b"", ""
         self._refreshing = threading.Lock()
 
     def content(self, path: str) -> tuple[str, bytes] | None:
         """(media type, bytes) of a path; None if there is nothing."""
         if path == "/":
-            return "text/html; charset=utf-8", shell(self._title, live=True).encode(errors="replace")
+            return "text/html; charset=utf-8", shell(self._page.title, live=True).encode(errors="replace")
         with self._refreshing:
             if path == "/data":
                 stamp = self._page.stamp()

@@ -23,10 +23,16 @@ function smoothed(values) {
   });
 }
 
-// Few values, or with gaps between them, as of evaluations: they are marked, and joined over the gaps.
-function isSparse(values) {
+// Of an evaluation, or few values, or with gaps between them: they are marked, and joined over the gaps.
+function isSparse({ name, values }) {
   const present = values.flatMap((v, i) => (v === null ? [] : [i]));
-  return present.length < 4 || present.length < 0.6 * (present.at(-1) - present[0] + 1);
+  return name.startsWith("eval/") || present.length < 4 || present.length < 0.6 * (present.at(-1) - present[0] + 1);
+}
+
+// Whether most points of a line lie on another, which it would hide if it were not dashed.
+function covers(values, other) {
+  const both = values.flatMap((v, i) => (v === null || other[i] === null ? [] : [v === other[i]]));
+  return both.filter(Boolean).length > both.length / 2;
 }
 
 // The columns of uPlot: one list of steps of all series, and the values of each series at these steps.
@@ -71,6 +77,12 @@ class Chart {
     const spec = this.spec();
     [this.steps, this.raw] = aligned(spec.series);
     this.series = spec.series;
+    if (!spec.stacked) {
+      this.raw.forEach((values, i) => {
+        const covered = this.raw.slice(0, i).filter((other) => covers(values, other)).length;
+        if (!this.series[i].dash.length) this.series[i].dash = DASHES[covered % DASHES.length];
+      });
+    }
     this.drawLegend(null);
     this.showRemark(spec);
     return spec;
@@ -203,7 +215,7 @@ function plainLines(columns, series, shown, log) {
   const lines = [];
   series.forEach((s, i) => {
     const values = log ? columns[i].map((v) => (v !== null && v > 0 ? v : null)) : columns[i];
-    const sparse = isSparse(s.values);
+    const sparse = isSparse(s);
     const base = { show: shown[i], stroke: s.colour, dash: s.dash, spanGaps: sparse };
     const points = { show: sparse, size: 5, fill: s.colour };
     if (smoothing && !sparse) {

@@ -39,7 +39,7 @@ function completionsSection() {
 
 function runChoice() {
   if (state.runs.length < 2) return null;
-  return choice("Run ", "run", state.runs.map((run, i) => [i, run.name]), (value) => { Object.assign(view, { run: Number(value), step: null }); refreshCompletions(); });
+  return choice("Run ", "run", state.runs.map((run, i) => [i, run.name]), (value) => openRun(Number(value)));
 }
 
 function stepChoice() {
@@ -54,10 +54,18 @@ function stepChoice() {
 function searchBox() {
   let timer = null;
   return searchField("Search the completions of all steps", "search", "Search all steps ( / )", (value) => {
-    view.query = value;
+    Object.assign(view, { query: value, result: -1, awaited: false });
     clearTimeout(timer);
-    timer = setTimeout(() => { showStepBody(); searchAll(); }, 200);
-  });
+    timer = setTimeout(() => { showStepBody(); searchAll(); }, value && 200);
+  }, openResult);
+}
+
+// Opens the next result of the search, or the one before; the first, if there is none yet, as soon as it is found.
+function openResult(by) {
+  const found = view.query === view.searched ? [...$("results").querySelectorAll("li button")] : [];
+  const from = Math.max(view.result, by < 0 ? 0 : -1);
+  if (found.length) found[(from + by + found.length) % found.length].click();
+  else view.awaited = true;
 }
 
 const colourChoice = () => choice("Colour tokens by ", "colour", Object.entries(COLOURS), (value) => { view.by = value; showGroup(); }, { id: "colour-field", hidden: true });
@@ -65,21 +73,23 @@ const colourChoice = () => choice("Colour tokens by ", "colour", Object.entries(
 function showFilters() {
   const steps = stepSummaries();
   const judged = steps.some((s) => s.judged);
+  const accuracy = setting(state.runs[view.run], "eval.accuracy");
+  const remedy = accuracy ? `give \`${accuracy}\` (\`eval.accuracy\`) a weight, which may be 0` : "name one in `eval.accuracy`";
   const entry = ([name, [text, meaning]]) => {
     const number = steps.reduce((sum, s) => sum + (s[name] ?? 0), 0);
-    const unknown = name.startsWith("wrong") && !judged;
     return button({
-      "data-filter": name, "aria-pressed": String(view.filter === name), disabled: unknown, onclick: () => setFilter(name),
-      title: unknown ? "No reward function of this run says whether an answer is right: one whose name contains correct or accuracy does." : meaning,
-    }, text, name === "all" ? null : tally(number, name === "no_signal" ? " groups" : ""));
+      "data-filter": name, "aria-pressed": String(view.filter === name), title: meaning, onclick: () => setFilter(name),
+    }, text, name === "all" ? null : tally(number, name !== "no_signal" ? "" : number === 1 ? " group" : " groups"));
   };
-  const offered = ([name]) => name !== "failed" || view.filter === name || steps.some((s) => s.failed);
-  $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(entry));
+  const offered = ([name]) => view.filter === name || !{ failed: !steps.some((s) => s.failed), wrong_rewarded: !judged, wrong_pushed: !judged }[name];
+  $("filters").replaceChildren(...Object.entries(FILTERS).filter(offered).map(entry),
+    judged ? "" : el("span", { class: "aside" }, prose(`No function in \`reward.functions\` decides what is right, so there is no filter “wrong but rewarded”: ${remedy}.`)));
 }
 
 function setFilter(name) {
   view.filter = name;
   showFilters();
+  searchAll();
   const summary = stepSummaries().find((s) => s.step === view.step);
   if (name !== "all" && summary && !summary[name]) {
     const next = matchingStep(1) ?? matchingStep(-1);
@@ -153,8 +163,7 @@ function showStepBody() {
   const shown = shownGroups();
   if (!shown.some(({ place }) => place === view.group)) view.group = shown.length ? shown[0].place : 0;
   $("prompts").replaceChildren(...shown.map(({ group, place }) => promptEntry(group, place)));
-  const current = $("prompts").querySelector("[aria-current]");
-  if (current) current.parentElement.parentElement.scrollTop = Math.max(0, current.offsetTop - 80);
+  keepInView($("prompts"), $("prompts").querySelector("[aria-current]"));
   showGroup();
 }
 
@@ -182,6 +191,7 @@ function showGroup() {
       button({ class: "small", "aria-pressed": String(view.tall), onclick: () => { view.tall = !view.tall; showGroup(); } }, "full height")),
     ...promptAndColumns(group, view.query),
     el("div", { class: `cards${view.tall ? " tall" : ""}${shown.some((s) => s.turns) ? " wide" : ""}` }, shown.map((s) => card(s, group))));
+  showMarks($("group"));
 }
 
 // What a group shares, or what a sample has of its own.
@@ -203,32 +213,49 @@ async function searchAll() {
   const sought = needle(view.query);
   const host = $("results");
   host.hidden = !sought;
+  Object.assign(view, { searched: view.query, result: -1 });
   if (!sought) return;
   const list = el("ol", {});
   const said = el("p", { role: "status" });
   host.replaceChildren(said, list);
   const steps = stepSummaries();
-  let found = 0, inSteps = 0, done = 0;
+  let found = 0, listed = 0, inSteps = 0, done = 0;
   for (const { step } of steps) {
     const name = `${view.run}-step-${step}`;
     const groups = kept.get(name) ?? await fetchGroups(name) ?? [];
     if (search !== view.search) return; // the reader has typed on
-    const hits = groups.flatMap((group, place) => group.samples.filter((s) => holds(view.filter, group, s) && matches(s, group, sought)).map((s) => [step, place, group, s]));
-    for (const hit of hits.slice(0, Math.max(0, MOST_RESULTS - found))) list.append(result(...hit, sought));
-    found += hits.length;
-    inSteps += hits.length ? 1 : 0;
+    const before = found;
+    for (const [place, group] of groups.entries()) {
+      const hits = shownSamples(group);
+      const own = hits.filter((sample) => saysItself(sample, sought)); // what only the prompt or a column says is listed once
+      found += hits.length;
+      listed += own.length || Math.min(1, hits.length);
+      for (const sample of own.length ? own : hits.slice(0, 1)) {
+        if (list.childElementCount < MOST_RESULTS) list.append(result(step, place, group, sample, sought, list.childElementCount));
+      }
+    }
+    if (found > before && view.awaited) { view.awaited = false; openResult(1); }
+    inSteps += found > before ? 1 : 0;
     done += 1;
     if (done % 8 && done !== steps.length) continue;
-    const more = found > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
+    const more = listed > MOST_RESULTS ? `, the first ${MOST_RESULTS} below` : "";
     said.textContent = `${count(found, "completion")} in ${count(inSteps, "step")}${more}${done < steps.length ? `; ${done} of ${steps.length} steps searched` : ""}`;
   }
 }
 
-function result(step, place, group, sample, sought) {
+function result(step, place, group, sample, sought, number) {
   const source = textsOf(sample).find((each) => each.toLowerCase().includes(sought)) ?? "";
   const at = source.toLowerCase().indexOf(sought);
   const text = at < 0 ? promptLine(group) : source.slice(Math.max(0, at - 40), at + sought.length + 60).replace(/\s+/g, " ");
-  return el("li", {}, button({ onclick: () => showStep(step, place) },
+  const open = (event) => {
+    const list = event.currentTarget.closest("ol");
+    view.result = number;
+    list.querySelector("[aria-current]")?.removeAttribute("aria-current");
+    event.currentTarget.setAttribute("aria-current", "true");
+    keepInView(list, event.currentTarget);
+    showStep(step, place);
+  };
+  return el("li", {}, button({ onclick: open },
     el("span", { class: "number" }, `step ${step}`), el("span", { class: "number" }, short(sample.reward, 3)),
     el("span", { class: "line" }, marked(text, sought))));
 }
@@ -253,7 +280,7 @@ async function refreshCompletions() {
   const steps = stepSummaries();
   $("completions-content").hidden = !steps.length;
   const none = "This run has no samples: logging.samples_per_step was 0, or no step has finished.";
-  $("completions-note").replaceChildren(...(steps.length ? leftOut(run) : [none]).map((text) => el("span", {}, text)));
+  $("completions-note").replaceChildren(...(steps.length ? leftOut(run) : [none]).map((text) => el("span", {}, prose(text))));
   if (!steps.length) return;
   $("colour-field").hidden = !steps.some((s) => s.tokens);
   showFilters();

@@ -4,9 +4,10 @@ const STAGES = ["rollout", "wait_rollout", "copy_weights", "place_weights", "rew
 const PLAIN = [
   { title: "Reward", unit: "mean of a step", of: ["reward/mean", "reward/greedy/mean"] },
   { title: "Reward by function", unit: "unweighted mean of a step", match: /^reward\/(?!greedy\/)(.+)\/mean$/ },
-  { title: "Accuracy, evaluation", unit: "fraction of completions", match: /^eval\/(?:.+\/)?(?:accuracy_.+|mean_at_n|pass_at_n)$/ },
-  { title: "Reward, evaluation", unit: "mean", match: /^eval\/(?:.+\/)?reward(?:\/[^/]+)?$/ },
+  { title: "Accuracy, evaluation", unit: "fraction of completions", match: /^eval\/(?:.+\/)?(?:accuracy_(?:lenient|strict)|mean_at_n|pass_at_n)$/ },
+  { title: "Reward, evaluation", unit: "mean", match: /^eval\/(?!(?:.+\/)?episode\/)(?:.+\/)?reward(?:\/[^/]+)?$/ },
   { title: "Length", unit: "tokens", of: ["length/completion/mean", "length/completion/max", "length/prompt/mean"], match: /^eval\/(?:.+\/)?completion_length$/ },
+  { title: "Turns", unit: "of the policy, per episode", of: ["episode/turns/mean", "episode/turns/max"] },
   { title: "Truncated completions", unit: "fraction", of: ["rollout/truncated_fraction"], match: /^eval\/(?:.+\/)?truncated_fraction$/ },
   { title: "Entropy", unit: "nats per token", of: ["update/entropy"] },
   { title: "KL", unit: "nats per token", of: ["update/kl", "reward/kl", "update/behaviour_kl"] },
@@ -21,26 +22,29 @@ const PLAIN = [
   { title: "Compile time", unit: "s", of: ["time/compile_s"] },
 ];
 
+// What step 0 has of training itself: other metrics of that step, as the loss, are those of the warm start's last step.
+const BEFORE_TRAINING = /^(eval|time)\//;
+
 const metricNames = () => [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics)))];
 
-function label(name) {
-  return name.replace(/^(update|rollout|length|throughput|advantage)\//, "").replace(/\/mean$/, "").replace(/^reward\/(?=.)/, "").replace(/_fraction$/, "");
-}
-
-// Names in a legend: those of an evaluation say so where others stand beside them.
+// Names in a legend: each without what all of them share or what is evident; the whole names if that leaves two the same.
 function labels(names) {
   const alone = names.every((name) => name.startsWith("eval/"));
-  return names.map((name) => label(alone ? name.slice(5) : name));
+  const short = names.map((name) => (alone ? name.slice(5) : name).replace(/^(update|rollout|length|throughput|advantage|episode)\//, "")
+    .replace(/\/mean$/, "").replace(/^reward\/(?=.)/, "").replace(/_fraction$/, ""));
+  return names.map((name, i) => (short.indexOf(short[i]) === short.lastIndexOf(short[i]) ? short[i] : name));
 }
 
 // One line for each run that has the metric: the run has a colour and the metric a dash; of one run, metrics have colours.
-function seriesOf(names) {
+function seriesOf(names, { fromStep = 0 } = {}) {
   const several = state.runs.length > 1;
-  const short = labels(names);
+  const ofFinal = names.length === 2 && names[1].replace("final/", "") === names[0];
+  const named = several && (ofFinal || names.length === 1) ? ["", "final"] : labels(names);
   return names.flatMap((name, n) => state.runs.flatMap((run, r) => (run.metrics[name] ? [{
-    name, steps: run.steps, values: run.metrics[name], nonFinite: run.non_finite[name],
-    label: several ? (names.length > 1 ? `${run.name} ${short[n]}` : run.name) : short[n],
-    colour: colour(several ? r : n), dash: several ? DASHES[n % DASHES.length] : [],
+    name, steps: run.steps, nonFinite: run.non_finite[name],
+    values: run.metrics[name].map((value, i) => (run.steps[i] < fromStep && !BEFORE_TRAINING.test(name) ? null : value)),
+    label: several ? `${run.name} ${named[n]}`.trim() : named[n],
+    colour: colour(several ? r : n), dash: DASHES[(several ? n + Math.floor(r / 8) : Math.floor(n / 8)) % DASHES.length],
   }] : [])));
 }
 
@@ -56,16 +60,19 @@ function chartNote(names) {
   return names.map((name) => (known[name] ? `${name}: ${known[name][1]}` : name)).join("\n");
 }
 
-// [title, unit, metric names, log] of each chart that has data. Of several runs, each metric of a crowded chart has its own.
+// [title, unit, metric names, log] of each chart that has data. Of several runs, each metric of a crowded chart has its own,
+// together with its value in the final evaluation.
 function chartPlans() {
-  const present = metricNames();
+  const present = metricNames().filter((name) => seriesOf([name], { fromStep: 1 }).some((s) => s.nonFinite || s.values.some((v) => v !== null)));
   const plans = [];
   for (const chart of PLAIN) {
     const listed = (chart.of ?? []).filter((name) => present.includes(name));
     const names = [...listed, ...present.filter((name) => chart.match && chart.match.test(name))];
     if (!names.length) continue;
+    const finals = (name) => names.filter((each) => each !== name && each.replace("final/", "") === name);
+    const first = names.filter((name) => !names.some((each) => finals(each).includes(name)));
     if (state.runs.length > 1 && names.length > 2) {
-      for (const name of names) plans.push([`${chart.title}: ${label(name)}`, chart.unit, [name], chart.log]);
+      labels(first).forEach((label, n) => plans.push([`${chart.title}: ${label}`, chart.unit, [first[n], ...finals(first[n])], chart.log]));
     } else plans.push([chart.title, chart.unit, names, chart.log]);
   }
   return plans;
@@ -95,7 +102,7 @@ function fillCurves(grid) {
   if (signature === planned) { redrawCharts(); return; }
   planned = signature;
   for (const chart of [...charts]) if (grid.contains(chart.figure)) chart.destroy();
-  const made = plans.map(([title, unit, names, log]) => new Chart(title, unit, () => ({ series: seriesOf(names), log }), { onStep: openStep, note: chartNote(names) }));
+  const made = plans.map(([title, unit, names, log]) => new Chart(title, unit, () => ({ series: seriesOf(names, { fromStep: 1 }), log }), { onStep: openStep, note: chartNote(names) }));
   state.runs.forEach((run, i) => {
     if (!stageSeries(run).length) return;
     const title = state.runs.length > 1 ? `Seconds by stage: ${run.name}` : "Seconds by stage";

@@ -26,8 +26,21 @@ function el(name, attributes = {}, ...children) {
 const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
 const choice = (label, id, options, onchange, attributes = {}) => el("label", { class: "field", ...attributes }, label,
   el("select", { id, onchange: (event) => onchange(event.target.value) }, options.map(([value, text]) => el("option", { value }, text))));
-const searchField = (label, id, placeholder, oninput) => el("label", { class: "field grow" }, el("span", { class: "sr" }, label),
-  el("input", { type: "search", id, placeholder, autocomplete: "off", spellcheck: "false", oninput: (event) => oninput(event.target.value) }));
+// Enter calls `onenter` with 1, or -1 with Shift; Escape empties the field and leaves it.
+function searchField(label, id, placeholder, oninput, onenter = () => {}) {
+  const onkeydown = (event) => {
+    if (event.isComposing) return; // Enter or Escape of an input method
+    if (event.key === "Enter") onenter(event.shiftKey ? -1 : 1);
+    if (event.key !== "Escape") return;
+    event.preventDefault();
+    event.target.value = "";
+    oninput("");
+    event.target.blur();
+  };
+  return el("label", { class: "field grow" }, el("span", { class: "sr" }, label), el("input", {
+    type: "search", id, placeholder, enterkeyhint: "search", autocomplete: "off", spellcheck: "false", onkeydown, oninput: (event) => oninput(event.target.value),
+  }));
+}
 // What `render` makes of each run, under its name if there are several.
 const perRun = (render) => state.runs.flatMap((run, i) => [state.runs.length > 1 ? el("h3", {}, run.name) : null, render(run, i)]);
 
@@ -87,11 +100,22 @@ function short(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (value === 0 || Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replace("-", "−");
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replaceAll("-", "−");
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits }).replace("-", "−");
 }
 
 const signed = (value) => value > 0 ? `+${short(value, 3)}` : short(value, 3);
+
+// A name or path: it stays whole if a line holds it; if not, it breaks after a dot, slash, colon or underscore.
+const pieces = (text) => text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]);
+const whole = (...children) => el("span", { class: "whole" }, children);
+const code = (text, after) => whole(el("code", {}, pieces(text)), after);
+
+// A sentence of quatrain, in which Markdown's backticks mark code; the comma or full stop after it stays with it.
+function prose(text) {
+  const parts = text.split(/`([^`]+)`([.,;:)]*)/);
+  return parts.map((part, i) => [part, code(part, parts[i + 1]), ""][i % 3]);
+}
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 

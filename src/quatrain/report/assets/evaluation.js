@@ -1,13 +1,7 @@
 // The evaluation completions of two steps side by side, paired by prompt and sample.
 
-const OUTCOMES = {
-  all: "all",
-  fixed: "became right",
-  broken: "became wrong",
-  right: "stayed right",
-  wrong: "stayed wrong",
-  truncated: "truncated after",
-};
+const OUTCOMES = { fixed: "became right", broken: "became wrong", right: "stayed right", wrong: "stayed wrong" };
+const OUTCOMES_BY_REWARD = { rose: "reward rose", fell: "reward fell", same: "reward stayed" };
 const PAIRS_AT_ONCE = 20;
 const evaluation = { run: 0, before: null, after: null, pairs: [], outcome: "all", query: "", shown: PAIRS_AT_ONCE, loaded: "" };
 
@@ -17,7 +11,7 @@ function evaluationSection() {
   const choose = (key, text) => choice(text, `eval-${key}`, [], (value) => { evaluation[key] = Number(value); loadPairs(); });
   const runs = state.runs.length < 2 ? null : choice("Run ", "eval-run", state.runs.map((run, i) => [i, run.name]),
     (value) => { Object.assign(evaluation, { run: Number(value), before: null, after: null }); refreshEvaluation(); });
-  const search = searchField("Search the evaluation completions", "eval-search", "Search", (value) => { Object.assign(evaluation, { query: value, shown: PAIRS_AT_ONCE }); showPairs(); });
+  const search = searchField("Search the evaluation completions", "eval-search", "Search", (value) => { Object.assign(evaluation, { query: value, shown: PAIRS_AT_ONCE }); showPairs(); }, movePair);
   const content = el("div", { id: "eval-content" },
     el("div", { class: "bar" }, runs, choose("before", "Before: step "), choose("after", "After: step "), search),
     el("div", { class: "chips", id: "outcomes", role: "group", "aria-label": "Filter" }),
@@ -60,9 +54,12 @@ async function loadPairs() {
 
 function inOutcome({ before, after }, name) {
   if (name === "all") return true;
+  if (name === "alone") return !before || !after;
   if (name === "truncated") return after?.sample.finish_reason === "length";
-  const [was, is] = [before?.sample.correct ?? null, after?.sample.correct ?? null];
+  const key = name in OUTCOMES ? "correct" : "reward";
+  const [was, is] = [before?.sample[key] ?? null, after?.sample[key] ?? null];
   if (was === null || is === null) return false;
+  if (key === "reward") return name === (is > was ? "rose" : is < was ? "fell" : "same");
   return name === (was === is ? (is ? "right" : "wrong") : (is ? "fixed" : "broken"));
 }
 
@@ -72,24 +69,33 @@ function showPairs() {
     "data-outcome": name, "aria-pressed": String(evaluation.outcome === name),
     onclick: () => { Object.assign(evaluation, { outcome: name, shown: PAIRS_AT_ONCE }); showPairs(); },
   }, text, tally(pairs.filter((pair) => inOutcome(pair, name)).length));
-  $("outcomes").replaceChildren(...Object.entries(OUTCOMES).map(chip));
+  const judged = pairs.some(({ before, after }) => [before, after].some((side) => (side?.sample.correct ?? null) !== null));
+  const outcomes = { all: "all", ...(judged ? OUTCOMES : OUTCOMES_BY_REWARD), truncated: "truncated after", alone: "not in both" };
+  if (evaluation.outcome !== "alone" && !pairs.some((pair) => inOutcome(pair, "alone"))) delete outcomes.alone;
+  if (!(evaluation.outcome in outcomes)) evaluation.outcome = "all";
+  $("outcomes").replaceChildren(...Object.entries(outcomes).map(chip));
   const sought = needle(evaluation.query);
   const found = pairs.filter((pair) => inOutcome(pair, evaluation.outcome)
     && [pair.before, pair.after].some((side) => side && matches(side.sample, side.group, sought)));
-  $("pairs").replaceChildren(...found.slice(0, evaluation.shown).map(pairArticle));
+  $("pairs").replaceChildren(...found.slice(0, evaluation.shown).map((pair, i) => pairArticle(pair, found[i - 1])));
+  showMarks($("pairs"));
   if (!found.length) $("pairs").append(el("p", { class: "empty" }, "No completion matches the search and the filter."));
   $("more-pairs").hidden = found.length <= evaluation.shown;
   $("more-pairs").textContent = `Show more (${(found.length - evaluation.shown).toLocaleString("en")} left)`;
 }
 
-function pairArticle(pair) {
+const promptOf = ({ before, after }) => JSON.stringify([(after ?? before).sample.set, (after ?? before).group.id]);
+
+// A prompt stands once above the pairs of its samples.
+function pairArticle(pair, previous) {
   const { group, sample } = pair.after ?? pair.before;
   const side = (name, step, one) => el("div", { class: "card" }, el("h4", {}, `${name}, step ${step}`),
     one ? [facts(one.sample), completionBox(one.sample, ` ${name}`, completionBody(one.sample, "none", evaluation.query))]
       : el("p", { class: "empty" }, "not among the prompts of this evaluation"));
-  return el("article", { class: "pair", tabindex: -1 },
+  const head = previous && promptOf(previous) === promptOf(pair) ? [] : [
     el("h3", {}, sample.set ? `${sample.set}, prompt ${group.id}` : `Prompt ${group.id}`),
-    promptAndColumns({ prompt: group.prompt ?? sample.prompt, columns: group.columns ?? sample.columns }, evaluation.query),
+    promptAndColumns({ prompt: group.prompt ?? sample.prompt, columns: group.columns ?? sample.columns }, evaluation.query)];
+  return el("article", { class: `pair${head.length ? "" : " more"}`, tabindex: -1 }, head,
     el("div", { class: "cards two" }, side("before", evaluation.before, pair.before), side("after", evaluation.after, pair.after)));
 }
 

@@ -66,7 +66,7 @@ function watchTheme() {
 
 const inEvaluation = () => currentSection()?.id === "evaluation";
 const nextOf = (names, current) => names[(names.indexOf(current) + 1) % names.length];
-const offeredFilters = () => [...$("filters").querySelectorAll("button:not([disabled])")].map((b) => b.dataset.filter);
+const offeredFilters = () => [...$("filters").querySelectorAll("button")].map((b) => b.dataset.filter);
 
 const KEYS = {
   ArrowLeft: () => moveStep(-1),

@@ -1,6 +1,8 @@
 // Overview, hints, plan, configuration, keys that differ between runs, and the table of all metrics.
 
+// On a phone a row is a block, in which each cell says what it holds.
 function table(heads, rows, attributes = {}) {
+  for (const row of rows) [...row.cells].forEach((cell, i) => { cell.dataset.head = heads[i]; });
   const head = el("thead", {}, el("tr", {}, heads.map((text) => el("th", { scope: "col" }, text))));
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes["aria-label"] }, el("table", attributes, head, el("tbody", {}, rows)));
 }
@@ -28,7 +30,7 @@ function evaluated(run) {
     const name = Object.keys(run.metrics).find((each) => pattern.test(each));
     if (!name) continue;
     const prompts = latest(run, name.replace(/[^/]+$/, "num_prompts"));
-    return tile(text, change(run, name), prompts === null ? name : `${name}, ${count(prompts, "prompt")}`);
+    return tile(text, change(run, name), [prompts === null ? "" : `${count(prompts, "prompt")}, `, whole(pieces(name))]);
   }
   return null;
 }
@@ -54,10 +56,10 @@ function tiles(run) {
 
 function what(run) {
   const parts = ["model.path", "data.train", "advantage.estimator", "update.loss"].map((key) => [key, setting(run, key)]).filter(([, value]) => value !== null);
-  return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, asText(value))]));
+  return el("p", { class: "what" }, parts.map(([key, value], i) => [i ? " · " : "", el("span", { title: key }, whole(pieces(asText(value))))]));
 }
 
-const noteList = (notes) => (notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))) : null);
+const noteList = (notes) => (notes.length ? el("ul", { class: "notes" }, notes.map((note) => el("li", {}, prose(note)))) : null);
 
 function overviewSection() {
   const places = state.runs.map(() => ({ numbers: el("div", {}), hints: el("div", {}) }));
@@ -75,7 +77,7 @@ function hintList(i) {
   if (!hints.length) return null;
   return el("ul", { class: "hints" }, hints.map((hint) => el("li", {},
     hint.step === null ? null : button({ class: "link number", title: "Read the completions of this step", onclick: () => { openRun(i); openStep(hint.step); } }, `step ${hint.step}`),
-    el("span", { class: "badge" }, hint.hint), el("span", {}, hint.text))));
+    el("span", { class: "badge" }, hint.hint), el("span", {}, prose(hint.text)))));
 }
 
 function openRun(i) {
@@ -83,14 +85,15 @@ function openRun(i) {
   Object.assign(view, { run: i, step: null });
   $("run").value = i;
   refreshCompletions();
+  searchAll();
 }
 
 function planSection() {
   const host = el("div", {});
   const value = (v) => (v === null ? "–" : typeof v === "object" ? `${short(v.min)} to ${short(v.max)}` : short(v));
-  const row = ({ key, value: v, unit, why }) => el("tr", {}, el("td", {}, el("code", {}, key)), el("td", { class: "number" }, value(v)), el("td", {}, asText(unit)), el("td", { class: "wide" }, asText(why)));
+  const row = ({ key, value: v, unit, why }) => el("tr", {}, el("td", {}, code(key)), el("td", { class: "number" }, value(v)), el("td", {}, asText(unit)), el("td", { class: "wide" }, prose(asText(why))));
   const render = ({ plan }) => (plan === null
-    ? el("p", { class: "empty" }, "This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration.")
+    ? el("p", { class: "empty" }, prose("This run has no plan.json: it comes from a version that did not write it. `quatrain plan` prints the plan of a configuration."))
     : el("div", {}, noteList(plan.warnings), table(["Size", "Value", "Unit", "Why"], plan.rows.map(row), { "aria-label": "Plan" })));
   return [host, () => renew(host, state.runs.map((run) => run.plan), () => perRun(render))];
 }
@@ -100,7 +103,7 @@ function configSection() {
   const host = el("div", { id: "config-content" });
   const kinds = { changed: "differs from the default", derived: "and derived", every: "all keys" };
   const wanted = (row) => (shown === "every" || row.changed || (shown === "derived" && row.derived)) && `${row.key} ${asText(row.value)}`.toLowerCase().includes(needle(query));
-  const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, el("code", {}, each.key)), el("td", { class: "wide value" }, asText(each.value)), el("td", { class: "wide value muted" }, asText(each.default)), el("td", { class: "muted" }, each.layer));
+  const row = (each) => el("tr", { class: each.changed ? "changed" : null }, el("td", {}, code(each.key)), el("td", { class: "wide value" }, whole(pieces(asText(each.value)))), el("td", { class: "wide value muted" }, whole(pieces(asText(each.default)))), el("td", { class: "muted" }, each.layer));
   const fill = () => {
     chips.replaceChildren(...Object.entries(kinds).map(([name, text]) => button({ "aria-pressed": String(shown === name), onclick: () => { shown = name; fill(); } }, text)));
     renew(host, [shown, query, state.runs.map((run) => run.config)], () => perRun(({ config }) => {
@@ -118,7 +121,7 @@ function differingSection() {
   const fill = () => {
     const rows = state.data.differing;
     renew(host, rows, () => [rows.length
-      ? table(["Key", ...state.runs.map((run) => run.name)], rows.map((row) => el("tr", {}, el("td", {}, el("code", {}, row.key)), row.values.map((v) => el("td", { class: "value wide" }, asText(v))))), { "aria-label": "Keys that differ" })
+      ? table(["Key", ...state.runs.map((run) => run.name)], rows.map((row) => el("tr", {}, el("td", {}, code(row.key)), row.values.map((v) => el("td", { class: "value wide" }, whole(pieces(asText(v))))))), { "aria-label": "Keys that differ" })
       : el("p", { class: "empty" }, "The configurations of these runs are the same.")]);
   };
   return [host, fill];
@@ -139,8 +142,8 @@ function metricsSection() {
   };
   const ends = (name) => [firstOf, latest].map((end) => state.runs.map((run) => short(end(run, name))).join(" | "));
   const line = (name) => {
-    const row = el("tr", { "data-metric": name }, el("td", {}, button({ class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, el("code", {}, name))),
-      ends(name).map((value) => el("td", { class: "number" }, value)), el("td", {}, named(name)[0]), el("td", { class: "wide muted" }, named(name)[1]));
+    const row = el("tr", { "data-metric": name }, el("td", {}, button({ class: "link", title: "Show or hide its curve", onclick: () => toggle(name, row) }, code(name))),
+      ends(name).map((value) => el("td", { class: "number" }, value)), el("td", {}, named(name)[0]), el("td", { class: "wide muted" }, prose(named(name)[1])));
     return row;
   };
   const fill = () => {

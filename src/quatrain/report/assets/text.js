@@ -26,6 +26,16 @@ function marked(text, query) {
   return parts;
 }
 
+// Scrolls `box`, and nothing else, so far that `part` of it is seen.
+function keepInView(box, part) {
+  if (part) box.scrollTop += part.getBoundingClientRect().top - box.getBoundingClientRect().top - 80;
+}
+
+// Scrolls each text in `host` to the first place of what was searched for.
+function showMarks(host) {
+  for (const box of host.querySelectorAll(".prompt, .body")) keepInView(box, box.querySelector("mark"));
+}
+
 // A prompt or turns: text, or messages with their roles.
 function conversation(value, query) {
   if (typeof value === "string") return el("div", { class: "text" }, marked(value, query));
@@ -119,10 +129,12 @@ function columnList(columns, query) {
     el("dt", {}, name === "answer" ? "gold answer" : name), el("dd", { class: name === "answer" ? "text gold" : "text" }, marked(asText(columns[name]), query))))) : null;
 }
 
+const saysItself = (sample, sought) => textsOf(sample).some((text) => text.toLowerCase().includes(sought));
+
 function matches(sample, group, sought) {
   if (!sought) return true;
   const prompt = group.prompt ?? sample.prompt;
-  return textsOf(sample).some((text) => text.toLowerCase().includes(sought)) || asText(prompt).toLowerCase().includes(sought)
+  return saysItself(sample, sought) || asText(prompt).toLowerCase().includes(sought)
     || asText(group.columns ?? sample.columns ?? {}).toLowerCase().includes(sought);
 }
 
