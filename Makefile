@@ -53,12 +53,24 @@ docs: $(STAMP)  ## regenerate the pages made from the code: docs/config.md, docs
 	$(BIN)/python scripts/document.py
 
 # The pages, and what they refer to, in one folder for mkdocs.
-SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs configs examples launch
+SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE Dockerfile docs configs examples launch
 
 site: $(STAMP)  ## build the pages as a site in site/; a link that leads nowhere is an error
 	$(INSTALL) -e '.[site]'
 	rm -rf build/pages && mkdir -p build/pages && ln -s $(SITE:%=$(CURDIR)/%) build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(STAMP)  ## build wheel and sdist into dist/
+	rm -rf dist && $(BIN)/python -m build >/dev/null
+
+test-dist: dist ## install the wheel alone, with the oldest and with the newest dependencies, and train with it
+	$(BIN)/python scripts/try_wheel.py dist/*.whl oldest
+	$(BIN)/python scripts/try_wheel.py dist/*.whl newest
+
+# What must pass before a version gets its tag.
+GATES ?= check test site dist
+release: $(STAMP) ## VERSION=0.1.0: set the version, cut the changelog, check, build, commit and tag; all but the upload
+	$(BIN)/python scripts/release.py "$(VERSION)" $(MAKE) $(GATES)
 
 smollm2: $(STAMP) ## download SmolLM2-135M-Instruct (98 MB) into models/
 	$(BIN)/python scripts/fetch_smollm2.py
