@@ -116,3 +116,10 @@ def test_the_wheel_trains_with_nothing_else_installed(versions, tmp_path):
     command = [sys.executable, ROOT / "scripts" / "try_wheel.py", wheel, versions]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_pinned_versions_allow_the_extras_together(tmp_path):
+    extras = "dev,hub,ray,serve,site,tensorboard,trackio,wandb"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed")
+    run(*pip, "-c", ROOT / "constraints.txt", f"{ROOT}[{extras}]", folder=tmp_path)
