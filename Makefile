@@ -3,16 +3,17 @@ PYTHON  ?= python3
 VENV    ?= .venv
 ORACLES ?= .venv-oracles
 BIN     := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP   := $(VENV)/.installed
 
-.PHONY: help setup train test test-slow test-browser test-hlo test-vllm check bench docs smollm2 oracles
+.PHONY: help setup train test test-slow test-browser test-hlo test-vllm test-dist check bench docs site dist release smollm2 oracles
 help:           ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "quatrain needs Python >= 3.11, found " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 setup: $(STAMP) ## create .venv and install quatrain and its development tools
@@ -24,11 +25,11 @@ test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 test-slow: $(STAMP) ## the long proofs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15
 
 test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'selenium>=4.30'
+	$(INSTALL) 'selenium>=4.30'
 	$(BIN)/python -m pytest -m browser tests/browser -rs
 
 test-hlo: $(STAMP) ## compile for an H100 and a TPU v5e, without either, and check counts (installs 800 MB into .hlo/)
@@ -50,6 +51,26 @@ bench: $(STAMP) ## time the stages of the quickstart's training step on this mac
 
 docs: $(STAMP)  ## regenerate the pages made from the code: docs/config.md, docs/metrics.md
 	$(BIN)/python scripts/document.py
+
+# The pages, and what they refer to, in one folder for mkdocs.
+SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE Dockerfile docs configs examples launch
+
+site: $(STAMP)  ## build the pages as a site in site/; a link that leads nowhere is an error
+	$(INSTALL) -e '.[site]'
+	rm -rf build/pages && mkdir -p build/pages && ln -s $(SITE:%=$(CURDIR)/%) build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(STAMP)  ## build wheel and sdist into dist/
+	rm -rf dist && $(BIN)/python -m build >/dev/null
+
+test-dist: dist ## install the wheel alone, with the oldest and with the newest dependencies, and train with it
+	$(BIN)/python scripts/try_wheel.py dist/*.whl oldest
+	$(BIN)/python scripts/try_wheel.py dist/*.whl newest
+
+# What must pass before a version gets its tag.
+GATES ?= check test site dist
+release: $(STAMP) ## VERSION=0.1.0: set the version, cut the changelog, check, build, commit and tag; all but the upload
+	$(BIN)/python scripts/release.py "$(VERSION)" $(MAKE) $(GATES)
 
 smollm2: $(STAMP) ## download SmolLM2-135M-Instruct (98 MB) into models/
 	$(BIN)/python scripts/fetch_smollm2.py

@@ -16,7 +16,7 @@ from quatrain.reward.scorer import RewardScorer
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = [path for folder in (".", "configs", "docs") for path in sorted((ROOT / folder).glob("*.md"))]
 WITH_CONFIG = ("train", "eval", "sft", "config", "plan", "bench")
 
 
@@ -84,6 +84,11 @@ def test_the_links_of_a_page_lead_somewhere(page):
         assert file.exists(), target
         if anchor:
             assert anchor in anchors(file), target
+
+
+def test_each_page_is_in_the_navigation_of_the_site():
+    shown = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
 
 
 def anchors(page):

@@ -14,6 +14,12 @@ EACH = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambd
 ALGORITHMS = ("ppo", "dapo", "gspo", "cispo", "dr_grpo", "rloo", "remax")
 
 
+def test_each_is_listed_once():
+    page = (CONFIGS / "README.md").read_text("utf-8")
+    listed = re.findall(r"^\| \[(\S+\.yaml)\]\(\1\) ", page, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
 @EACH
 def test_each_loads_without_a_warning(path):
     assert load_config(path, [], {}).warnings == []

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -326,10 +327,23 @@ def plan(
     typer.echo(json.dumps(placed.to_dict(), indent=2) if as_json else report.render(placed))
 
 
-@app.command(epilog=_examples("export runs/my-run exported/", "export runs/my-run exported/ --step 50"))
+@app.command(
+    epilog=_examples(
+        "export runs/my-run exported/",
+        "export runs/my-run exported/ --step 50",
+        "export runs/my-run --push OWNER/NAME",
+    )
+)
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write the model to.")],
+    output: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            show_default=False,
+            help="Folder to write the model to; may be left out with --push.",
+        ),
+    ] = None,
     step: Annotated[
         str | None,
         typer.Option(
@@ -339,14 +353,42 @@ def export(
             "default: the latest.",
         ),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            show_default=False,
+            help="Repository on the Hugging Face Hub to send the model and its card to; needs HF_TOKEN.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository of --push public if it is new.")
+    ] = False,
 ) -> None:
-    """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer)."""
+    """Write a run's weights as a Hugging Face folder (safetensors, config, tokenizer), or push it."""
     from quatrain.config.environment import load_dotenv
+    from quatrain.config.places import HUB_ID
     from quatrain.loop.export import export as write
 
+    if push is not None and not HUB_ID.fullmatch(push):
+        raise ValueError(f"--push names a repository on the Hugging Face Hub, as OWNER/NAME; got {push!r}")
+    if public and push is None:
+        raise ValueError("--public is for the repository of --push; give --push OWNER/NAME too")
+    if output is None and push is None:
+        raise ValueError(
+            "nothing says where the model goes; give a folder OUTPUT, --push OWNER/NAME, or both"
+        )
     load_dotenv(os.environ)
-    found = write(run, output, step=step)
-    typer.echo(f"step {found} of {run} is in {output}")
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) if output is None else output
+        found = write(run, folder, step=step)
+        if output is not None:
+            typer.echo(f"step {found} of {run} is in {output}")
+        if push is not None:
+            from quatrain.loop import hub
+
+            hub.make_repository(push, private=not public)
+            typer.echo(f"step {found} of {run}, with its card: {hub.push(folder, push, run=run, step=found)}")
 
 
 @app.command(

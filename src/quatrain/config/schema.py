@@ -22,6 +22,7 @@ from quatrain.config.sections.critic_optimizer import CriticOptimizerConfig
 from quatrain.config.sections.data import DataConfig
 from quatrain.config.sections.distributed import DistributedConfig
 from quatrain.config.sections.eval import EvalConfig
+from quatrain.config.sections.hub import HubConfig
 from quatrain.config.sections.logging import LoggingConfig
 from quatrain.config.sections.logprob import LogprobConfig
 from quatrain.config.sections.lora import LoraConfig
@@ -63,6 +64,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    hub: HubConfig = HubConfig()
     placement: PlacementConfig = PlacementConfig()
     offload: OffloadConfig = OffloadConfig()
     distributed: DistributedConfig = DistributedConfig()

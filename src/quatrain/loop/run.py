@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from quatrain.cluster.processes import agreement, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.dump import dump_yaml, plain
 from quatrain.config.load import Resolved
@@ -36,6 +36,7 @@ from quatrain.loop.checkpoints import Checkpoints
 from quatrain.loop.evaluate import Evaluator, results
 from quatrain.loop.evaluations import Evaluations, best_of
 from quatrain.loop.export import ADAPTER, export_policy
+from quatrain.loop.hub import make_repository, push
 from quatrain.loop.prompts import PromptSampler
 from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
@@ -298,13 +299,23 @@ class Run:
             f"before its first step; start it again with:\n  {before}quatrain train --resume auto {options}"
         )
 
-    def export(self, params: Any) -> None:
-        """Write the model for transformers, and wait for the last checkpoint."""
+    def export(self, params: Any, step: int) -> None:
+        """Write the model of `step` for transformers, wait for the last checkpoint, and push to the Hub.
+
+        What the Hub refuses is logged as an error with the command to push again: the run has its model.
+        """
         self.recorder.progress.stage("export")
         loaded, base = self.loaded, self.config.model.path
         export_policy(self.folder.final, loaded.arch, params, loaded.tokenizer, loaded.sampling, base=base)
         if self.resumable:
             self.checkpoints.check_last()
+        if (repository := self.config.hub.push) and is_main_process():
+            try:
+                address = push(self.folder.final, repository, run=self.folder.path, step=step)
+                self.recorder.report.event(f"the model and its card are on the Hub: {address}")
+            except ValueError as error:
+                again = f"quatrain export {shlex.quote(str(self.folder.path))} --push {repository}"
+                logger.error("%s; the model is in %s; push it with: %s", error, self.folder.final, again)
 
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
         """Log the results of the run."""
@@ -345,6 +356,8 @@ def build_run(
         check_saved_state(saved, folder.checkpoints)
         resume.check_config(config, saved, folder)
     _refuse_staleness_in_several_processes(config)
+    if weights and (repository := config.hub.push):
+        decided_by_main(lambda: make_repository(repository, private=config.hub.private))
     recorder = Recorder(config, folder.path, stop)
     loaded = load_policy(config, weights=weights)
     base = _fingerprint_of_base(loaded)

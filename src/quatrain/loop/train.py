@@ -53,7 +53,7 @@ def train(
         with Progress(run.steps, first=first) as run.recorder.progress:
             state = _train(run, run.begin())
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
-            run.export(state.params)
+            run.export(state.params, state.train_step)
         return run.conclude(state.train_step, after)
 
 
@@ -119,7 +119,7 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
 
 def _refuse_keys_of_training(config: Config) -> None:
     """Raises ValueError for keys that ask `quatrain sft` for what only training steps have."""
-    for key, empty in {"run.profile_steps": (), "checkpoint.best_metric": None}.items():
+    for key, empty in {"run.profile_steps": (), "checkpoint.best_metric": None, "hub.push": None}.items():
         value = value_at(config, key)
         if value != empty:
             raise ValueError(
@@ -149,5 +149,5 @@ def train_sft(resolved: Resolved) -> Summary:
             run.evaluations.first(run.loaded.params)
             params = run.warm_start(log_every_step=True)
             after = run.evaluations.last(params, steps, version=steps)
-            run.export(params)
+            run.export(params, steps)
         return run.conclude(steps, after)

@@ -1,0 +1,123 @@
+"""The model card of a run's model: what it was trained from, on and by, its figures, and how to load it.
+
+Data flow: `config.yaml` and `metrics.jsonl` of a run's folder -> README.md of an exported folder, which the
+Hugging Face Hub shows (`loop.hub`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quatrain.config.layers import parse_yaml
+from quatrain.config.places import HUB_ID, local_path
+from quatrain.run.metrics import read_metrics
+
+_ROWS = {
+    "data": ("data.train", "data.eval"),
+    "algorithm": ("advantage.estimator", "update.loss", "update.loss_aggregation", "update.kl_coef"),
+    "rewards": ("reward.functions",),
+    "batches": ("data.batch_size", "rollout.n", "update.mini_batch_size"),
+    "sampling": ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens"),
+    "optimizer": ("optimizer.name", "optimizer.learning_rate", "lora.rank", "sft.steps"),
+}
+"""The rows of the card that say how the model was trained, and the keys in each."""
+_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+
+or, over HTTP with OpenAI's interface: `quatrain serve {name}`
+"""
+
+
+def model_card(run: Path, step: int, name: str) -> str:
+    """README.md for the model of training step `step` of the run at `run`, as `name` loads it.
+
+    Of local paths it says the last name alone. What the configuration holds in secret is redacted in the
+    run's `config.yaml` already.
+    """
+    config = parse_yaml((run / "config.yaml").read_text("utf-8"), "config.yaml")
+    base, train = _at(config, "model.path"), _at(config, "data.train")
+    about: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if _on_the_hub(base):
+        about["base_model"] = base
+    specs = [spec.partition(":")[0] for spec in (train if isinstance(train, list) else [train])]
+    if datasets := [spec for spec in specs if _on_the_hub(spec)]:
+        about["datasets"] = datasets
+    about["tags"] = ["quatrain", "reinforcement-learning"]
+    algorithm = _shown(_at(config, "advantage.estimator"))
+    lines = [
+        "---",
+        yaml.safe_dump(about, sort_keys=False, allow_unicode=True) + "---",
+        f"# {name.rpartition('/')[2]}",
+        "",
+        f"{_shown(base)} after {step} steps of reinforcement learning (`{algorithm}`) with quatrain "
+        f"{version('quatrain')}, in JAX.",
+        "",
+        "## Training",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for row, keys in _ROWS.items():
+        cells = [f"`{key}`: {_cell(_at(config, key))}" for key in keys if _at(config, key) is not None]
+        lines.append(f"| {row} | {'<br>'.join(cells)} |")
+    return "\n".join([*lines, *_figures(run, step), "## How to load it", "", _LOADING.format(name=name)])
+
+
+def _figures(run: Path, step: int) -> list[str]:
+    """The newest evaluation up to `step`, beside that before training."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
+    found = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    if not found:
+        return ["", "No evaluation was made.", ""]
+    first, last = found[0], found[-1]
+    steps = [last["step"]] if first is last else [first["step"], last["step"]]
+    table = [
+        "",
+        "## Figures",
+        "",
+        "On the prompts of `data.eval`, before training if the step is 0:",
+        "",
+        "| metric | " + " | ".join(f"step {number}" for number in steps) + " |",
+        "|---" * (len(steps) + 1) + "|",
+    ]
+    for key in sorted(key for key in last if key.startswith("eval/")):
+        values = [last.get(key)] if first is last else [first.get(key), last.get(key)]
+        numbers = ["" if value is None else f"{value:.4g}" for value in values]
+        table.append(f"| `{key}` | {' | '.join(numbers)} |")
+    return [*table, ""]
+
+
+def _at(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where the configuration has none."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
+
+
+def _on_the_hub(path: Any) -> bool:
+    return isinstance(path, str) and bool(HUB_ID.fullmatch(path)) and not local_path(path).exists()
+
+
+def _shown(value: Any) -> str:
+    """A value as text, without the folders of local paths."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_shown(key)}: {_shown(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(_shown(entry) for entry in value)
+    text = str(value)
+    return text if _on_the_hub(text.partition(":")[0]) else re.sub(r"[^\s:]*[/\\]", "", text)
+
+
+def _cell(value: Any) -> str:
+    return _shown(value).replace("|", "\\|").replace("\n", " ")
