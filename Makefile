@@ -24,7 +24,7 @@ test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
 test-slow: $(STAMP) ## the long proofs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' nbclient ipykernel
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15
 
 test-browser: $(STAMP) ## the run page in Chromium (in Debian: apt install chromium chromium-driver)
