@@ -29,6 +29,7 @@ PORT = "8000"
 SAFELY = "set -e -o pipefail; trap 'kill $(jobs -p) 2>&- || true' EXIT\n"
 """What goes before the commands of a block: the first that fails ends it, and what it left running."""
 ACCURACY = "eval/accuracy_lenient"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 NEEDS_TORCH = "ask.py"
 PROGRESS = re.compile(r"([a-z ]+) \d+/\d+ \| ")
 LEFT_OUT = "…\n"
@@ -78,7 +79,11 @@ def followed(tmp_path_factory):
     """The folder in which the page was followed, and the page with what its commands printed there."""
     folder = tmp_path_factory.mktemp("people")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("QUATRAIN_")}
-    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environ |= {
+        "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}",
+        "no_proxy": "127.0.0.1",
+        **OFFLINE,
+    }
     page, port = PAGE.read_text("utf-8"), free_port()
     for file, language, text in blocks():
         if file is not None:
@@ -153,6 +158,8 @@ def test_the_notebook_prints_what_it_shows(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=why)
     for name in [name for name in os.environ if name.startswith("QUATRAIN_")]:
         monkeypatch.delenv(name)
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")  # of ipywidgets
     shown = nbformat.read(NOTEBOOK, as_version=4)
     notebook = copy.deepcopy(shown)
