@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = (
+    "e2e/test_tutorial.py",
     "engine/test_engine.py",
     "e2e/test_quickstart.py",
     "update/test_learner.py",

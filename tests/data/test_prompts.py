@@ -48,6 +48,19 @@ def test_a_string_is_tokenised_as_it_is(dataset, tokenizer):
     assert decoded(tokenizer, [prompt]) == ["3+4 é"]
 
 
+def test_rows_of_a_program_are_data_sets_by_their_names(dataset, tokenizer):
+    shown = {"prompt": USER, "completion": "7"}
+    rows = {"part-*": [{"prompt": "3+4", "answer": "7"}], "shown": [shown]}
+    file = dataset({"prompt": "1+1", "answer": "2"})
+    source = load_prompts(["part-*", file], DataConfig(), tokenizer, seed=0, rows=rows)
+    assert [prompt.columns["answer"] for prompt in source.head()] == ["7", "2"]
+    given = load_demonstrations("shown", DataConfig(), tokenizer, seed=0, rows=rows).batch(0, 1)
+    read = load_demonstrations(dataset(shown), DataConfig(), tokenizer, seed=0).batch(0, 1)
+    np.testing.assert_equal(given, read)
+    with pytest.raises(ValueError, match="data set 'other' has none of the supported forms"):
+        load_prompts("other", DataConfig(), tokenizer, seed=0, rows=rows)
+
+
 def test_messages_are_rendered(dataset, tokenizer):
     (prompt,) = load(dataset({"prompt": USER}), tokenizer).head()
     assert prompt.text == ({"role": "user", "content": "hi 1"},)

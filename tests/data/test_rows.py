@@ -46,6 +46,34 @@ def test_verl_layout(tmp_path):
     assert read_rows(str(tmp_path / "b.parquet"))[0]["answer"] == "8"
 
 
+def test_rows_of_a_program_read_like_those_of_a_file(tmp_path):
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": "7"}}, {"prompt": "b", "level": 1}]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    kept = json.dumps(rows)
+    assert read_rows("mine", {"mine": rows}) == read_rows(path)
+    assert read_rows(path, {path: tuple(rows[1:])}) == rows[1:]
+    assert json.dumps(rows) == kept
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"the rows of 'mine' must be a non-empty list of dicts, a dict for each row; they are \[\]"),
+        (iter([{"prompt": "a"}]), "must be a non-empty list of dicts.*iterator"),
+        ({"prompt": ["a"]}, "must be a non-empty list of dicts"),
+        ("rows.jsonl", "must be a non-empty list of dicts"),
+        (
+            [{"prompt": "a"}, "b"],
+            "mine, row 2: a row must be a dict from names of columns to values; it is 'b'",
+        ),
+        ([{1: "a"}], "mine, row 1: a row must be a dict from names of columns"),
+    ],
+)
+def test_rows_of_a_program_that_are_none(rows, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows("mine", {"mine": rows})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

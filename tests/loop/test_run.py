@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from runs import small_run
 
+from quatrain.data.builtin import builtin_rows
 from quatrain.engine.engine import RolloutEngine
 from quatrain.loop import run as run_module
 from quatrain.loop.train import train
@@ -57,3 +59,21 @@ def test_every_part_is_ended_although_one_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="cannot be ended"):
         train(small_run(tmp_path, "ends", "run.steps=1", "sft.steps=0", "data.eval=null"))
     assert ended == ["scorer", "batches", "scorer"]  # first, because the batches may wait for it
+
+
+def test_rows_of_a_program_are_trained_on_shown_and_evaluated(tmp_path):
+    rows = {"mine": builtin_rows("arithmetic")[:4], "shown": builtin_rows("arithmetic")[4:6]}
+    rows["held out"] = builtin_rows("arithmetic-heldout")[:2]
+    names = ("data.train=mine", "sft.data=shown", "data.eval=held out", "sft.steps=1", "run.steps=1")
+    run = train(small_run(tmp_path, "given", *names, "eval.every_steps=0"), rows=rows).run
+    for file, name in {"step_000001": "mine", "eval_000001": "held out"}.items():
+        lines = (run / "samples" / f"{file}.jsonl").read_text("utf-8").splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        assert {each[0]["content"] for each in prompts} == {row["prompt"][0]["content"] for row in rows[name]}
+
+
+def test_rows_of_a_program_that_no_key_names_are_refused(tmp_path):
+    message = "must be named in data.train, data.eval or sft.data, .* rows has 'mine'; name it"
+    with pytest.raises(ValueError, match=message):
+        train(small_run(tmp_path, "unnamed"), rows={"mine": builtin_rows("arithmetic")})
+    assert not (tmp_path / "unnamed").exists()

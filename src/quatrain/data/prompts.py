@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from quatrain.config.schema import DataConfig
 from quatrain.config.values import data_set_list, data_sets, shown_data_sets
 from quatrain.data.columns import MESSAGES, prepared
 from quatrain.data.messages import checked_messages, unfit_text
-from quatrain.data.rows import Row, data_files, read_rows
+from quatrain.data.rows import NO_ROWS, GivenRows, Row, data_files, read_rows
 from quatrain.data.table import Table, TokenRow
 from quatrain.data.tokenizer import render
 from quatrain.types.batches import EPISODE_COLUMNS, REWARD_ARGUMENTS, Demonstration, Prompt, PromptText
@@ -143,6 +143,7 @@ def load_prompts(
     check_prompt: Callable[[PromptText], None] | None = None,
     by_pass_rate: bool = False,
     turns: TurnTemplate | None = None,
+    rows: GivenRows = NO_ROWS,
 ) -> PromptSource:
     """The prompts of the data set `spec` (see `read_rows`), rendered, tokenised and checked for length.
 
@@ -157,7 +158,8 @@ def load_prompts(
     `required_columns` names the columns that the rewards need, optionally as a mapping to the reward that
     needs each. `check_prompt` is called with each prompt and raises ValueError if the rewards cannot score
     it. With `by_pass_rate`, rows whose pass rate is below `data.min_pass_rate` or above `data.max_pass_rate`
-    are left out. `turns` renders the prompts of episodes.
+    are left out. `turns` renders the prompts of episodes. `rows` has the rows, as dicts, of data sets that
+    are no files, by their names in `spec`.
 
     Raises ValueError for invalid data, naming the data set and the row, and if processes have
     read different data.
@@ -169,23 +171,29 @@ def load_prompts(
         check_prompt=check_prompt,
         by_pass_rate=by_pass_rate and (data.min_pass_rate, data.max_pass_rate) != (None, None),
         episodes=turns is not None,
+        given=rows,
     )
     return PromptSource(_load(spec, reader), seed=seed, shuffle=data.shuffle)
 
 
 def load_demonstrations(
-    spec: str | Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
+    spec: str | Sequence[str],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    rows: GivenRows = NO_ROWS,
 ) -> DemonstrationSource:
     """The demonstrations of `spec`: prompts as in `load_prompts`, and the text column `completion`.
 
     Without these columns, the messages of the column `messages`, of which the last one, the assistant's, is
-    the completion. Completion ids end with the tokenizer's end token. Raises ValueError in the cases of
-    `load_prompts`.
+    the completion. Completion ids end with the tokenizer's end token. `rows` and errors
+    are as in `load_prompts`.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the warm start needs a tokenizer with an end token; this one has no eos_token")
     required = {"completion": "the supervised warm start"}
-    reader = _Reader(data, partial(render, tokenizer), required, demonstrations=True)
+    reader = _Reader(data, partial(render, tokenizer), required, demonstrations=True, given=rows)
     return DemonstrationSource(_load(spec, reader), tokenizer, seed=seed, shuffle=data.shuffle)
 
 
@@ -204,9 +212,10 @@ class _Reader:
     check_prompt: Callable[[PromptText], None] | None = None
     by_pass_rate: bool = False
     episodes: bool = False
+    given: GivenRows = field(default_factory=dict)
 
     def rows(self, spec: str) -> list[Row]:
-        return prepared(spec, read_rows(spec), self.data, demonstrations=self.demonstrations)
+        return prepared(spec, read_rows(spec, self.given), self.data, demonstrations=self.demonstrations)
 
     def check_columns(self, spec: str, columns: Collection[str]) -> None:
         """Raises ValueError if the columns of a data set lack one, or have one that must not be."""
@@ -299,7 +308,8 @@ def _load(spec: str | Sequence[str], reader: _Reader) -> Table:
     specs: tuple[str, ...] = data_set_list(data_sets(spec))  # type: ignore[arg-type]
     name = shown_data_sets(specs)
     parts = [(each, each) for each in specs]
-    files = [(each, file) for each in specs for file in [*map(str, data_files(each))] or [each]]
+    patterns = {each: [] if each in reader.given else data_files(each) for each in specs}
+    files = [(each, file) for each in specs for file in [*map(str, patterns[each])] or [each]]
     if spread := joined() and len(files) > 1:
         assert_same("data set", {name: [Path(file).name for _, file in files]})
         parts = files

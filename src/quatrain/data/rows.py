@@ -1,4 +1,4 @@
-"""Reads a data set as rows (one dict each) from a file, the Hub or a built-in task.
+"""Reads a data set as rows (one dict each) from a file, the Hub, a built-in task or a Python program.
 
 First step of the data flow: `data.train` / `data.eval` / `sft.data` -> rows -> `prompts.py`.
 """
@@ -10,8 +10,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from quatrain.config.places import HUB_ID, local_path
 from quatrain.data.builtin import builtin_rows
 
 Row = dict[str, Any]
+GivenRows = Mapping[str, Collection[Mapping[str, Any]]]
+"""Rows that a Python program gives, by the names that stand for them in the configuration."""
+NO_ROWS: GivenRows = MappingProxyType({})
 
 MAX_LINE_BYTES = 2**26
 """Length of the longest line of a .jsonl file."""
@@ -38,15 +42,17 @@ _FORMS = (
 )
 
 
-def read_rows(spec: str) -> list[Row]:
+def read_rows(spec: str, given: GivenRows = NO_ROWS) -> list[Row]:
     """All rows of the data set `spec`, in file order, each with the same columns (None if a row lacks it).
 
-    `spec` is `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of objects; .parquet; .csv,
-    see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of file names), or
-    `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is `train`). If there is
-    no column `answer`, the field `ground_truth` of a struct column `reward_model`, as in verl's data format,
-    becomes that column. Raises ValueError for missing, empty or malformed data.
+    `spec` is a name in `given`, `builtin:<name>`, a file (.jsonl: an object per line; .json: a list of
+    objects; .parquet; .csv, see `_read_csv`), a file pattern (`data/part-*.jsonl`, read in the order of
+    file names), or `owner/name:config[:split]` on the Hub (needs the extra `hub`; the default split is
+    `train`). If there is no column `answer`, the field `ground_truth` of a struct column `reward_model`, as
+    in verl's data format, becomes that column. Raises ValueError for missing, empty or malformed data.
     """
+    if spec in given:
+        return _with_answer(_aligned(_checked_rows(spec, given[spec])))
     path = local_path(spec)
     files = data_files(spec)
     if files:
@@ -67,6 +73,21 @@ def read_rows(spec: str) -> list[Row]:
     if not rows:
         raise ValueError(f"data set {spec!r} is empty: at least one row is needed")
     return _with_answer(_aligned(rows))
+
+
+def _checked_rows(name: str, rows: Collection[Mapping[str, Any]]) -> list[Row]:
+    if not isinstance(rows, Collection) or isinstance(rows, str | bytes | Mapping) or not rows:
+        raise ValueError(
+            f"the rows of {name!r} must be a non-empty list of dicts, a dict for each row; they are "
+            f"{shown(rows)}; give such a list"
+        )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+            raise ValueError(
+                f"{name}, row {number}: a row must be a dict from names of columns to values; it is "
+                f"{shown(row)}; correct the row or remove it"
+            )
+    return [dict(row) for row in rows]
 
 
 def data_files(spec: str) -> list[Path]:

@@ -19,6 +19,7 @@ from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.values import shown_data_sets
 from quatrain.data.prompts import PromptSource, load_prompts
+from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
 from quatrain.report.progress import Progress, waiting
 from quatrain.reward.calls import ERROR_REWARD
@@ -85,12 +86,13 @@ class Evaluator:
 
     Completions are scored by the reward functions of `scorer`, and by the function that decides accuracy:
     `eval.accuracy`; if it is one of the reward functions, one call serves both. Where the key is null,
-    `correct` decides if the prompts have a column `answer`. `close` ends the worker processes of that
+    `correct` decides if the prompts have a column `answer`. `rows` has the rows of data sets that are no
+    files, by their names in `data.eval`. `close` ends the worker processes of that
     function, not those of `scorer`. Raises ValueError if it cannot be imported or called, and for invalid
     data (`load_prompts`).
     """
 
-    def __init__(self, config: Config, loaded: LoadedPolicy, scorer: RewardScorer):
+    def __init__(self, config: Config, loaded: LoadedPolicy, scorer: RewardScorer, rows: GivenRows = NO_ROWS):
         self._config, self._scorer = config.eval, scorer
         rewards, spec = config.reward, config.eval.accuracy or DEFAULT_ACCURACY
         self._asks_for_format = any(name in rewards.functions for name in FORMAT_REWARDS)
@@ -106,14 +108,14 @@ class Evaluator:
             )
         self._accuracy = short_names(rewards)[spec]
         try:
-            self.sets = self._load_sets(config, loaded)
+            self.sets = self._load_sets(config, loaded, rows)
             self.warnings = list(self._checked(config.data.eval_sets))
             """Of values that are probably not intended."""
         except BaseException:
             self.close()
             raise
 
-    def _load_sets(self, config: Config, loaded: LoadedPolicy) -> list[EvaluationSet]:
+    def _load_sets(self, config: Config, loaded: LoadedPolicy, rows: GivenRows) -> list[EvaluationSet]:
         required = {**self._scorer.required_by, **loaded.required_by}
         if config.eval.accuracy is not None and self._own is not None:
             required |= dict.fromkeys(self._own.required_columns, f"eval.accuracy {config.eval.accuracy}")
@@ -128,6 +130,7 @@ class Evaluator:
                     required_columns=required,
                     check_prompt=self._scorer.check_prompt,
                     turns=loaded.turns,
+                    rows=rows,
                 ),
             )
             for name, spec in config.data.eval_sets.items()

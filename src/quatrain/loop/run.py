@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +26,13 @@ import jax
 from quatrain.cluster.processes import agreement, decided_by_main, is_main_process, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.dump import dump_yaml, plain
+from quatrain.config.errors import listed
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
 from quatrain.config.secrets import redact
-from quatrain.config.values import shown_data_sets
+from quatrain.config.values import data_set_list, shown_data_sets
 from quatrain.data.prompts import DemonstrationSource, PromptSource, load_prompts
+from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.asynchronous import AsyncRollouts
 from quatrain.loop.build import LoadedPolicy, build_engine, build_scorer, load_policy
 from quatrain.loop.checkpoints import Checkpoints
@@ -87,7 +90,10 @@ class Summary:
 
 @contextmanager
 def open_run(
-    resolved: Resolved, resume: str | None, reward_functions: RewardFunctions = NO_FUNCTIONS
+    resolved: Resolved,
+    resume: str | None,
+    reward_functions: RewardFunctions = NO_FUNCTIONS,
+    rows: GivenRows = NO_ROWS,
 ) -> Iterator[Run]:
     """Creates the run's folder, the `Run` and its report; closes them at the end.
 
@@ -108,7 +114,7 @@ def open_run(
             if not (folder.resumed or folder.restarted):
                 folder.write_config(dump_yaml(resolved))
             with stop.interruptible(), waiting("loading model and data"), _loading:
-                run = build_run(resolved, folder, stop, parts, reward_functions)
+                run = build_run(resolved, folder, stop, parts, reward_functions, rows)
         except BaseException as error:
             if isinstance(error, Stopped):
                 error.advice = "the run had not begun; give the same command again"
@@ -334,12 +340,27 @@ class Run:
         return Summary(self.folder.path, steps, self.evaluations.before, after)
 
 
+def _check_given(config: Config, rows: GivenRows) -> None:
+    """Raises ValueError for rows given from Python that no key of the configuration names."""
+    data = config.data
+    named = [*data_set_list(data.train), *chain(*map(data_set_list, data.eval_sets.values()))]
+    named += data_set_list(config.sft.data) if config.sft.data else ()
+    for name in rows:
+        if name not in named:
+            raise ValueError(
+                "rows that are given from Python must be named in data.train, data.eval or sft.data, which "
+                f"have {listed(named)}; rows has {name!r}; name it, as load_config(overrides="
+                f"['data.train={name}'])"
+            )
+
+
 def build_run(
     resolved: Resolved,
     folder: RunDir,
     stop: Stop,
     parts: ExitStack,
     reward_functions: RewardFunctions = NO_FUNCTIONS,
+    rows: GivenRows = NO_ROWS,
     *,
     weights: bool = True,
 ) -> Run:
@@ -349,6 +370,7 @@ def build_run(
     checked and cannot begin: no weights are read, nor reward models.
     """
     config = resolved.config
+    _check_given(config, rows)
     store = Checkpointer(folder.checkpoints, config.checkpoint.keep)
     parts.callback(_close, store)
     saved = store.read_host() if folder.resumed else None
@@ -379,6 +401,7 @@ def build_run(
         check_prompt=scorer.check_prompt,
         turns=loaded.turns,
         by_pass_rate=True,
+        rows=rows,
     )
     recorder.skipped = {
         f"data/{what}_prompts": Metric(getattr(prompts, what), reduction="sum")
@@ -388,13 +411,13 @@ def build_run(
     check_prompts = partial(resume.check_prompts, config, len(prompts), digests)
     if saved is not None:
         check_prompts(saved)
-    evaluator = Evaluator(config, loaded, scorer)
+    evaluator = Evaluator(config, loaded, scorer, rows)
     parts.callback(evaluator.close)
     warnings = [*_check_data(config, prompts, scorer, evaluator), *evaluator.warnings]
     warnings += _try_rewards(loaded, prompts, scorer, evaluator)
     advantage = build_advantage(config)
     warm = config.sft.steps and not folder.resumed
-    demonstrations = warm_start_data(config, loaded.tokenizer) if warm else None
+    demonstrations = warm_start_data(config, loaded.tokenizer, rows) if warm else None
     if demonstrations is not None:
         name = shown_data_sets(config.sft.data or config.data.train)
         warnings += [f"demonstrations of {name}: {warning}" for warning in demonstrations.warnings]

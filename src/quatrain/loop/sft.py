@@ -9,19 +9,20 @@ import jax
 
 from quatrain.config.schema import Config
 from quatrain.data.prompts import DemonstrationSource, load_demonstrations
+from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.build import LoadedPolicy, build_policy_spec
 from quatrain.ops.fingerprint import fingerprint
 from quatrain.types.metrics import Metric
 from quatrain.update.sft import SupervisedLearner
 
 
-def warm_start_data(config: Config, tokenizer: Any) -> DemonstrationSource:
-    """The demonstrations of `sft.data` (default: `data.train`).
+def warm_start_data(config: Config, tokenizer: Any, rows: GivenRows = NO_ROWS) -> DemonstrationSource:
+    """The demonstrations of `sft.data` (default: `data.train`), a file or a name in `rows`.
 
     Raises ValueError for data without a `completion` column.
     """
     spec = config.sft.data or config.data.train
-    return load_demonstrations(spec, config.data, tokenizer, seed=config.seed)
+    return load_demonstrations(spec, config.data, tokenizer, seed=config.seed, rows=rows)
 
 
 def warm_start(

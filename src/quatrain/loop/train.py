@@ -21,6 +21,7 @@ from quatrain.config.derive import value_at
 from quatrain.config.errors import shown
 from quatrain.config.load import Resolved
 from quatrain.config.schema import Config
+from quatrain.data.rows import NO_ROWS, GivenRows
 from quatrain.loop.prompts import NoSignal
 from quatrain.loop.run import Run, Summary, build_run, open_run
 from quatrain.loop.step import learn
@@ -38,16 +39,18 @@ def train(
     *,
     resume: str | None = None,
     reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    rows: GivenRows = NO_ROWS,
 ) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
     `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
-    called in this process, without limits on time and memory.
+    called in this process, without limits on time and memory. `rows` has data sets as lists of dicts, by
+    their names in `data.train`, `data.eval` and `sft.data`.
 
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
     checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
     """
-    with open_run(resolved, resume, reward_functions) as run:
+    with open_run(resolved, resume, reward_functions, rows) as run:
         run.announce(f"{run.steps} steps of {run.step_size}")
         first = max(checkpoint_steps(run.folder.path), default=0)
         with Progress(run.steps, first=first) as run.recorder.progress:
