@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.aliases import key_for
+from quatrain.config.aliases import suggestion
 from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
 from quatrain.config.schema import is_mapping, sections, valid_keys
 
@@ -243,8 +243,8 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
-            if known := key_for(key):
-                problems[-1] += f"; here it is {known!r}"
+            if known := suggestion(key):
+                problems[-1] += f"; {known}"
                 return
             nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
             problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"
