@@ -32,7 +32,8 @@ The layers, from lowest to highest; a higher layer overrides a lower one.
 1. **Defaults**: the values in the tables below.
 2. **The YAML file.** Without a CONFIG, the file of the quickstart (`configs/quickstart.yaml`); with
    another `model.path`, without its `sft`, `optimizer` and `model.remat`.
-3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts.
+3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts. `--set`
+   may be left out: a word `key.sub=value` that is no file is an override, applied after those of `--set`.
 4. **Environment variables**: `QUATRAIN__ROLLOUT__N=16` sets `rollout.n`. A double underscore stands for a
    dot; upper and lower case are equivalent. If an environment variable overrides a `--set`, a warning says
    so.
