@@ -444,7 +444,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         monkeypatch,
         "serve.server",
         "serve",
-        lambda config, *, host, port, ready: told(ready("http://here"), "serve", config.seed, host, port),
+        lambda config, *, name, host, port, ready: told(ready("http://here"), "serve", name, host, port),
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
@@ -453,7 +453,16 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     served = "builtin:tiny is served at http://here/v1; Ctrl-C ends it\n"
     assert quatrain("serve", "--set", "seed=4", "--port", "0") == (0, served, "")
     exported = ("export", Path("runs/x"), Path("out"))
-    assert calls == [("eval", 3), ("sft", 5), exported, ("bench", 2), ("serve", 4, "127.0.0.1", 0)]
+    assert calls == [
+        ("eval", 3),
+        ("sft", 5),
+        exported,
+        ("bench", 2),
+        ("serve", "builtin:tiny", "127.0.0.1", 0),
+    ]
+    assert quatrain("serve", "--name", "mine")[1].startswith("mine is served at")
+    assert calls[-1] == ("serve", "mine", "127.0.0.1", 8000)
+    assert quatrain("serve", "--name", "")[0] == 2
 
 
 def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrain, tmp_path):

@@ -142,8 +142,6 @@ def train(
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
     config, overrides = _config_and_overrides(words, set_)
-    if dry_run and resume is not None:
-        raise ValueError(f"--dry-run checks a new run; got --resume {resume} too; leave one of the two out")
     if config is None and resume is not None:
         config, resume = _run_to_resume(resume, overrides)
     resolved = _resolve(config, overrides)
@@ -156,7 +154,7 @@ def train(
         if dry_run:
             from quatrain.loop.train import dry_run as check
 
-            plan, warnings = check(resolved)
+            plan, warnings = check(resolved, resume=resume)
             typer.echo(plan)
             for warning in warnings:
                 _complain("warning", warning)
@@ -436,7 +434,7 @@ def samples(
 @app.command(
     epilog=_examples(
         "serve --set model.path=runs/my-run/final",
-        "serve runs/my-run --port 9000",
+        "serve runs/my-run --port 9000 --name my-model",
         "serve configs/gsm8k_smollm2_cpu.yaml --set rollout.max_concurrency=16",
     )
 )
@@ -453,8 +451,18 @@ def serve(
     port: Annotated[
         int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.", min=0, max=65535)
     ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            show_default=False,
+            help="Name of the model for clients (`model` in requests); default: its path.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
+    if name is not None and not name.strip():
+        raise ValueError("--name must be the name that requests give the model; got an empty one")
     resolved = _resolve(*_config_and_overrides(words, set_, folders=True))
     try:
         from quatrain.serve.server import serve as run
@@ -465,10 +473,11 @@ def serve(
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
-    model = resolved.config.model.path
+    model = resolved.config.model.path if name is None else name
     with compilation_cache(resolved.config.run.compilation_cache):
         run(
             resolved.config,
+            name=model,
             host=host,
             port=port,
             ready=lambda url: typer.echo(f"{model} is served at {url}/v1; Ctrl-C ends it"),
