@@ -32,7 +32,10 @@ The layers, from lowest to highest; a higher layer overrides a lower one.
 1. **Defaults**: the values in the tables below.
 2. **The YAML file.** Without a CONFIG, the file of the quickstart (`configs/quickstart.yaml`); with
    another `model.path`, without its `sft`, `optimizer` and `model.remat`.
-3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts.
+   A file may begin from others: `extends: base.yaml`, or a list of files, which are layers below it in their
+   order ([below](#configurations-that-extend-others)).
+3. **`--set key.sub=value`**, which can be repeated; if a key is set twice, the last value counts. `--set`
+   may be left out: a word `key.sub=value` that is no file is an override, applied after those of `--set`.
 4. **Environment variables**: `QUATRAIN__ROLLOUT__N=16` sets `rollout.n`. A double underscore stands for a
    dot; upper and lower case are equivalent. If an environment variable overrides a `--set`, a warning says
    so.
@@ -45,7 +48,8 @@ quatrain train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl
 QUATRAIN__RUN__STEPS=5 quatrain train
 ```
 
-An unknown key is an error in every layer, and the error names the nearest valid key. Values are never
+An unknown key is an error in every layer, and the error names the nearest valid key, or what replaces a
+[key of verl, TRL or Tunix](coming_from.md). Values are never
 converted to another type: a number in quotes is a string, and a string for a key that needs a number is an
 error.
 
@@ -60,6 +64,24 @@ the working directory.
 sets the mapping replaces the whole mapping. To change one entry, use `--set reward.functions.correct=2`
 (everything after `reward.functions.` is the name, dots included) or
 `QUATRAIN__REWARD__FUNCTIONS__CORRECT=2`.
+
+## Configurations that extend others
+
+```yaml
+extends: gsm8k_smollm2_cpu.yaml     # or a list: [base.yaml, one_gpu.yaml]
+rollout:
+  n: 16
+```
+
+The file has all values of the file that it extends, and changes those that it sets itself. Paths in
+`extends` are relative to the file in which they stand. A file that is extended may extend others. In a list,
+later files override earlier ones; a file that several of them extend counts once, before the first. Files
+that extend each other in a circle are an error. A mapping such as `reward.functions`, and a list,
+replaces that of the base as
+a whole. `quatrain config` names the file that each value comes from, and a run's `config.yaml` has all values
+and no `extends`.
+
+## The configuration of a run
 
 A run writes its resolved configuration to `config.yaml` in its folder. This file can be used as a CONFIG
 again. The file contains the derived values: if you change a key that others are derived from, set those to

@@ -444,7 +444,7 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
         monkeypatch,
         "serve.server",
         "serve",
-        lambda config, *, host, port, ready: told(ready("http://here"), "serve", config.seed, host, port),
+        lambda config, *, name, host, port, ready: told(ready("http://here"), "serve", name, host, port),
     )
     assert quatrain("eval", "--set", "seed=3") == (0, '{\n  "eval/accuracy_strict": 0.123\n}\n', "")
     assert quatrain("sft", "--set", "sft.steps=5")[0] == 0
@@ -453,7 +453,16 @@ def test_the_other_commands_hand_over(quatrain, monkeypatch):
     served = "builtin:tiny is served at http://here/v1; Ctrl-C ends it\n"
     assert quatrain("serve", "--set", "seed=4", "--port", "0") == (0, served, "")
     exported = ("export", Path("runs/x"), Path("out"))
-    assert calls == [("eval", 3), ("sft", 5), exported, ("bench", 2), ("serve", 4, "127.0.0.1", 0)]
+    assert calls == [
+        ("eval", 3),
+        ("sft", 5),
+        exported,
+        ("bench", 2),
+        ("serve", "builtin:tiny", "127.0.0.1", 0),
+    ]
+    assert quatrain("serve", "--name", "mine")[1].startswith("mine is served at")
+    assert calls[-1] == ("serve", "mine", "127.0.0.1", 8000)
+    assert quatrain("serve", "--name", "")[0] == 2
 
 
 def test_a_page_is_written_into_the_runs_folder_or_where_it_is_asked_for(quatrain, tmp_path):
@@ -598,7 +607,7 @@ def test_a_run_is_evaluated_with_its_configuration_and_model(quatrain, monkeypat
     )
     run = tmp_path / "a run"
     status, _, message = _refused_eval(quatrain, run)
-    assert (status, "has no config.yaml" in message) == (2, True)
+    assert (status, "with neither; give another" in message) == (2, True)
     (run / "config.yaml").write_text("seed: 7\nmodel:\n  path: elsewhere\n  tokenizer: elsewhere\n")
     status, _, message = quatrain("eval", str(run))
     assert (status, "has no final/: the run did not come to its end" in message) == (2, True)
@@ -636,3 +645,55 @@ def test_a_command_without_standard_output_succeeds(closed):
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "quatrain.cli", "config"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_bare_words_are_overrides_after_those_of_set(quatrain):
+    status, out, err = quatrain("config", "rollout.n=4", "--set", "rollout.n=2", "rollout.stop=[a=b]")
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "n: 4 # --set" in lines
+    assert any(line.startswith("stop:") and "a=b" in line for line in lines)
+    Path("lr=1.yaml").write_text("rollout: {n: 3}")
+    status, out, _ = quatrain("config", "lr=1.yaml", "seed=5", "--json")
+    config = json.loads(out)["config"]
+    assert (status, config["rollout"]["n"], config["seed"]) == (0, 3, 5)
+    status, _, err = quatrain("plan", "rollout.n=24", "--json")
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "plan", "config", "serve", "bench"])
+def test_every_command_with_a_configuration_takes_words(quatrain, command):
+    status, _, err = quatrain(command, "rollout.nn=4")
+    assert (status, "unknown key 'rollout.nn'" in err) == (2, True)
+    status, _, err = quatrain(command, "a.yaml", "b.yaml")
+    assert (status, "takes one CONFIG.yaml" in err, "got a.yaml, b.yaml" in err) == (2, True, True)
+
+
+def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
+    calls = []
+    stand_in(monkeypatch, "loop.evaluate", "evaluate_run", lambda resolved: calls.append(resolved) or {})
+    Path("model").mkdir()
+    status, _, err = quatrain("eval", "model")
+    assert (status, "with neither; give another" in err) == (2, True)
+    Path("model", "config.json").write_text("{}")
+    status, _, err = quatrain("eval", "model")
+    assert (status, "is evaluated on prompts of yours" in err) == (2, True)
+    Path("mine.yaml").write_text("seed: 7\ndata: {eval: e.jsonl}\nmodel: {path: base, tokenizer: other}\n")
+    Path("run", "final").mkdir(parents=True)
+    Path("run", "config.yaml").write_text("seed: 8\ndata: {eval: e.jsonl}\nmodel: {path: base}\n")
+    Path("run", "final", "config.json").write_text("{}")
+    cases = [
+        (("model", "data.eval=e.jsonl"), "model", 0),
+        (("mine.yaml", "model"), "model", 7),
+        (("model", "mine.yaml", "seed=9"), "model", 9),
+        (("run",), "run/final", 8),
+        (("run/final",), "run/final", 8),
+        (("run", "mine.yaml"), "run/final", 7),
+        (("run", "model.path=base"), "base", 8),
+    ]
+    for words, path, seed in cases:
+        assert quatrain("eval", *words)[0] == 0
+        config = calls.pop().config
+        assert (config.model.path, config.seed, config.data.eval) == (path, seed, "e.jsonl")
+        if path != "base":
+            assert config.model.tokenizer == path

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.config.aliases import NAMES_ELSEWHERE, key_for
+from quatrain.config.algorithms import ESTIMATORS, LOSSES
+from quatrain.config.aliases import NAMES_ELSEWHERE, key_for, suggestion, value_for
 from quatrain.config.layers import valid_keys
 from quatrain.config.load import load_config
 
@@ -16,6 +17,83 @@ def test_every_name_has_a_valid_key_and_is_on_the_page_that_explains_it():
     page = PAGE.read_text("utf-8")
     last_parts = [name.rpartition(".")[2] for name in NAMES_ELSEWHERE]
     assert [name for name in last_parts if not re.search(rf"[`.:]\s?{re.escape(name)}\b", page)] == []
+
+
+PARENTHESES = re.compile(r"\((?:[^()`]|`[^`]*`)*\)")
+COLUMNS, CALLS = {"prompt", "prompts"}, {"train", "compute_score", "None", "RLOOTrainer", "ToolEnvironment"}
+"""Names in the tables that are no keys: columns of data sets, functions, trainers and other classes."""
+OBJECTS = {"GRPOConfig", "RLCluster", "critic", "reward_model", "actor", "actor.policy_loss"}
+VALUES = {"left", "colocate_async", "separate_async", "ppo", "kl", "mse", "mse_kl", "low_var_kl", "k3+"}
+MODULES = {"trl.experimental.gmpo"}
+
+
+def _columns():
+    """(title, cell, cell of quatrain's column) of each column of another library in the page's tables."""
+    for block in PAGE.read_text("utf-8").split("\n\n"):
+        lines = [line.strip("|").split("|") for line in block.splitlines() if line.startswith("|")]
+        head, *rows = [[cell.strip() for cell in cells] for cells in lines] or [[]]
+        for column, title in enumerate(head):
+            if title.startswith(("verl", "TRL", "Tunix")):
+                yield from ((title, row[column], row[0]) for row in rows[1:] if row[0] != "verl")
+
+
+def _names(cell):
+    """The names in a cell, without their values; `.name` continues the name before it."""
+    previous = ""
+    for text in re.findall(r"`([^`]+)`", PARENTHESES.sub("", cell)):
+        name = re.split(r"[:(]", text)[0].removesuffix(".*")
+        previous = previous.rpartition(".")[0] + name if name.startswith(".") else name
+        yield previous
+
+
+def test_every_key_in_the_tables_of_the_page_has_a_suggestion():
+    ours = set(valid_keys())
+    values = {value for title, cell, _ in _columns() if _value_key(title, "") for value in _names(cell)}
+    no_keys = values | VALUES | COLUMNS | CALLS | OBJECTS | MODULES
+    names = {name for _, cell, _ in _columns() for name in _names(cell)} - ours - no_keys
+    assert len(names) > 150
+    assert sorted(name for name in names if suggestion(name) is None) == []
+
+
+def _value_key(title, ours):
+    """The key here whose values a table of values lists, by the title of its column."""
+    named = re.search(r": `(?:\w+\.)*(\w+)`$", title)
+    if named is None or named[1] == "optim":
+        return None
+    return "update.loss_aggregation" if named[1] == "loss_type" else key_for(named[1])
+
+
+def test_every_value_in_the_tables_of_values_has_ours():
+    checked = 0
+    for title, cell, ours in _columns():
+        key = _value_key(title, ours)
+        for value in _names(cell) if key else ():
+            if "." in value or value in ("gamma", "gae_lambda", *LOSSES, *ESTIMATORS):
+                continue  # a key beside the value, or a name that is valid here too
+            accepted = re.findall(r"`([a-z0-9_]+)`", ours)
+            here = value_for(key, value) or value
+            assert re.split("[ ,]", here)[0] in accepted, value
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("gradient_accumulation_steps=4", "is derived here: 'update.mini_batch_size'"),
+        ("trainer.n_gpus_per_node=8", "the number of devices is derived here"),
+        ("rollout.gpu_memory_utilization=0.5", "'rollout.max_concurrency' limits"),
+        ("report_to=wandb", "here it is 'logging.wandb', 'logging.trackio' or 'logging.tensorboard'"),
+        ("update.clip_max=0.3", "1 + 'update.clip_high'"),
+        ("update.loss=dapo", "here it is ppo_clip, with its clip_high of 0.28"),
+        ("update.kl_estimator=low_var_kl", "here it is k3"),
+        ("kl_estimator=low_var_kl", "the nearest valid key is 'update.kl_estimator'"),
+        ("advantage.estimator=reinforce_plus_plus", "here it is reinforce_pp"),
+    ],
+)
+def test_the_error_says_what_to_do_here(setting, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_config(None, [setting], environ={})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +118,10 @@ def test_every_name_has_a_valid_key_and_is_on_the_page_that_explains_it():
         ("data.train_files", "data.train"),
         ("custom_reward_function.path", "reward.functions"),
         ("training.profiler_options", "run.profile_steps"),
+        ("rollout.tensor_parallel_size", "rollout.mesh"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("temperature", "rollout.temperature"),
+        ("data.seed", "seed"),
     ],
 )
 def test_names_of_other_libraries(name, key):

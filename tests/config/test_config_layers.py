@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from quatrain.config.dump import dump_yaml
 from quatrain.config.errors import ConfigError
 from quatrain.config.layers import environment_layer, file_layer, is_mapping, override_layer, parse_yaml
+from quatrain.config.load import load_config
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -217,3 +219,55 @@ def test_an_unknown_variable_is_an_error_that_keeps_its_value_to_itself():
     with pytest.raises(ConfigError, match=r"unknown key 'logging\.wandb_api_key'") as caught:
         environment_layer({"QUATRAIN__LOGGING__WANDB_API_KEY": "abcdef"})
     assert "abcdef" not in str(caught.value)
+
+
+def _files(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def test_a_file_extends_others_in_a_chain_and_provenance_names_each(tmp_path):
+    (tmp_path / "bases").mkdir()
+    _files(tmp_path / "bases", low="seed: 1\nrollout: {n: 2, top_p: 0.5}\nreward: {functions: {format: 1}}\n")
+    _files(tmp_path / "bases", middle="extends: low.yaml\nrollout: {n: 4, temperature: 0.5}\n")
+    _files(
+        tmp_path,
+        top="rollout: {temperature: 0.7}\nreward: {functions: {correct: 1}}\nextends: bases/middle.yaml\n",
+    )
+    resolved = load_config(tmp_path / "top.yaml", ["seed=9"], environ={})
+    rollout = resolved.config.rollout
+    assert (rollout.n, rollout.top_p, rollout.temperature, resolved.config.seed) == (4, 0.5, 0.7, 9)
+    assert list(resolved.config.reward.functions) == ["correct"]
+    came_from = resolved.provenance
+    assert came_from["rollout.top_p"] == f"file {tmp_path / 'bases' / 'low.yaml'}"
+    assert came_from["rollout.n"] == f"file {tmp_path / 'bases' / 'middle.yaml'}"
+    assert came_from["rollout.temperature"] == f"file {tmp_path / 'top.yaml'}"
+    assert came_from["seed"] == "--set"
+    assert "extends" not in parse_yaml(dump_yaml(resolved), "the file of a run")
+
+
+def test_later_bases_override_earlier_ones_and_a_common_base_counts_once(tmp_path):
+    _files(tmp_path, common="seed: 1\nrollout: {n: 2}\n", a="extends: common.yaml\nseed: 5\n")
+    _files(tmp_path, b="extends: common.yaml\nrollout: {n: 8}\n", top="extends: [a.yaml, b.yaml]\n")
+    config = load_config(tmp_path / "top.yaml", environ={}).config
+    assert (config.seed, config.rollout.n) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (
+            {"top": "extends: a.yaml", "a": "extends: top.yaml"},
+            r"top.yaml extends \S*a.yaml extends \S*top.yaml",
+        ),
+        ({"top": "extends: top.yaml"}, r"must not lead back to the same file"),
+        ({"top": "extends: gone.yaml"}, r"gone.yaml: there is no such .* \(which \S*top.yaml extends\)"),
+        ({"top": "extends: {a: 1}"}, r"top.yaml: extends must be the path .* or a list of paths; got"),
+        ({"top": "extends: a.yaml", "a": "seeed: 1"}, r"unknown key 'seeed' \(from file \S*a.yaml\)"),
+        ({"top": "run: {extends: a.yaml}"}, r"'run.extends' .*; it stands at the top level"),
+    ],
+)
+def test_what_cannot_be_extended(tmp_path, texts, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(_files(tmp_path, **texts) / "top.yaml", environ={})

@@ -6,9 +6,8 @@ import sys
 import pytest
 from runs import small_run
 
-from quatrain.cli import main as cli
 from quatrain.loop.build import load_policy
-from quatrain.loop.train import dry_run
+from quatrain.loop.train import dry_run, train
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -83,12 +82,33 @@ def test_bad_input_is_an_error(tmp_path, option, message):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_is_of_a_new_run(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_without_resume_is_of_a_new_run(tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(ValueError, match="a new run must have an unused name"):
         dry_run(small_run(tmp_path, "taken"))
-    monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--dry-run", "--resume", "auto"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    assert "--dry-run checks a new run; got --resume auto too" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_run_to_resume_checks_what_must_agree_and_changes_nothing(tmp_path):
+    whole = train(small_run(tmp_path, "first", "run.steps=2", "eval.before=false"))
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in whole.run.rglob("*")
+        if path.is_file() and path.name[:5] != ".lock"
+    }
+    plan, _ = dry_run(small_run(tmp_path, "first"), resume="first")
+    assert plan.startswith(f"resuming {whole.run} from step 2\n4 steps of 4 prompts")
+    with pytest.raises(ValueError, match="seed"):
+        dry_run(small_run(tmp_path, "first", "seed=5"), resume="first")
+    after = {
+        path: path.stat().st_mtime_ns
+        for path in whole.run.rglob("*")
+        if path.is_file() and path.name[:5] != ".lock"
+    }
+    assert after == before
+
+
+def test_a_dry_run_names_packages_that_are_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    options = ("logging.trackio=mine", "data.system_prompt=S")
+    _, warnings = dry_run(small_run(tmp_path, "dry", *options))
+    assert any("pip install 'quatrain[trackio]'" in warning for warning in warnings)

@@ -66,7 +66,7 @@ def test_others_are_served_with_a_token_only(config, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_requests_may_name_the_host_that_was_given(config, monkeypatch, host):
+def test_requests_may_name_the_host_and_the_model_as_given(config, monkeypatch, host):
     servers, urls = Queue(), Queue()
 
     class Server(uvicorn.Server):
@@ -75,12 +75,12 @@ def test_requests_may_name_the_host_that_was_given(config, monkeypatch, host):
             super().run(sockets)
 
     monkeypatch.setattr(uvicorn, "Server", Server)
-    options = {"host": host, "port": 0, "ready": urls.put}
+    options = {"host": host, "port": 0, "ready": urls.put, "name": "mine"}
     thread = threading.Thread(target=serve, args=(config,), kwargs=options, daemon=True)
     thread.start()
     try:
         with httpx.Client(base_url=urls.get(timeout=120), trust_env=False) as http:
-            assert http.get("/v1/models").json()["data"][0]["id"] == config.model.path
+            assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
             assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
     finally:
         servers.get(timeout=120).should_exit = True

@@ -43,10 +43,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigArgument = Annotated[
-    Path | None,
+Words = Annotated[
+    list[str] | None,
     typer.Argument(
-        metavar="CONFIG.yaml", show_default=False, help="Configuration file; default: the quickstart."
+        metavar="[CONFIG.yaml] [KEY=VALUE …]",
+        show_default=False,
+        help="Configuration file; default: the quickstart. KEY=VALUE is --set KEY=VALUE.",
+    ),
+]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml] [FOLDER] [KEY=VALUE …]",
+        show_default=False,
+        help="Configuration file; default: the run's, or the quickstart. FOLDER: of a run, or of a model in "
+        "Hugging Face's form. KEY=VALUE is --set KEY=VALUE.",
     ),
 ]
 SetOption = Annotated[
@@ -98,14 +109,14 @@ def _options(
 @app.command(
     epilog=_examples(
         "train",
-        "train configs/gsm8k_smollm2_cpu.yaml --set run.steps=5",
+        "train configs/gsm8k_smollm2_cpu.yaml run.steps=5",
         "train configs/gsm8k_smollm2_cpu.yaml --set data.train=train.jsonl",
         "train --print-config",
         "train --resume runs/quickstart-20260101-120000",
     )
 )
 def train(
-    config: ConfigArgument = None,
+    words: Words = None,
     set_: SetOption = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
@@ -131,11 +142,10 @@ def train(
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train a model by reinforcement learning: rollout, reward, advantage, update."""
-    if dry_run and resume is not None:
-        raise ValueError(f"--dry-run checks a new run; got --resume {resume} too; leave one of the two out")
+    config, overrides = _config_and_overrides(words, set_)
     if config is None and resume is not None:
-        config, resume = _run_to_resume(resume, set_)
-    resolved = _resolve(config, set_)
+        config, resume = _run_to_resume(resume, overrides)
+    resolved = _resolve(config, overrides)
     if print_config:
         _print_config(resolved)
         return
@@ -145,7 +155,7 @@ def train(
         if dry_run:
             from quatrain.loop.train import dry_run as check
 
-            plan, warnings = check(resolved)
+            plan, warnings = check(resolved, resume=resume)
             typer.echo(plan)
             for warning in warnings:
                 _complain("warning", warning)
@@ -158,20 +168,26 @@ def train(
     epilog=_examples(
         "eval",
         "eval configs/gsm8k_smollm2_cpu.yaml --set eval.final_num_prompts=100",
-        "eval runs/my-run --set eval.n=8",
+        "eval runs/my-run eval.n=8",
+        "eval configs/gsm8k_smollm2_cpu.yaml exported/",
     ),
 )
 def evaluate(
-    config: ConfigArgument = None,
+    words: RunWords = None,
     set_: SetOption = None,
     coordinator: CoordinatorOption = None,
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
-    """Measure a model's accuracy on the evaluation prompts; of a run (its folder): as the run does."""
-    if config is not None and config.is_dir():
-        config, set_ = _run_to_evaluate(config, set_)
-    resolved = _resolve(config, set_)
+    """Measure a model's accuracy on the evaluation prompts; of a run's folder: as the run does."""
+    config, overrides = _config_and_overrides(words, set_, folders=True)
+    resolved = _resolve(config, overrides)
+    of_folder = any(Path(word).is_dir() for word in words or ())
+    if config is None and of_folder and not resolved.chose("data.eval"):
+        raise ValueError(
+            "a model's folder is evaluated on prompts of yours; got neither a CONFIG.yaml nor data.eval; add "
+            "CONFIG.yaml or data.eval=FILE"
+        )
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.cluster.processes import is_main_process
         from quatrain.loop.evaluate import evaluate_run
@@ -183,14 +199,14 @@ def evaluate(
 
 @app.command(epilog=_examples("sft", "sft --set sft.steps=400 --set sft.learning_rate=5e-4"))
 def sft(
-    config: ConfigArgument = None,
+    words: Words = None,
     set_: SetOption = None,
     coordinator: CoordinatorOption = None,
     num_processes: NumProcessesOption = None,
     process_id: ProcessIdOption = None,
 ) -> None:
     """Train on demonstrations: run only the supervised warm start."""
-    resolved = _resolve(config, set_)
+    resolved = _resolve(*_config_and_overrides(words, set_))
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.loop.train import train_sft
 
@@ -233,14 +249,14 @@ def launch(
     )
 )
 def config(
-    config: ConfigArgument = None,
+    words: Words = None,
     set_: SetOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: configuration, origin of each value, warnings.")
     ] = False,
 ) -> None:
     """Print the resolved configuration, each value with the layer it came from."""
-    _print_config(_resolve(config, set_), as_json=as_json)
+    _print_config(_resolve(*_config_and_overrides(words, set_)), as_json=as_json)
 
 
 @app.command(
@@ -253,7 +269,7 @@ def config(
     )
 )
 def plan(
-    config: ConfigArgument = None,
+    words: Words = None,
     set_: SetOption = None,
     devices: Annotated[int, typer.Option(min=1, help="Number of devices of all processes together.")] = 1,
     processes: Annotated[
@@ -298,7 +314,8 @@ def plan(
         raise ValueError(
             "--fit needs --device-memory, and goes without --params; give --fit --device-memory SIZE"
         )
-    resolved = _resolve(config, set_)
+    config, overrides = _config_and_overrides(words, set_)
+    resolved = _resolve(config, overrides)
     if not (params or fit):
         from quatrain.plan.batches import plan as plan_batches
         from quatrain.plan.batches import render
@@ -311,8 +328,8 @@ def plan(
     from quatrain.plan import fit as fits
     from quatrain.plan.placement import placement
 
-    def with_further(overrides: Sequence[str]) -> Config:
-        return load_config(config, [*(set_ or ()), *overrides], os.environ).config
+    def with_further(further: Sequence[str]) -> Config:
+        return load_config(config, [*overrides, *further], os.environ).config
 
     memory = None if device_memory is None else report.parse_bytes(device_memory)
     if fit:
@@ -459,12 +476,12 @@ def samples(
 @app.command(
     epilog=_examples(
         "serve --set model.path=runs/my-run/final",
-        "serve runs/my-run --port 9000",
+        "serve runs/my-run --port 9000 --name my-model",
         "serve configs/gsm8k_smollm2_cpu.yaml --set rollout.max_concurrency=16",
     )
 )
 def serve(
-    config: ConfigArgument = None,
+    words: RunWords = None,
     set_: SetOption = None,
     host: Annotated[
         str,
@@ -476,11 +493,19 @@ def serve(
     port: Annotated[
         int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.", min=0, max=65535)
     ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            show_default=False,
+            help="Name of the model for clients (`model` in requests); default: its path.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model, or that of a run (its folder), over HTTP with OpenAI's interface."""
-    if config is not None and config.is_dir():
-        config, set_ = _run_to_evaluate(config, set_)
-    resolved = _resolve(config, set_)
+    if name is not None and not name.strip():
+        raise ValueError("--name must be the name that requests give the model; got an empty one")
+    resolved = _resolve(*_config_and_overrides(words, set_, folders=True))
     try:
         from quatrain.serve.server import serve as run
     except ImportError as error:
@@ -490,10 +515,11 @@ def serve(
         ) from error
     from quatrain.parallel.compilation_cache import compilation_cache
 
-    model = resolved.config.model.path
+    model = resolved.config.model.path if name is None else name
     with compilation_cache(resolved.config.run.compilation_cache):
         run(
             resolved.config,
+            name=model,
             host=host,
             port=port,
             ready=lambda url: typer.echo(f"{model} is served at {url}/v1; Ctrl-C ends it"),
@@ -502,12 +528,12 @@ def serve(
 
 @app.command(epilog=_examples("bench", "bench configs/gsm8k_smollm2_cpu.yaml --steps 3"))
 def bench(
-    config: ConfigArgument = None,
+    words: Words = None,
     set_: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps to time.")] = 5,
 ) -> None:
     """Time the stages of the training step on this machine."""
-    resolved = _resolve(config, set_)
+    resolved = _resolve(*_config_and_overrides(words, set_))
     from quatrain.cli.bench import bench as run
     from quatrain.parallel.compilation_cache import compilation_cache
 
@@ -520,14 +546,37 @@ def _print_numbers(numbers: dict[str, float]) -> None:
     typer.echo(json.dumps({name: round(value, 3) for name, value in numbers.items()}, indent=2))
 
 
-def _resolve(path: Path | None, overrides: list[str] | None) -> Resolved:
+def _config_and_overrides(
+    words: Sequence[str] | None, set_: Sequence[str] | None, *, folders: bool = False
+) -> tuple[Path | None, list[str]]:
+    """(configuration file, overrides) of a command's words; a word with `=` that is no file is an override.
+
+    Overrides of the words come after those of `--set`. With `folders`, one word may be the folder of a run or
+    of a model.
+    """
+    named = [word for word in words or () if "=" not in word or Path(word).exists()]
+    overrides = [*(set_ or ()), *(word for word in words or () if word not in named)]
+    paths = [Path(word) for word in named]
+    found = [path for path in paths if folders and path.is_dir()]
+    configs = [path for path in paths if path not in found]
+    if len(configs) > 1 or len(found) > 1:
+        raise ValueError(
+            f"a command takes one CONFIG.yaml{' and one FOLDER' if folders else ''}, and settings as "
+            f"KEY=VALUE; got {', '.join(named)}; to combine configurations, name one in the other, as "
+            "extends: other.yaml"
+        )
+    config = configs[0] if configs else None
+    return _of_folder(found[0], config, overrides) if found else (config, overrides)
+
+
+def _resolve(path: Path | None, overrides: Sequence[str]) -> Resolved:
     """The final configuration; its warnings go to stderr, here and nowhere else."""
     from quatrain.config.environment import load_dotenv, warn_if_others_can_read
     from quatrain.config.load import load_config
 
     dotenv = load_dotenv(os.environ)
     readable = warn_if_others_can_read(dotenv) if dotenv else None
-    resolved = load_config(path, overrides or (), os.environ)
+    resolved = load_config(path, overrides, os.environ)
     for warning in filter(None, (readable, *resolved.warnings)):
         _complain("warning", warning)
     return resolved
@@ -594,7 +643,7 @@ def _one_configuration(resolved: Resolved) -> Resolved:
     return resolved
 
 
-def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, str]:
+def _run_to_resume(run: str, overrides: Sequence[str]) -> tuple[Path | None, str]:
     """(configuration file in the folder of `run`, value of `resume`); `run` is a path, a name, or `auto`.
 
     The file is None if `auto` finds no run. The value is the path of that folder; for a run without a
@@ -603,9 +652,7 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     from quatrain.run.run_dir import auto_run, checkpoint_steps, find_run
 
     # Other overrides may need the run's own configuration to be valid.
-    settings = _run_settings(
-        [each for each in overrides or () if re.split(r"[.=]", each)[0].strip() == "run"]
-    )
+    settings = _run_settings([each for each in overrides if re.split(r"[.=]", each)[0].strip() == "run"])
     runs = Path(settings.config.run.dir)
     if run == "auto":
         folder = auto_run(runs, settings.config.run.name or "", settings.chose("run.name"))
@@ -618,24 +665,31 @@ def _run_to_resume(run: str, overrides: list[str] | None) -> tuple[Path | None, 
     return folder / "config.yaml", str(folder.absolute())
 
 
-def _run_to_evaluate(run: Path, overrides: list[str] | None) -> tuple[Path, list[str]]:
-    """(configuration file, overrides) that evaluate the trained model of the run in the folder `run`."""
-    config, final = run / "config.yaml", run / "final"
-    if not config.is_file():
-        raise ValueError(
-            f"a folder that is evaluated must be that of a run: {run} has no config.yaml; for a model's "
-            f"folder, give a CONFIG.yaml and --set model.path={run}"
-        )
-    overrides = overrides or []
+def _of_folder(folder: Path, config: Path | None, overrides: list[str]) -> tuple[Path | None, list[str]]:
+    """(configuration file, overrides) with the model in `folder`: that of a run, or a model's own.
+
+    The configuration is `config`, or else the run's, also for the folder `final/` of a run.
+    """
+    is_run = (folder / "config.yaml").is_file()
+    run, final = (folder, folder / "final") if is_run else (folder.absolute().parent, folder)
+    if config is None and (run / "config.yaml").is_file() and (is_run or folder.name == "final"):
+        config = run / "config.yaml"
     if any(override.partition("=")[0].strip() == "model.path" for override in overrides):
         return config, overrides
-    if not final.is_dir():
+    if is_run and not final.is_dir():
         raise ValueError(
-            f"{run} has no final/: the run did not come to its end; export a checkpoint with "
-            f"`quatrain export {run} OUTPUT`, and give --set model.path=OUTPUT"
+            f"{folder} has no final/: the run did not come to its end; export a checkpoint with "
+            f"`quatrain export {folder} OUTPUT`, and give --set model.path=OUTPUT"
         )
-    model = [f"{key}={json.dumps(str(final))}" for key in ("model.path", "model.tokenizer")]
-    return config, [*model, *overrides]
+    if not is_run and not (final / "config.json").is_file():
+        raise ValueError(
+            f"a FOLDER must be that of a run (with config.yaml) or of a model (with config.json); "
+            f"got {folder} with neither; give another"
+        )
+    return config, [
+        *(f"{key}={json.dumps(str(final))}" for key in ("model.path", "model.tokenizer")),
+        *overrides,
+    ]
 
 
 def _run_settings(overrides: list[str]) -> Resolved:

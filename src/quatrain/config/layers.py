@@ -15,14 +15,16 @@ from typing import Any
 
 import yaml
 
-from quatrain.config.aliases import key_for
+from quatrain.config.aliases import suggestion
 from quatrain.config.errors import SHOWN_PROBLEMS, SHOWN_VALUE_LENGTH, ConfigError, nearest_keys, shown
+from quatrain.config.places import local_path
 from quatrain.config.schema import is_mapping, sections, valid_keys
 
 MAX_CHARS = 2**17
 MAX_NODES = 10_000
 """Keys and values of a configuration; the schema has about 150 keys."""
 MAX_DIGITS = 30
+MAX_EXTENDS = 20
 ENVIRONMENT_PREFIX = "QUATRAIN__"
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
@@ -144,32 +146,65 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def file_layer(path: Path | None) -> list[Setting]:
-    """The settings of a YAML file, or of the quickstart file in this package if `path` is None."""
-    file, layer = (QUICKSTART, "quickstart") if path is None else (path, f"file {path}")
-    data = parse_yaml(_read(file), str(file))
-    if data is None:
-        raise ConfigError(f"{file}: the file is empty; write a key, or leave CONFIG out for the quickstart")
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
+    """The settings of a YAML file and before them those of the files that it extends, lowest layer first.
+
+    None is the quickstart file in this package. `extends` is a path or a list of paths, relative to the file
+    that names them. A file that several others extend counts once, where it is named first. Raises
+    ConfigError for files that extend each other.
+    """
     settings: list[Setting] = []
     problems: list[str] = []
-    for name, value in data.items():
-        if value is None and name in sections():
-            continue  # a section whose keys are all commented out
-        _collect((str(name),), value, layer, settings, problems)
+    _read_file(path or QUICKSTART, "quickstart" if path is None else None, (), set(), settings, problems)
     if problems:
         raise ConfigError(problems)
     return settings
 
 
-def _read(path: Path) -> str:
+def _read_file(
+    file: Path,
+    layer: str | None,
+    extending: tuple[Path, ...],
+    done: set[Path],
+    settings: list[Setting],
+    problems: list[str],
+) -> None:
+    """Appends the settings of `file`, after those of its bases; `extending` are the files that lead to it."""
+    if file.resolve() in [each.resolve() for each in extending]:
+        circle = " extends ".join(map(str, (*extending, file)))
+        raise ConfigError(f"extends must not lead back to the same file: {circle}; remove one of them")
+    if len(extending) > MAX_EXTENDS:
+        raise ConfigError(f"{file}: at most {MAX_EXTENDS} files may extend each other in a row; join some")
+    if file.resolve() in done:
+        return
+    data = parse_yaml(_read(file, extending), str(file))
+    if data is None:
+        raise ConfigError(f"{file}: the file is empty; write a key, or leave CONFIG out for the quickstart")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
+    bases = data.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise ConfigError(
+            f"{file}: extends must be the path of a configuration, or a list of paths; got {shown(bases)}"
+        )
+    for base in bases:
+        _read_file(file.parent / local_path(base), None, (*extending, file), done, settings, problems)
+    done.add(file.resolve())
+    for name, value in data.items():
+        if value is None and name in sections():
+            continue  # a section whose keys are all commented out
+        _collect((str(name),), value, layer or f"file {file}", settings, problems)
+
+
+def _read(path: Path, extending: Sequence[Path]) -> str:
     try:
         with path.open(encoding="utf-8-sig") as opened:
             return opened.read(MAX_CHARS + 1)
     except FileNotFoundError:
         near = sorted({str(p) for folder in (path.parent, Path("configs")) for p in folder.glob("*.y*ml")})
         found = f"; configurations nearby: {', '.join(near[:10])}" if near else ""
-        raise ConfigError(f"{path}: there is no such configuration file{found}") from None
+        by = f" (which {extending[-1]} extends)" if extending else ""
+        raise ConfigError(f"{path}: there is no such configuration file{by}{found}") from None
     except IsADirectoryError:
         file = path / "config.yaml"
         raise ConfigError(f"{path}: this is a folder; give the YAML file itself, as {file}") from None
@@ -243,8 +278,8 @@ def _collect(path: KeyPath, value: Any, layer: str, settings: list[Setting], pro
     else:
         problems.append(f"unknown key {shown(key)} (from {layer})")
         if len(problems) <= SHOWN_PROBLEMS and len(key) <= SHOWN_VALUE_LENGTH:
-            if known := key_for(key):
-                problems[-1] += f"; here it is {known!r}"
+            if known := suggestion(key):
+                problems[-1] += f"; {known}"
                 return
             nearest = nearest_keys(key, keys if len(path) > 1 else [*keys, *nested])
             problems[-1] += f"; the nearest valid key is {' or '.join(map(repr, nearest))}"

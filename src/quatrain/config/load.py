@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from quatrain.config.aliases import value_for
 from quatrain.config.derive import derived_values
 from quatrain.config.errors import ConfigError, listed, rule, shown
 from quatrain.config.fields import value_at
@@ -183,7 +184,9 @@ class _Merge:
         known = next((k for k in valid_keys() if key == k or key.startswith(f"{k}.")), key)
         default = _as_yaml(value_at(Config(), known)) if known in valid_keys() else "none"
         layer = self._layers.get(key) or self._layers.get(known, DEFAULT)
-        return f"{key} {rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default})"
+        ours = value_for(known, value)
+        here = f"; here it is {ours}" if ours else ""
+        return f"{key} {rule(detail)}; got {_as_yaml(value)} (from {layer}; default: {default}){here}"
 
     def provenance(self, config: Config) -> dict[str, str]:
         """The layer of every key of `config`, in the schema's order."""

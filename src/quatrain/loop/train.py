@@ -31,6 +31,7 @@ from quatrain.plan.batches import render
 from quatrain.plan.placement import placement
 from quatrain.report.progress import Progress
 from quatrain.run.run_dir import RunDir, checkpoint_steps
+from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
 
@@ -87,12 +88,13 @@ def _train(run: Run, state: TrainState) -> TrainState:
     return state
 
 
-def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
+def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list[str]]:
     """`quatrain train --dry-run`: everything before the first rollout but reading weights.
 
     Data are read and tokenised, reward functions are loaded and tried, estimator, loss and meshes are
-    checked. Returns the plan as text, and warnings. No folder is left. Raises ValueError for invalid input,
-    and in a run of several processes.
+    checked, and so is what must agree with the checkpoint of a run to resume. Returns the plan as text, and
+    warnings, also of packages that are not installed. No folder is left, and that of a resumed run is not
+    changed. Raises ValueError for invalid input, and in a run of several processes.
     """
     config = resolved.config
     if num_processes() > 1:
@@ -102,17 +104,20 @@ def dry_run(resolved: Resolved) -> tuple[str, list[str]]:
     assert config.run.name is not None, "run.name is derived before it comes here"
     root = Path(config.run.dir).absolute()
     new = [path for path in (root, *root.parents) if not path.exists()]
-    with Stop(agreement()) as stop, closing(RunDir.create(config.run.dir, config.run.name)) as folder:
+    named = resolved.chose("run.name")
+    made = RunDir.create(config.run.dir, config.run.name, resume=resume, named=named)
+    with Stop(agreement()) as stop, closing(made) as folder:
         try:
             with stop.interruptible(), ExitStack() as parts:
                 run = build_run(resolved, folder, stop, parts, weights=False)
                 placed = placement(config, devices=jax.device_count(), device_memory=_device_memory())
                 lines = [
+                    *filter(None, [folder.note]),
                     f"{run.steps} steps of {run.step_size}, {len(run.prompts)} training prompts",
                     render(batch_plan(config, devices=jax.device_count())),
                     *device_memory.totals_table(placed),
                 ]
-                return "\n".join(lines), [*run.warnings, *placed.warnings]
+                return "\n".join(lines), [*run.warnings, *placed.warnings, *missing_services(config.logging)]
         finally:
             folder.discard()
             with suppress(OSError):  # another run has begun in it

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from quatrain.config.files import read_json
@@ -81,6 +82,21 @@ def start_services(run_dir: RunDir, config: LoggingConfig, run_config: Mapping[s
     if config.tensorboard:
         services.append(Service("TensorBoard", lambda: _TensorBoard(run_dir)))
     return services
+
+
+def missing_services(config: LoggingConfig) -> list[str]:
+    """A warning for each service that `config` asks for and whose package is not installed."""
+    asked = {
+        "wandb": ("wandb", config.wandb in ("online", "offline")),
+        "trackio": ("trackio", config.trackio),
+        "tensorboard": ("tensorboardX", config.tensorboard),
+    }
+    return [
+        f"logging.{name} needs the package {package}, which is not installed: the run would go on without "
+        f"it; install it with `pip install 'quatrain[{name}]'`"
+        for name, (package, wanted) in asked.items()
+        if wanted and find_spec(package) is None
+    ]
 
 
 class _WithTables:

@@ -29,8 +29,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine that requests may always use."""
 
 
-def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+def serve(
+    config: Config, *, host: str, port: int, ready: Callable[[str], None], name: str | None = None
+) -> None:
     """Serve the model of `config` until the process gets a signal; `ready` gets the address.
+
+    Requests call the model `name`; None: by `model.path`.
 
     `port` 0 takes any free port. Raises ValueError if the address cannot be used, if it is not one of this
     machine alone and there is no token (`QUATRAIN_SERVE_TOKEN`), and for a model that cannot be loaded.
@@ -50,22 +54,22 @@ def serve(config: Config, *, host: str, port: int, ready: Callable[[str], None])
             api = Api(
                 service,
                 loaded.tokenizer,
-                model=config.model.path,
+                model=config.model.path if name is None else name,
                 vocab_size=loaded.arch.vocab_size,
                 max_positions=loaded.arch.max_position,
                 token=token,
             )
             address, number = bound.getsockname()[:2]
-            name = f"[{address}]" if ":" in address else address
+            reached = f"[{address}]" if ":" in address else address
             settings = uvicorn.Config(
-                api.app((*LOOPBACK, name) if local else ("*",)),
+                api.app((*LOOPBACK, reached) if local else ("*",)),
                 log_level="error",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=CLOSE_S,
             )
             bound.listen()
-            ready(f"http://{name}:{number}")
+            ready(f"http://{reached}:{number}")
             with suppress(KeyboardInterrupt):  # the way to end it
                 uvicorn.Server(settings).run(sockets=[bound])
         finally:
