@@ -228,6 +228,9 @@ def test_samples_of_a_prompt_share_its_head_and_what_has_no_partner_is_counted(b
     assert page.texts("#outcomes button")[-1] == "not in both 3"
     assert page.texts("#pairs h3") == ["Prompt 0", "Prompt 1"]
     assert len(page.texts("#pairs .pair")) == 6
+    page.js("document.querySelector('#eval-search').focus()")
+    page.keys("question" + ENTER + "j")
+    assert page.js("return [...document.querySelectorAll('.pair')].indexOf(document.activeElement)") == 1
     page.click("[data-outcome=alone]")
     assert page.texts("#pairs h3") == ["Prompt 1"]
 

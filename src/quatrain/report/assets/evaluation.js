@@ -11,7 +11,7 @@ function evaluationSection() {
   const choose = (key, text) => choice(text, `eval-${key}`, [], (value) => { evaluation[key] = Number(value); loadPairs(); });
   const runs = state.runs.length < 2 ? null : choice("Run ", "eval-run", state.runs.map((run, i) => [i, run.name]),
     (value) => { Object.assign(evaluation, { run: Number(value), before: null, after: null }); refreshEvaluation(); });
-  const search = searchField("Search the evaluation completions", "eval-search", "Search", (value) => { Object.assign(evaluation, { query: value, shown: PAIRS_AT_ONCE }); showPairs(); }, movePair);
+  const search = searchField("Search the evaluation completions", "eval-search", "Search", (value) => { Object.assign(evaluation, { query: value, shown: PAIRS_AT_ONCE }); showPairs(); }, () => movePair(1));
   const content = el("div", { id: "eval-content" },
     el("div", { class: "bar" }, runs, choose("before", "Before: step "), choose("after", "After: step "), search),
     el("div", { class: "chips", id: "outcomes", role: "group", "aria-label": "Filter" }),
