@@ -737,7 +737,8 @@ def test_supervised_command(tmp_path):
     assert (summary.run / "final" / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"sft\.steps is 0"):
         train_sft(small_run(tmp_path, "none", "sft.steps=0"))
-    for key, value in {"run.profile_steps": "[2]", "checkpoint.best_metric": "eval/reward"}.items():
+    refused = {"run.profile_steps": "[2]", "checkpoint.best_metric": "eval/reward", "hub.push": "a/b"}
+    for key, value in refused.items():
         with pytest.raises(ValueError, match=f"{key} must not be set for quatrain sft"):
             train_sft(small_run(tmp_path, "none", "sft.steps=1", f"{key}={value}"))
     assert not (tmp_path / "none").exists()
