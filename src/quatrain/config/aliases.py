@@ -178,6 +178,8 @@ _NAMES = {
     "checkpoint.keep": ("max_actor_ckpt_to_keep", "save_total_limit"),
     "checkpoint.best_metric": ("metric_for_best_model", "load_best_model_at_end"),
     "checkpoint.best_mode": ("greater_is_better",),
+    "hub.push": ("push_to_hub", "hub_model_id"),
+    "hub.private": ("hub_private_repo",),
     "logging.samples_per_step": ("log_completions", "rollout_data_dir"),
 }
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names}
