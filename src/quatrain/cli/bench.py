@@ -75,7 +75,7 @@ def bench(resolved: Resolved, steps: int) -> dict[str, float]:
 def _bare(config: Config, folder: str, steps: int) -> Config:
     """`config` for `steps` + 1 training steps into `folder`, without what `bench` leaves out."""
     changes: dict[str, dict[str, Any]] = {
-        "run": {"dir": folder, "name": "bench", "steps": steps + 1, "profile_steps": ()},
+        "run": {"dir": folder, "name": "bench", "steps": steps + 1, "profile_steps": (), "stop_when": {}},
         "sft": {"steps": 0},
         "data": {"eval": None},
         "checkpoint": {"every_steps": 0, "best_metric": None},

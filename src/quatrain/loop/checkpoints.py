@@ -64,6 +64,10 @@ class Checkpoints:
         best = self._evaluations.best
         return None if best is None or best.found is None else int(best.found["step"])
 
+    def end_at(self, step: int) -> None:
+        """`step` is the last of the run, whatever their number was to be."""
+        self._steps = step
+
     def save_when_due(self, state: TrainState) -> None:
         """Save every `checkpoint.every_steps` training steps, at a new best, and after the last.
 

@@ -20,7 +20,7 @@ from quatrain.parallel.compilations import compile_seconds
 from quatrain.parallel.host_memory import peak_bytes
 from quatrain.report.progress import Progress
 from quatrain.report.writer import Report
-from quatrain.run.metrics import StageTimer
+from quatrain.run.metrics import StageTimer, reduce_metrics
 from quatrain.types.batches import AdvantagedBatch
 from quatrain.types.metrics import Metric, Metrics
 from quatrain.types.rollouts import RolloutProgress
@@ -43,6 +43,9 @@ class Recorder:
         self._tracing = False
         self.timer = StageTimer()
         self.skipped: Mapping[str, Metric] = {}
+        self.numbers: dict[str, float] = {}
+        """Metrics of the last training step, those of the evaluation after it among them."""
+        self._last = -1
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -93,7 +96,10 @@ class Recorder:
 
     def log(self, step: int, metrics: Metrics | None = None) -> None:
         """Writes metrics of `step`, and the seconds of the stages since the last call; the page is due."""
-        self.report.log(step, {**(metrics or {}), **self.timer.metrics()})
+        logged = {**(metrics or {}), **self.timer.metrics()}
+        self.report.log(step, logged)
+        if step == self._last:
+            self.numbers |= reduce_metrics(logged)
 
     def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: float | None) -> None:
         """Writes metrics, samples and warnings of a training step, and moves the progress display on."""
@@ -110,6 +116,7 @@ class Recorder:
             **self.skipped,
         }
         self.report.log(step, metrics)
+        self._last, self.numbers = step, reduce_metrics(metrics)
         self.report.samples(step, advantaged)
         self.report.hint(step, metrics)
         mismatch = logprob_diff_warning(self._config, update)

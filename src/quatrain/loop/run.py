@@ -45,6 +45,7 @@ from quatrain.loop.recorder import Recorder, peak_memory
 from quatrain.loop.reference import Reference
 from quatrain.loop.sft import warm_start, warm_start_data
 from quatrain.loop.stages import Stages, build_advantage, build_learner
+from quatrain.loop.stop_when import StopWhen
 from quatrain.models.lora import without_adapters
 from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.plan.batches import overview
@@ -175,6 +176,7 @@ class Run:
     reference: Reference
     evaluations: Evaluations
     checkpoints: Checkpoints
+    stop_when: StopWhen
     steps: int
     warnings: list[str]
     """Of data that are probably not what is meant, and of rewards that fail on a made-up completion."""
@@ -427,6 +429,7 @@ def build_run(
         resume.check_steps(steps, saved["train_step"], folder.path)
     learner = build_learner(config, loaded, steps=steps)
     best = best_of(config, folder, evaluator)
+    stop_when = StopWhen(config, evaluator)
     _check_profile_steps(config, steps)
     sampler = PromptSampler(
         prompts, batch_size=config.data.batch_size, rounds=config.rollout.dynamic_sampling_rounds
@@ -485,6 +488,7 @@ def build_run(
         reference,
         evaluations,
         checkpoints,
+        stop_when,
         steps,
         warnings,
     )

@@ -11,11 +11,11 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 
-from quatrain.cluster.processes import agreement, num_processes
+from quatrain.cluster.processes import agreement, decided_by_main, num_processes
 from quatrain.cluster.stop import Stop, Stopped
 from quatrain.config.derive import value_at
 from quatrain.config.errors import shown
@@ -34,6 +34,8 @@ from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.services import missing_services
 from quatrain.update.learner import TooManyBadSteps, TrainState
 
+OnStep = Callable[[int, Mapping[str, float]], bool | None]
+
 
 def train(
     resolved: Resolved,
@@ -41,12 +43,17 @@ def train(
     resume: str | None = None,
     reward_functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     rows: GivenRows = NO_ROWS,
+    on_step: OnStep | None = None,
 ) -> Summary:
     """`quatrain train`: a new run, or the rest of a resumed one (`resume`: its name, its path, or `auto`).
 
     `reward_functions` has Python functions for entries of `reward.functions`, by their names there. They are
     called in this process, without limits on time and memory. `rows` has data sets as lists of dicts, by
     their names in `data.train`, `data.eval` and `sft.data`.
+
+    `on_step(step, metrics)` is called after each training step, and its evaluation if it has one, with the
+    metrics that both logged, by name; in a run of several processes, in the main one. The run ends with that
+    step, as after its last, if it returns True. What it raises ends the run as an error.
 
     Raises ValueError for invalid input before any computation; TooManyBadSteps and NoSignal after saving a
     checkpoint, and `Stopped`, a KeyboardInterrupt, after a signal and a checkpoint of the last finished step.
@@ -55,17 +62,18 @@ def train(
         run.announce(f"{run.steps} steps of {run.step_size}")
         first = max(checkpoint_steps(run.folder.path), default=0)
         with Progress(run.steps, first=first) as run.recorder.progress:
-            state = _train(run, run.begin())
+            state = _train(run, run.begin(), on_step)
             after = run.evaluations.last(state.params, state.train_step, version=state.step)
             run.export(state.params, state.train_step)
         return run.conclude(state.train_step, after)
 
 
-def _train(run: Run, state: TrainState) -> TrainState:
+def _train(run: Run, state: TrainState, on_step: OnStep | None) -> TrainState:
     recorder, evaluations, checkpoints = run.recorder, run.evaluations, run.checkpoints
     recorder.progress.phase("train", first=state.train_step)
     evaluations.when_due(state)  # in a run that was stopped before it was evaluated
-    while state.train_step < run.steps:
+    end = None
+    while state.train_step < run.steps and end is None:
         try:
             with recorder.step(state.train_step + 1):
                 with run.stop.interruptible():
@@ -76,6 +84,10 @@ def _train(run: Run, state: TrainState) -> TrainState:
             run.reference.move_when_due(state)
             recorder.record(state.train_step, state.metrics, advantaged, evaluations.accuracy)
             evaluations.when_due(state)
+            end = _end(run, state.train_step, on_step)
+            if end is not None and state.train_step < run.steps:
+                recorder.report.event(f"the run ends with step {state.train_step} of {run.steps}: {end}")
+                checkpoints.end_at(state.train_step)
             checkpoints.save_when_due(state)
         except TooManyBadSteps as stopped:
             bad = stopped.state
@@ -86,6 +98,23 @@ def _train(run: Run, state: TrainState) -> TrainState:
             checkpoints.save_before_end(state)
             raise
     return state
+
+
+def _end(run: Run, step: int, on_step: OnStep | None) -> str | None:
+    """Why the run ends with `step`, by `run.stop_when` or `on_step`, which is called in any case, or None."""
+    if on_step is None and not run.config.run.stop_when:
+        return None
+
+    def decide() -> str | None:
+        reached = run.stop_when.reached(run.recorder.numbers)
+        answer = on_step(step, dict(run.recorder.numbers)) if on_step else None
+        if not (answer is None or isinstance(answer, bool)):
+            raise ValueError(
+                f"on_step must return True to end the run, or False or None; got {shown(answer)}"
+            )
+        return reached or ("on_step returned True" if answer else None)
+
+    return cast("str | None", decided_by_main(decide))
 
 
 def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list[str]]:
@@ -127,7 +156,13 @@ def dry_run(resolved: Resolved, *, resume: str | None = None) -> tuple[str, list
 
 def _refuse_keys_of_training(config: Config) -> None:
     """Raises ValueError for keys that ask `quatrain sft` for what only training steps have."""
-    for key, empty in {"run.profile_steps": (), "checkpoint.best_metric": None, "hub.push": None}.items():
+    defaults: dict[str, Any] = {
+        "run.profile_steps": (),
+        "run.stop_when": {},
+        "checkpoint.best_metric": None,
+        "hub.push": None,
+    }
+    for key, empty in defaults.items():
         value = value_at(config, key)
         if value != empty:
             raise ValueError(

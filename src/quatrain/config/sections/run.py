@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from quatrain.config.fields import Count, Section, Text, must
+from quatrain.config.fields import Argument, Count, Section, Text, must
 
 FolderName = Annotated[
     Text,
@@ -16,6 +16,14 @@ FolderName = Annotated[
         re.compile(r"\w[\w.-]*").fullmatch,
     ),
 ]
+
+
+def _is_condition(value: dict[str, object]) -> bool:
+    """Whether `run.stop_when` is empty, or names a metric and one bound."""
+    bounds = [bound for name, bound in value.items() if name != "metric"]
+    named = isinstance(value.get("metric"), str) and value.keys() <= {"metric", "at_least", "at_most"}
+    number = len(bounds) == 1 and isinstance(bounds[0], int | float) and not isinstance(bounds[0], bool)
+    return not value or (named and number)
 
 
 class RunConfig(Section):
@@ -29,6 +37,15 @@ class RunConfig(Section):
     """Number of training steps (rollout batches); derived from `run.epochs` and the data."""
     epochs: float = Field(1.0, gt=0, le=1e6)
     """Passes over the training prompts; has no effect if `run.steps` is set."""
+    stop_when: Annotated[
+        dict[Text, Argument],
+        must("be {metric: NAME, at_least: NUMBER} or {metric: NAME, at_most: NUMBER}, or {}", _is_condition),
+    ] = Field({})
+    """The run ends before `run.steps` after the first step whose metric reaches a bound, as in
+    `{metric: eval/accuracy_strict, at_least: 0.9}` or `{metric: update/entropy, at_most: 0.1}`, with its last
+    checkpoint, final evaluation and export. A metric of evaluations is compared after the steps that have one
+    (`eval.every_steps`). `{}`: never. A run that ended so and is resumed trains on, and compares again after
+    each step."""
     profile_steps: tuple[Count, ...] = Field((), strict=False)
     """Training steps, as `[3, 4]`, of which the main process writes a trace of JAX's profiler to `profile/`
     in the run's folder; consecutive steps are one trace."""

@@ -1,0 +1,67 @@
+"""Runs that end early: by `run.stop_when`, and by `on_step` in library use."""
+
+import json
+
+import pytest
+from runs import small_run
+
+from quatrain.config.load import load_config
+from quatrain.loop.train import train
+from quatrain.run.run_dir import checkpoint_steps
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+
+def _ends(summary, step):
+    rows = [json.loads(line) for line in (summary.run / "metrics.jsonl").read_text().splitlines()]
+    assert summary.steps == step
+    assert max(row["step"] for row in rows) == step
+    assert max(checkpoint_steps(summary.run)) == step
+    assert (summary.run / "final" / "config.json").is_file()
+    assert "eval/accuracy_strict" in summary.after
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_on_step_sees_each_step_and_ends_the_run(tmp_path, staleness):
+    seen = []
+
+    def on_step(step, metrics):
+        seen.append((step, "eval/accuracy_strict" in metrics, metrics["reward/mean"] >= 0))
+        return step == 3
+
+    options = ("sft.steps=0", "eval.before=false", "run.steps=6", f"rollout.max_staleness={staleness}")
+    summary = train(small_run(tmp_path, "called", *options), on_step=on_step)
+    assert seen == [(1, False, True), (2, True, True), (3, False, True)]
+    _ends(summary, 3)
+    assert "ends with step 3 of 6: on_step returned True" in (summary.run / "run.log").read_text()
+
+
+def test_a_run_stops_when_a_metric_of_evaluations_reaches_its_bound_and_can_be_resumed(tmp_path):
+    bound = "run.stop_when={metric: eval/accuracy_strict, at_most: 1}"
+    options = ("sft.steps=0", "eval.before=false")
+    summary = train(small_run(tmp_path, "bound", *options, bound))
+    _ends(summary, 2)
+    assert "at most 1 (run.stop_when)" in (summary.run / "run.log").read_text()
+    _ends(train(small_run(tmp_path, "bound", *options), resume="bound"), 4)
+
+
+def test_an_unknown_metric_is_an_error_after_the_first_step(tmp_path):
+    options = ("sft.steps=0", "eval.before=false", "run.stop_when={metric: reward/meen, at_least: 1}")
+    with pytest.raises(ValueError, match="the nearest is reward/mean; got 'reward/meen'"):
+        train(small_run(tmp_path, "unknown", *options))
+
+
+def test_a_metric_of_evaluations_needs_them(tmp_path):
+    options = ("eval.every_steps=0", "run.stop_when={metric: eval/accuracy_strict, at_least: 1}")
+    with pytest.raises(ValueError, match=r"got eval/accuracy_strict and eval\.every_steps 0"):
+        train(small_run(tmp_path, "none", *options))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{metric: loss}", "{metric: loss, at_least: 1, at_most: 2}", "{metric: loss, above: 1}", "{at_most: 1}"],
+)
+def test_a_condition_has_a_metric_and_one_bound(value):
+    with pytest.raises(ValueError, match=r"run.stop_when must be \{metric: NAME, at_least: NUMBER\} or"):
+        load_config(None, [f"run.stop_when={value}"], environ={})
