@@ -75,7 +75,8 @@ rollout:
 
 The file has all values of the file that it extends, and changes those that it sets itself. Paths in
 `extends` are relative to the file in which they stand. A file that is extended may extend others. In a list,
-later files override earlier ones; a file that several of them extend counts once, before the first. Files
+later files override earlier ones; a file that several of them extend counts once, before the first (so a
+listed file that an earlier one extends overrides nothing). Files
 that extend each other in a circle are an error. A mapping such as `reward.functions`, and a list,
 replaces that of the base as
 a whole. `quatrain config` names the file that each value comes from, and a run's `config.yaml` has all values

@@ -59,5 +59,6 @@ def test_steps_without_a_signal_have_no_gradient_to_time(config, small_arch):
 
 def test_what_a_bench_leaves_out():
     settings = ["checkpoint.best_metric=eval/reward", "run.profile_steps=[9]"]
-    bare = _bare(load_config(None, settings, {}).config, "folder", steps=2)
+    bare = _bare(load_config(None, [*settings, "hub.push=me/model"], {}).config, "folder", steps=2)
+    assert bare.hub.push is None  # a bench publishes nothing
     assert (bare.data.eval, bare.checkpoint.best_metric, bare.run.profile_steps) == (None, None, ())

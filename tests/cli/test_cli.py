@@ -677,13 +677,12 @@ def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
     assert (status, "with neither; give another" in err) == (2, True)
     Path("model", "config.json").write_text("{}")
     status, _, err = quatrain("eval", "model")
-    assert (status, "is evaluated on prompts of yours" in err) == (2, True)
+    assert (status, "give it too: quatrain eval CONFIG.yaml model" in " ".join(err.split())) == (2, True)
     Path("mine.yaml").write_text("seed: 7\ndata: {eval: e.jsonl}\nmodel: {path: base, tokenizer: other}\n")
     Path("run", "final").mkdir(parents=True)
     Path("run", "config.yaml").write_text("seed: 8\ndata: {eval: e.jsonl}\nmodel: {path: base}\n")
     Path("run", "final", "config.json").write_text("{}")
     cases = [
-        (("model", "data.eval=e.jsonl"), "model", 0),
         (("mine.yaml", "model"), "model", 7),
         (("model", "mine.yaml", "seed=9"), "model", 9),
         (("run",), "run/final", 8),
@@ -697,3 +696,11 @@ def test_the_model_of_a_folder_is_evaluated(quatrain, monkeypatch):
         assert (config.model.path, config.seed, config.data.eval) == (path, seed, "e.jsonl")
         if path != "base":
             assert config.model.tokenizer == path
+    status, _, err = quatrain("eval", "mine.yaml", "model", "model.path=base")
+    assert (status, "model and model.path both name a model" in " ".join(err.split())) == (2, True)
+
+
+def test_a_word_longer_than_a_file_name_is_a_setting(quatrain):
+    files = ",".join(f"part-{number}.jsonl" for number in range(60))
+    status, out, _ = quatrain("config", "--json", f"data.train={files}")
+    assert (status, json.loads(out)["config"]["data"]["train"]) == (0, files)

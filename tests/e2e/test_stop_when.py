@@ -45,10 +45,20 @@ def test_a_run_stops_when_a_metric_of_evaluations_reaches_its_bound_and_can_be_r
     _ends(train(small_run(tmp_path, "bound", *options), resume="bound"), 4)
 
 
-def test_an_unknown_metric_is_an_error_after_the_first_step(tmp_path):
-    options = ("sft.steps=0", "eval.before=false", "run.stop_when={metric: reward/meen, at_least: 1}")
-    with pytest.raises(ValueError, match="the nearest is reward/mean; got 'reward/meen'"):
+@pytest.mark.parametrize(
+    ("metric", "nearest"),
+    [
+        ("reward/meen", "reward/mean"),
+        ("reward/corect/mean", "reward/correct/mean"),
+        ("eval/words/reward", "eval/reward"),
+        ("eval/accuracy_strct", "eval/accuracy_strict"),
+    ],
+)
+def test_a_metric_that_the_run_never_logs_is_an_error_before_it_begins(tmp_path, metric, nearest):
+    options = ("sft.steps=0", "eval.before=false", f"run.stop_when={{metric: {metric}, at_least: 1}}")
+    with pytest.raises(ValueError, match=f"the nearest is {nearest}; got '{metric}'"):
         train(small_run(tmp_path, "unknown", *options))
+    assert not (tmp_path / "unknown").exists()
 
 
 def test_a_metric_of_evaluations_needs_them(tmp_path):

@@ -181,7 +181,10 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(finished, tmp_path
     with _signalled(signal.SIGTERM, *rollout), pytest.raises(Stopped) as first:
         train(resolved)
     assert first.value.status == 143
-    assert str(first.value) == f"SIGTERM; step 1 is saved; go on with:\n  quatrain train --resume {run}"
+    assert (
+        str(first.value)
+        == f"SIGTERM; step 1 is saved; go on with:\n  cd {os.getcwd()} && quatrain train --resume {run}"
+    )
     assert _checkpoints(run) == [1]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
     log = (run / "run.log").read_text()
@@ -224,8 +227,8 @@ def test_stopped_before_the_first_step_says_how_to_start_again(tmp_path):
     with _signalled(signal.SIGTERM, *evaluation), pytest.raises(Stopped) as stopped:
         train(resolved)
     assert str(stopped.value) == (
-        "SIGTERM; before its first step; start it again with:\n  quatrain train --resume auto "
-        f"--set run.name=early --set run.dir={tmp_path}"
+        f"SIGTERM; before its first step; start it again with:\n  cd {os.getcwd()} && "
+        f"quatrain train --resume auto --set run.name=early --set run.dir={tmp_path}"
     )
 
 

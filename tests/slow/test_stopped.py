@@ -99,7 +99,7 @@ def test_stopped_at_any_moment_and_resumed_is_uninterrupted(
         last = max(int(path.name) for path in (stopped / "run" / "checkpoints").iterdir())
         assert last >= count - 1
         said = (
-            rf"stopped: {number.name}; step {last} is saved; go on with:\n(\[0\] )?  quatrain train --resume"
+            rf"stopped: {number.name}; step {last} is saved; go on with:\n(\[0\] )?  cd \S+ && quatrain train"
         )
         assert len(re.findall(said, output())) == 1
         assert "Traceback" not in output()

@@ -79,6 +79,7 @@ def _bare(config: Config, folder: str, steps: int) -> Config:
         "sft": {"steps": 0},
         "data": {"eval": None},
         "checkpoint": {"every_steps": 0, "best_metric": None},
+        "hub": {"push": None},
         "rollout": {"dynamic_sampling_rounds": 1},
         "logging": {"wandb": "disabled", "trackio": None, "tensorboard": False},
     }

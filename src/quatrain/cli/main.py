@@ -181,13 +181,12 @@ def evaluate(
 ) -> None:
     """Measure a model's accuracy on the evaluation prompts; of a run's folder: as the run does."""
     config, overrides = _config_and_overrides(words, set_, folders=True)
-    resolved = _resolve(config, overrides)
-    of_folder = any(Path(word).is_dir() for word in words or ())
-    if config is None and of_folder and not resolved.chose("data.eval"):
+    if config is None and (folder := next(filter(os.path.isdir, words or ()), None)):
         raise ValueError(
-            "a model's folder is evaluated on prompts of yours; got neither a CONFIG.yaml nor data.eval; add "
-            "CONFIG.yaml or data.eval=FILE"
+            "a model's folder is evaluated on the prompts and with the lengths of a configuration; got none; "
+            f"give it too: quatrain eval CONFIG.yaml {folder}"
         )
+    resolved = _resolve(config, overrides)
     with _together(resolved, coordinator, num_processes, process_id) as resolved:
         from quatrain.cluster.processes import is_main_process
         from quatrain.loop.evaluate import evaluate_run
@@ -554,7 +553,7 @@ def _config_and_overrides(
     Overrides of the words come after those of `--set`. With `folders`, one word may be the folder of a run or
     of a model.
     """
-    named = [word for word in words or () if "=" not in word or Path(word).exists()]
+    named = [word for word in words or () if "=" not in word or os.path.exists(word)]
     overrides = [*(set_ or ()), *(word for word in words or () if word not in named)]
     paths = [Path(word) for word in named]
     found = [path for path in paths if folders and path.is_dir()]
@@ -675,6 +674,8 @@ def _of_folder(folder: Path, config: Path | None, overrides: list[str]) -> tuple
     if config is None and (run / "config.yaml").is_file() and (is_run or folder.name == "final"):
         config = run / "config.yaml"
     if any(override.partition("=")[0].strip() == "model.path" for override in overrides):
+        if not is_run:
+            raise ValueError(f"{folder} and model.path both name a model; leave one of the two out")
         return config, overrides
     if is_run and not final.is_dir():
         raise ValueError(

@@ -144,7 +144,7 @@ _NAMES = {
     ),
     "optimizer.schedule": ("lr_scheduler_type",),
     "optimizer.final_fraction": ("min_lr_ratio",),
-    "optimizer.warmup_steps": ("lr_warmup_steps", "lr_warmup_steps_ratio"),
+    "optimizer.warmup_steps": ("lr_warmup_steps", "lr_warmup_steps_ratio", "warmup_ratio"),
     "optimizer.beta1": ("betas", "adam_beta1"),
     "optimizer.beta2": ("adam_beta2",),
     "optimizer.max_grad_norm": ("clip_grad",),
@@ -179,6 +179,8 @@ _NAMES = {
     "checkpoint.best_metric": ("metric_for_best_model", "load_best_model_at_end"),
     "checkpoint.best_mode": ("greater_is_better",),
     "hub.push": ("push_to_hub", "hub_model_id"),
+    "logging.wandb_project": ("project_name",),
+    "eval.before": ("val_before_train",),
     "hub.private": ("hub_private_repo",),
     "logging.samples_per_step": ("log_completions", "rollout_data_dir"),
 }

@@ -178,7 +178,8 @@ def _read_file(
         return
     data = parse_yaml(_read(file, extending), str(file))
     if data is None:
-        raise ConfigError(f"{file}: the file is empty; write a key, or leave CONFIG out for the quickstart")
+        instead = "do not extend it" if extending else "leave CONFIG out for the quickstart"
+        raise ConfigError(f"{file}: the file is empty; write a key, or {instead}")
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: the top level must be a mapping of keys to values; got {shown(data)}")
     bases = data.pop("extends", [])

@@ -96,7 +96,7 @@ class Move(NamedTuple):
     num_tokens: int
     """Tokens of the turn that are moved."""
     source: int
-    """Row with the tokens before the turn."""
+    """Prefix slot with the tokens before the turn."""
     num_before: int
     """How many these are."""
     prefix_slot: int

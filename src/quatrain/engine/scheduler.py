@@ -277,7 +277,7 @@ class Scheduler:
         return min(wanted, max(self.max_slots, *in_use))
 
     def wanted_prefix_slots(self, num_slots: int) -> int:
-        """Rows per replica that are enough to fill `num_slots` slots: a power of two, never fewer than now.
+        """Prefix slots per replica, enough to fill `num_slots` slots: a power of two, never fewer than now.
 
         At most one prefix slot per slot, unless more prefix slots are in use.
         """

@@ -58,7 +58,7 @@ from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed
-from quatrain.run.description import describe, paths_in
+from quatrain.run.description import describe
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
 from quatrain.types.metrics import Metric, Metrics
@@ -294,8 +294,7 @@ class Run:
     def how_to_go_on(self) -> str:
         """What a run that was stopped has saved, and the command that goes on with it."""
         steps = checkpoint_steps(self.folder.path)
-        relative = any(name != path for name, path in paths_in(self.config).items())
-        before = f"cd {shlex.quote(os.getcwd())} && " if relative else ""
+        before = f"cd {shlex.quote(os.getcwd())} && "  # for relative paths, and `.env`
         if not self.resumable:
             return f"nothing was saved; remove {self.folder.path}, or choose another run.name, to start again"
         if steps:
@@ -429,7 +428,7 @@ def build_run(
         resume.check_steps(steps, saved["train_step"], folder.path)
     learner = build_learner(config, loaded, steps=steps)
     best = best_of(config, folder, evaluator)
-    stop_when = StopWhen(config, evaluator)
+    stop_when = StopWhen(config, evaluator, scorer.function_names)
     _check_profile_steps(config, steps)
     sampler = PromptSampler(
         prompts, batch_size=config.data.batch_size, rounds=config.rollout.dynamic_sampling_rounds

@@ -5,47 +5,59 @@ Data flow: the numbers that a step logged, its evaluation's among them -> `StopW
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Mapping, Sequence
 
-from quatrain.config.errors import listed, nearest_keys, shown
+from quatrain.config.errors import nearest_keys, shown
 from quatrain.config.schema import Config
 from quatrain.loop.evaluate import Evaluator
-from quatrain.run.catalogue import CATALOGUE
+from quatrain.run.catalogue import CATALOGUE, pattern_of
+
+PATIENCE = 50
+"""Steps without the metric after which the run says that it waits for it."""
+logger = logging.getLogger(__name__)
 
 
 class StopWhen:
     """The condition of one run; raises ValueError if the run never has the metric while it trains."""
 
-    def __init__(self, config: Config, evaluator: Evaluator):
+    def __init__(self, config: Config, evaluator: Evaluator, functions: Sequence[str]):
         self._condition = config.run.stop_when
-        self._evaluated = evaluator.metric_names() if self._condition else []
-        self._first = True
-        metric = self._condition.get("metric")
-        if metric in self._evaluated and not config.eval.every_steps:
+        self._waited: float = 0
+        if not self._condition:
+            return
+        metric, evaluated = str(self._condition["metric"]), evaluator.metric_names()
+        listed = [name for name in CATALOGUE if not name.startswith("eval/")]
+        trained = [name.replace("<name>", function) for name in listed for function in functions]
+        if metric in evaluated and not config.eval.every_steps:
             raise ValueError(
                 f"run.stop_when needs evaluations between steps for a metric of theirs; got {metric} and "
                 "eval.every_steps 0; set eval.every_steps"
             )
+        pattern = "" if metric.startswith("eval/") else pattern_of(metric) or ""
+        if metric not in (*evaluated, *trained) and (not pattern or "<name>" in pattern):
+            known = [*dict.fromkeys([*evaluated, *trained])]
+            raise ValueError(
+                "run.stop_when must name a metric of a training step or of the run's evaluations "
+                f"(docs/metrics.md), of which the nearest is {nearest_keys(metric, known)[0]}; got "
+                f"{shown(metric)}"
+            )
 
     def reached(self, numbers: Mapping[str, float]) -> str | None:
-        """What the step with the metrics `numbers` has reached; None if it has not, or lacks the metric.
-
-        Raises ValueError at the first step if there is no such metric.
-        """
+        """What the step with the metrics `numbers` has reached; None if it has not, or lacks the metric."""
         if not self._condition:
             return None
         metric = str(self._condition["metric"])
         (bound, limit), *_ = ((name, each) for name, each in self._condition.items() if name != "metric")
         assert isinstance(limit, int | float), "checked in the configuration"
-        first, self._first = self._first, False
-        known = [*numbers, *self._evaluated]
-        if first and metric not in known and metric not in CATALOGUE:
-            raise ValueError(
-                "run.stop_when must name a metric of a training step or of an evaluation, of which the "
-                f"nearest is {nearest_keys(metric, known)[0]}; got {shown(metric)}; "
-                f"they are {listed(sorted(known))}"
-            )
         value = numbers.get(metric)
-        if value is None or not (value >= limit if bound == "at_least" else value <= limit):
+        if value is None:
+            self._waited += 1
+            if self._waited == PATIENCE:
+                logger.warning("run.stop_when: none of %d steps has logged %s", PATIENCE, metric)
+            return None
+        self._waited = -math.inf
+        if not (value >= limit if bound == "at_least" else value <= limit):
             return None
         return f"{metric} is {value:.4g}, {bound.replace('_', ' ')} {limit:g} (run.stop_when)"

@@ -107,7 +107,7 @@ function short(value, digits = 4) {
 const signed = (value) => value > 0 ? `+${short(value, 3)}` : short(value, 3);
 
 // A name or path: it stays whole if a line holds it; if not, it breaks after a dot, slash, colon or underscore.
-const pieces = (text) => text.split(/(?<=[./:_])(?=[A-Za-z])/).flatMap((part) => [part, el("wbr")]);
+const pieces = (text) => text.replace(/[./:_](?=[A-Za-z])/g, "$&\n").split("\n").flatMap((part) => [part, el("wbr")]);
 const whole = (...children) => el("span", { class: "whole" }, children);
 const code = (text, after) => whole(el("code", {}, pieces(text)), after);
 
