@@ -7,6 +7,7 @@ from runs import small_run
 
 from quatrain.config.load import load_config
 from quatrain.loop.train import train
+from quatrain.report.page_data import run_data
 from quatrain.run.run_dir import checkpoint_steps
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -18,6 +19,7 @@ def _ends(summary, step):
     assert max(row["step"] for row in rows) == step
     assert max(checkpoint_steps(summary.run)) == step
     assert (summary.run / "final" / "config.json").is_file()
+    assert run_data(summary.run, ended=True)["state"] == "finished"
     assert "eval/accuracy_strict" in summary.after
 
 

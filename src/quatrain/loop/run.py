@@ -58,7 +58,7 @@ from quatrain.reward.scorer import MADE_UP, RewardScorer
 from quatrain.rollout.fleet import Fleet
 from quatrain.run import resume
 from quatrain.run.checkpoint import Checkpointer, SaveFailed
-from quatrain.run.description import describe
+from quatrain.run.description import describe, describe_end
 from quatrain.run.run_dir import RunDir, checkpoint_steps
 from quatrain.run.saved_state import check_saved_state
 from quatrain.types.metrics import Metric, Metrics
@@ -331,6 +331,7 @@ class Run:
             event(line)
         if self.evaluations.best is not None:
             event(str(self.evaluations.best))
+        describe_end(self.folder, steps)
         event(f"run page: {self.folder.page}")
         event(f"metrics, samples, checkpoints and log: {self.folder.path}")
         event(f"the trained model, for transformers: {self.folder.final}")

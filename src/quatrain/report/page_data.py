@@ -24,6 +24,7 @@ from quatrain.config.schema import Config
 from quatrain.report.hints import read_hints
 from quatrain.report.page_samples import EVAL, STEP, number, sample_files
 from quatrain.run.catalogue import CATALOGUE, pattern_of
+from quatrain.run.description import ended_with
 from quatrain.run.metrics import read_metrics
 from quatrain.run.run_lock import FILES as LOCK_FILES
 from quatrain.run.samples import plain_json
@@ -201,6 +202,7 @@ def _state(folder: Path, ended: bool, last_step: int | None, total_steps: Any) -
         return RUNNING
     # A run that finished and was resumed for more steps has the model of its first end.
     to_do = isinstance(total_steps, int) and last_step is not None and last_step < total_steps
+    to_do &= last_step != ended_with(folder / "run.json")  # `run.stop_when` may end it earlier
     return FINISHED if (folder / "final").is_dir() and not to_do else ENDED
 
 

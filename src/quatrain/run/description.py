@@ -67,7 +67,26 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
         "paths": paths_in(config),
         "code": {str(path): _copied(path, run.code) for path in dict.fromkeys(files)},
     }
-    starts = [*_earlier(run.description), redact_values(start, os.environ)]
+    _write(run, [*_earlier(run.description), redact_values(start, os.environ)])
+
+
+def describe_end(run: RunDir, step: int) -> None:
+    """Adds to this start in `run.json`, in the main process, that the run ended with `step` as its last."""
+    if is_main_process() and (starts := _earlier(run.description)):
+        starts[-1]["ended_with_step"] = step
+        _write(run, starts)
+
+
+def ended_with(path: Path) -> int | None:
+    """The last step of the run whose `run.json` is at `path`; None if its last start has not ended so."""
+    try:
+        step = json.loads(path.read_text(encoding="utf-8"))["starts"][-1].get("ended_with_step")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _write(run: RunDir, starts: Sequence[Any]) -> None:
     write_whole(run.description, json.dumps({"starts": starts}, indent=2, ensure_ascii=False) + "\n")
 
 
