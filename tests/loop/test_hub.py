@@ -139,7 +139,23 @@ def test_a_card_says_what_the_model_was_trained_from_on_and_by(run):
     assert "| rewards | `reward.functions`: correct: 1.0, nearness.py:nearness: 0.5 |" in text
     assert "| metric | step 0 | step 2 |\n|---|---|---|\n| `eval/accuracy` | 0.25 | 0.5 |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("someone/counting")' in text
+    assert "`quatrain serve model.path=someone/counting`" in text
     assert "/home/me" not in card
+
+
+def test_a_card_tells_local_paths_from_names_on_the_hub(run):
+    functions = {"model:org/rm": 1.0, "model:judges/mine": 1.0, "model:/home/John Doe/rm": 1.0}
+    settings = ["model.path=/home/John Doe/models/base", "data.train=[data/train.jsonl, org/rows:main]"]
+    settings += ["data.eval=mine/rows", f"reward.functions={json.dumps(functions)}"]
+    resolved = load_config(None, settings, environ={})
+    (run / "config.yaml").write_text(dump_yaml(resolved))
+    paths = {name: f"/elsewhere/{name}" for name in ("judges/mine", "mine/rows")}
+    (run / "run.json").write_text(json.dumps({"starts": [{"paths": paths}]}))
+    card = model_card(run, 2, REPOSITORY)
+    assert "\n\nbase after 2 steps" in card
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["org/rows"]
+    assert "| data | `data.train`: train.jsonl, org/rows:main<br>`data.eval`: rows |" in card
+    assert "model:org/rm: 1.0, model:mine: 1.0, model:rm: 1.0 |" in card
 
 
 def test_a_push_sends_the_model_and_its_card_without_what_only_this_machine_can_load(hub, exported, run):

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import pytest
 
+import quatrain
 from quatrain.config.load import load_config
 from quatrain.run import description
 from quatrain.run.description import describe, paths_in
@@ -43,7 +44,7 @@ def test_a_run_says_what_made_it(here, monkeypatch):
     assert start["step"] == 0
     assert start["versions"]["python"] == platform.python_version()
     assert (start["versions"]["jax"], start["versions"]["jaxlib"]) == (jax.__version__, jax.lib.__version__)
-    assert start["versions"]["quatrain"]
+    assert start["versions"]["quatrain"] == quatrain.__version__
     assert start["commits"]["working_folder"] is None
     assert (start["devices"]["platform"], start["devices"]["count"]) == ("cpu", jax.device_count())
     assert start["paths"] == {name: str(here / name) for name in ("rows.jsonl", "rewards.py")}

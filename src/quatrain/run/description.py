@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+from quatrain import __version__
 from quatrain.cluster.processes import is_main_process, num_processes
 from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.schema import Config
@@ -52,7 +53,8 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
         "run_folder": str(run.path),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("quatrain", "jax", "jaxlib")},
+            "quatrain": __version__,
+            **{name: version(name) for name in ("jax", "jaxlib")},
         },
         "commits": {
             "quatrain": _commit(Path(__file__)),
@@ -67,7 +69,7 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
         "paths": paths_in(config),
         "code": {str(path): _copied(path, run.code) for path in dict.fromkeys(files)},
     }
-    starts = [*_earlier(run.description), redact_values(start, os.environ)]
+    starts = [*starts_in(run.description), redact_values(start, os.environ)]
     write_whole(run.description, json.dumps({"starts": starts}, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -166,7 +168,7 @@ def _commit(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _earlier(path: Path) -> list[Any]:
+def starts_in(path: Path) -> list[Any]:
     """The starts in the file `run.json`; none if there is no file, or with a warning if it is damaged."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
@@ -174,5 +176,5 @@ def _earlier(path: Path) -> list[Any]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError):
-        logger.warning("%s was damaged, and is written again without the starts before this one", path)
+        logger.warning("%s was damaged, and what it said of earlier starts is lost", path)
         return []
