@@ -157,6 +157,7 @@ def test_a_card_says_what_the_model_was_trained_from_on_and_by(run):
 
 def test_a_card_tells_local_paths_from_names_on_the_hub(run):
     functions = {"model:org/rm": 1.0, "model:judges/mine": 1.0, "model:/home/John Doe/rm": 1.0}
+    functions["mine.py:judge"] = {"weight": 1.0, "args": {"key": "sk-" + "aB3" * 8}}
     settings = ["model.path=/home/John Doe/models/base", "data.train=[data/train.jsonl, org/rows:main]"]
     settings += ["data.eval=mine/rows", f"reward.functions={json.dumps(functions)}"]
     resolved = load_config(None, settings, environ={})
@@ -167,7 +168,8 @@ def test_a_card_tells_local_paths_from_names_on_the_hub(run):
     assert "\n\nbase after 2 steps" in card
     assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["org/rows"]
     assert "| data | `data.train`: train.jsonl, org/rows:main<br>`data.eval`: rows |" in card
-    assert "model:org/rm: 1.0, model:mine: 1.0, model:rm: 1.0 |" in card
+    assert "model:org/rm: 1.0, model:mine: 1.0, model:rm: 1.0, mine.py:judge: " in card
+    assert "key: [redacted]" in card
 
 
 def test_a_push_sends_the_model_and_its_card_without_what_only_this_machine_can_load(hub, exported, run):

@@ -52,6 +52,16 @@ def test_a_run_says_what_made_it(here, monkeypatch):
     assert (run.code / "rewards.py").read_text().startswith("KEY = '[redacted]'\n")
 
 
+def test_a_token_written_in_code_or_in_the_command_is_redacted(here, monkeypatch):
+    token = "hf_" + "aB3" * 8
+    (here / "rewards.py").write_text(f"KEY = '{token}'\n")
+    monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--set", f"reward.functions={{f: {token}}}"])
+    run = RunDir.create(here / "runs", "first")
+    describe(run, configured("update.loss=rewards.py:score"), {})
+    assert (run.code / "rewards.py").read_text() == "KEY = '[redacted]'\n"
+    assert starts(run)[0]["command"] == "quatrain train --set 'reward.functions={f: [redacted]}'"
+
+
 def test_each_start_is_added_and_code_that_changed_is_copied_beside_the_earlier(here):
     run, config = RunDir.create(here / "runs", "first"), configured("update.loss=rewards.py:score")
     describe(run, config, {})

@@ -6,6 +6,7 @@ which the Hugging Face Hub shows (`loop.hub`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +17,7 @@ from quatrain import __version__
 from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.layers import parse_yaml
 from quatrain.config.places import HUB_ID
+from quatrain.config.secrets import redact_tokens
 from quatrain.run.description import starts_in
 from quatrain.run.metrics import read_metrics
 
@@ -45,8 +47,8 @@ or, over HTTP with OpenAI's interface: `quatrain serve model.path={name}`
 def model_card(run: Path, step: int, name: str) -> str:
     """README.md for the model of training step `step` of the run at `run`, as `name` loads it.
 
-    Of local paths it says the last name alone. What the configuration holds in secret is redacted in the
-    run's `config.yaml` already.
+    Of local paths it says the last name alone. Secrets are redacted in the run's `config.yaml` already;
+    tokens of known services that stand in the configuration itself are redacted here.
     """
     config = parse_yaml((run / "config.yaml").read_text("utf-8"), "config.yaml")
     base, train = _at(config, "model.path"), _at(config, "data.train")
@@ -121,7 +123,7 @@ def _on_the_hub(path: Any, local: Collection[str]) -> bool:
 
 
 def _shown(value: Any, local: Collection[str]) -> str:
-    """A value as text, without the folders of local paths."""
+    """A value as text, without the folders of local paths, and without tokens."""
     if isinstance(value, Mapping):
         return ", ".join(f"{_shown(key, local)}: {_shown(entry, local)}" for key, entry in value.items())
     if isinstance(value, list):
@@ -130,7 +132,7 @@ def _shown(value: Any, local: Collection[str]) -> str:
     place = text.removeprefix(REWARD_MODEL)
     if _on_the_hub(place.partition(":")[0], local):
         return text
-    return text.removesuffix(place) + PurePath(place).name
+    return redact_tokens(text.removesuffix(place) + PurePath(place).name, os.environ)
 
 
 def _cell(value: Any, local: Collection[str]) -> str:

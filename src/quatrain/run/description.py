@@ -29,7 +29,7 @@ from quatrain import __version__
 from quatrain.cluster.processes import is_main_process, num_processes
 from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact, redact_values
+from quatrain.config.secrets import redact_tokens, redact_values
 from quatrain.run.run_dir import RunDir, checkpoint_steps, write_whole
 
 GIT_TIMEOUT_S = 10.0
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Adds this start to `run.json`, in the main process; files with users' code are copied to `code/`.
 
-    `functions`: reward functions that were given from Python. Secrets are redacted.
+    `functions`: reward functions that were given from Python. Secrets are redacted, and in the copies and the
+    command also tokens of known services that no variable holds.
     """
     if not is_main_process():
         return
@@ -48,7 +49,7 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": max(checkpoint_steps(run.path), default=0),
-        "command": shlex.join(sys.argv),
+        "command": redact_tokens(shlex.join(sys.argv), os.environ),
         "working_folder": os.getcwd(),
         "run_folder": str(run.path),
         "versions": {
@@ -134,7 +135,7 @@ def _files_of(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Path]:
 
 def _copied(path: Path, folder: Path) -> str:
     """The name in the run's folder of a copy of the file `path`, which is made unless there is one."""
-    text = redact(path.read_text(encoding="utf-8", errors="surrogateescape"), os.environ)
+    text = redact_tokens(path.read_text(encoding="utf-8", errors="surrogateescape"), os.environ)
     folder.mkdir(exist_ok=True)
     number, copy = 0, folder / path.name
     while copy.exists() and copy.read_text(encoding="utf-8", errors="surrogateescape") != text:
