@@ -114,7 +114,9 @@ No secrets are switches (`true`), numbers of up to 5 digits, ordinary words of u
 also lists of numbers and what a configuration key has by default or offers for a choice (`bfloat16`). A
 secret is also found line by line, escaped as in JSON or Python, and with the escapes of a URL; it is not
 found in pieces, in other encodings, in what other programs print, or in what a program of yours prints
-beside the run that it started with `quatrain.loop.train.train`. W&B gets neither the
+beside the run that it started with `quatrain.loop.train.train`. A token that you write into code, the
+command or the configuration, and into no variable, is unknown as a secret: it is redacted by its form in
+`code/`, the command in `run.json` and model cards, and nowhere else. W&B gets neither the
 console nor the command line. A configuration in which `[redacted]` stands for a secret, such as
 the `config.yaml` of a run, can be used again once `--set` or the environment gives the key its value.
 

@@ -3,7 +3,7 @@
     python scripts/release.py VERSION COMMAND …
 
 Writes VERSION into `quatrain.__version__` and as a heading into the changelog, runs COMMAND (the checks and
-the build), commits and tags. If COMMAND fails, both files are as before, and nothing was committed.
+the build), commits and tags. If one of these fails, both files and the branch are as before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ UNRELEASED = "## [Unreleased]\n"
 
 
 def git(*words: str) -> str:
-    """What `git words` prints."""
-    return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
+    """What `git words` prints; its errors go to standard error."""
+    return subprocess.run(["git", *words], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def check(version: str) -> None:
@@ -50,18 +50,23 @@ def write(version: str) -> None:
 def main(version: str, *command: str) -> None:
     """Check, write, run `command`, commit and tag."""
     check(version)
-    files = (str(PACKAGE), str(CHANGELOG))
-    done = False
+    before = {path: path.read_text("utf-8") for path in (PACKAGE, CHANGELOG)}
+    committed = False
     try:
         write(version)
-        done = subprocess.run(command).returncode == 0
-    finally:
-        if not done:
-            git("checkout", "--", *files)
-    if not done:
-        raise SystemExit(f"`{' '.join(command)}` failed; nothing was released")
-    git("commit", "--quiet", "--message", f"Release {version}", "--", *files)
-    git("tag", "--annotate", f"v{version}", "--message", f"quatrain {version}")
+        subprocess.run(command, check=True)
+        git("commit", "--quiet", "--message", f"Release {version}", "--", *map(str, before))
+        committed = True
+        git("tag", "--annotate", f"v{version}", "--message", f"quatrain {version}")
+    except BaseException as error:
+        for path, text in before.items():
+            path.write_text(text, "utf-8")
+        if committed:
+            git("reset", "--quiet", "HEAD~")
+        if isinstance(error, subprocess.CalledProcessError):
+            failed = " ".join(map(str, error.cmd))
+            raise SystemExit(f"`{failed}` failed; nothing was released") from error
+        raise
     print(f"v{version} is tagged; its wheel and sdist are in dist/; next: push both, and upload")
 
 

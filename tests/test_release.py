@@ -108,6 +108,23 @@ def test_a_release_that_cannot_be_made_changes_nothing(repository, version, comm
     assert run("git", "rev-parse", "HEAD", folder=repository) == before
 
 
+@pytest.mark.parametrize("refused", ["commit", "tag"])
+def test_a_release_that_git_refuses_changes_nothing(repository, refused):
+    hook = repository / ".git" / "hooks" / {"commit": "pre-commit", "tag": "reference-transaction"}[refused]
+    hook.parent.mkdir(exist_ok=True)
+    refuses = {"commit": "true", "tag": '[ "$1" = prepared ] && grep -q refs/tags/'}[refused]
+    hook.write_text(f"#!/bin/sh\nif {refuses}; then echo no thanks >&2; exit 1; fi\n")
+    hook.chmod(0o755)
+    before = run("git", "rev-parse", "HEAD", folder=repository)
+    done = release(repository, "7.8.9", "true")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no thanks" in done.stderr
+    assert f"`git {refused} " in done.stderr
+    assert run("git", "status", "--porcelain", folder=repository) == ""
+    assert run("git", "tag", folder=repository) == ""
+    assert run("git", "rev-parse", "HEAD", folder=repository) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("versions", ["oldest", "newest"])
 def test_the_wheel_trains_with_nothing_else_installed(versions, tmp_path):

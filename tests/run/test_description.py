@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import pytest
 
+import quatrain
 from quatrain.config.load import load_config
 from quatrain.run import description
 from quatrain.run.description import describe, paths_in
@@ -43,12 +44,22 @@ def test_a_run_says_what_made_it(here, monkeypatch):
     assert start["step"] == 0
     assert start["versions"]["python"] == platform.python_version()
     assert (start["versions"]["jax"], start["versions"]["jaxlib"]) == (jax.__version__, jax.lib.__version__)
-    assert start["versions"]["quatrain"]
+    assert start["versions"]["quatrain"] == quatrain.__version__
     assert start["commits"]["working_folder"] is None
     assert (start["devices"]["platform"], start["devices"]["count"]) == ("cpu", jax.device_count())
     assert start["paths"] == {name: str(here / name) for name in ("rows.jsonl", "rewards.py")}
     assert start["code"] == {str(here / "rewards.py"): "code/rewards.py"}
     assert (run.code / "rewards.py").read_text().startswith("KEY = '[redacted]'\n")
+
+
+def test_a_token_written_in_code_or_in_the_command_is_redacted(here, monkeypatch):
+    token = "hf_" + "aB3" * 8
+    (here / "rewards.py").write_text(f"KEY = '{token}'\n")
+    monkeypatch.setattr(sys, "argv", ["quatrain", "train", "--set", f"reward.functions={{f: {token}}}"])
+    run = RunDir.create(here / "runs", "first")
+    describe(run, configured("update.loss=rewards.py:score"), {})
+    assert (run.code / "rewards.py").read_text() == "KEY = '[redacted]'\n"
+    assert starts(run)[0]["command"] == "quatrain train --set 'reward.functions={f: [redacted]}'"
 
 
 def test_each_start_is_added_and_code_that_changed_is_copied_beside_the_earlier(here):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import traceback
@@ -397,14 +398,26 @@ def export(
     load_dotenv(os.environ)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) if output is None else output
+        if push is not None:
+            from quatrain.loop import hub
+            from quatrain.loop.export import check_export
+
+            check_export(run, folder, step=step)  # a misspelt RUN leaves no empty repository
+            hub.make_repository(push, private=not public)
         found = write(run, folder, step=step)
         if output is not None:
             typer.echo(f"step {found} of {run} is in {output}")
         if push is not None:
-            from quatrain.loop import hub
-
-            hub.make_repository(push, private=not public)
-            typer.echo(f"step {found} of {run}, with its card: {hub.push(folder, push, run=run, step=found)}")
+            try:
+                address = hub.push(folder, push, run=run, step=found)
+            except (ValueError, OSError) as error:
+                if output is None:
+                    raise
+                again = f"quatrain export {shlex.quote(str(run))} --step {found} --push {push}"
+                raise ValueError(
+                    f"{error}; the model is in {output}; to push again, leave OUTPUT out:\n  {again}"
+                ) from error
+            typer.echo(f"step {found} of {run}, with its card: {address}")
 
 
 @app.command(

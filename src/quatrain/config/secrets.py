@@ -88,6 +88,15 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
     return pattern.sub(REDACTED, text) if pattern else text
 
 
+def redact_tokens(text: str, environ: Mapping[str, str]) -> str:
+    """`text` as `redact` returns it, without tokens of known services that no variable holds either.
+
+    For what a user wrote and a run keeps or publishes: code, the command line, values in a model card. Other
+    text of this form, such as the name `npm_install_the_packages`, is replaced too.
+    """
+    return _TOKEN.sub(REDACTED, redact(text, environ))
+
+
 def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
     """`value`, made of mappings, sequences and scalars, with its texts redacted, names in mappings too."""
     pattern = _pattern(frozenset(environ.items()), frozenset(_of_dotenv))

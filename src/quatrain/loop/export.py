@@ -23,6 +23,7 @@ from quatrain.ops.fingerprint import tree_fingerprint
 from quatrain.parallel.mesh import check_held, to_memory
 from quatrain.run.best import best_step
 from quatrain.run.checkpoint import Checkpointer
+from quatrain.run.run_dir import checkpoint_steps
 from quatrain.weights.adapter import check_base, save_adapter
 from quatrain.weights.hf import save_hf
 
@@ -75,6 +76,22 @@ def export_policy(
         save_tokenizer(tokenizer, directory)
 
 
+def check_export(run: Path, output: Path, *, step: int | str | None) -> int | None:
+    """The step of the checkpoint that `export` reads, None for the latest; raises ValueError as `export`."""
+    if isinstance(step, str) and step != BEST and not step.isdecimal():
+        raise ValueError(
+            f"a checkpoint is named by its step, or as {BEST}; got {step}; give --step N or {BEST}"
+        )
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
+    number = best_step(run) if step == BEST else None if step is None else int(step)
+    if number is not None or not checkpoint_steps(run):
+        Checkpointer(run / "checkpoints").read_host(number)
+    return number
+
+
 def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     """`quatrain export`: writes checkpoint `step` (default: the latest) of the run at `run` to `output`.
 
@@ -82,17 +99,8 @@ def export(run: Path, output: Path, *, step: int | str | None = None) -> int:
     ValueError if `run` has no configuration or no such checkpoint, or if `output` exists and is not an empty
     folder.
     """
-    if isinstance(step, str) and step != BEST and not step.isdecimal():
-        raise ValueError(
-            f"a checkpoint is named by its step, or as {BEST}; got {step}; give --step N or {BEST}"
-        )
-    config_file = run / "config.yaml"
-    if not config_file.is_file():
-        raise ValueError(f"{run} is not a run's folder (no config.yaml in it); give one such as runs/NAME")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not an empty folder; export into a new one")
-    number = best_step(run) if step == BEST else None if step is None else int(step)
-    config = load_config(config_file, ANY_DEVICES, environ={}).config
+    number = check_export(run, output, step=step)
+    config = load_config(run / "config.yaml", ANY_DEVICES, environ={}).config
     loaded = load_policy(config, critic=False, environments=False)
     checkpointer = Checkpointer(run / "checkpoints")
     arch, wanted = loaded.arch, trained_part(loaded.params, loaded.arch)

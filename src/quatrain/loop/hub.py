@@ -13,8 +13,11 @@ from pathlib import Path
 from quatrain.config.places import HUB_ID
 from quatrain.loop.export import ADAPTER, BASE
 from quatrain.report.card import model_card
+from quatrain.weights.hf import INDEX, SINGLE
 
 CARD = "README.md"
+STALE = (INDEX, SINGLE, "model-*.safetensors", f"{ADAPTER}/*")
+"""What an earlier push may have left, and a model would be loaded from beside or instead of the new files."""
 
 
 def make_repository(repository: str, *, private: bool) -> None:
@@ -32,8 +35,9 @@ def push(folder: Path, repository: str, *, run: Path, step: int) -> str:
     """Write the card of the model in `folder`, send both to `repository`, and return the commit's address.
 
     `folder` has the model of training step `step` of the run at `run`. Adapters are left out unless they
-    belong to a model on the Hub, as is their base: peft would look for it in a local folder. Raises
-    ValueError if the Hub does not take it.
+    belong to a model on the Hub, as is their base: peft would look for it in a local folder. Weights and
+    adapters in the repository that are not among the new files are deleted there. Raises ValueError if the
+    Hub does not take it.
     """
     from huggingface_hub import HfApi
 
@@ -49,6 +53,7 @@ def push(folder: Path, repository: str, *, run: Path, step: int) -> str:
             repo_id=repository,
             folder_path=folder,
             ignore_patterns=left_out,
+            delete_patterns=list(STALE),
             commit_message=f"Step {step} of {run.resolve().name}",
         )
     return str(done.commit_url)

@@ -309,7 +309,7 @@ class Run:
     def export(self, params: Any, step: int) -> None:
         """Write the model of `step` for transformers, wait for the last checkpoint, and push to the Hub.
 
-        What the Hub refuses is logged as an error with the command to push again: the run has its model.
+        If the push fails, that is logged as an error with the command to push again: the run has its model.
         """
         self.recorder.progress.stage("export")
         loaded, base = self.loaded, self.config.model.path
@@ -320,9 +320,9 @@ class Run:
             try:
                 address = push(self.folder.final, repository, run=self.folder.path, step=step)
                 self.recorder.report.event(f"the model and its card are on the Hub: {address}")
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 again = f"quatrain export {shlex.quote(str(self.folder.path))} --push {repository}"
-                logger.error("%s; the model is in %s; push it with: %s", error, self.folder.final, again)
+                logger.error("%s; the model is in %s; push it with:\n  %s", error, self.folder.final, again)
 
     def conclude(self, steps: int, after: Mapping[str, float]) -> Summary:
         """Log the results of the run."""
@@ -380,8 +380,6 @@ def build_run(
         check_saved_state(saved, folder.checkpoints)
         resume.check_config(config, saved, folder)
     _refuse_staleness_in_several_processes(config)
-    if weights and (repository := config.hub.push):
-        decided_by_main(lambda: make_repository(repository, private=config.hub.private))
     recorder = Recorder(config, folder.path, stop)
     loaded = load_policy(config, weights=weights)
     base = _fingerprint_of_base(loaded)
@@ -474,6 +472,8 @@ def build_run(
         identity=resume.to_save(config, len(prompts), digests, base),
         check=check_resumed,
     )
+    if weights and (repository := config.hub.push):  # last, so that invalid input leaves no repository
+        decided_by_main(lambda: make_repository(repository, private=config.hub.private))
     return Run(
         resolved,
         folder,

@@ -1,21 +1,24 @@
 """The model card of a run's model: what it was trained from, on and by, its figures, and how to load it.
 
-Data flow: `config.yaml` and `metrics.jsonl` of a run's folder -> README.md of an exported folder, which the
-Hugging Face Hub shows (`loop.hub`).
+Data flow: `config.yaml`, `run.json` and `metrics.jsonl` of a run's folder -> README.md of an exported folder,
+which the Hugging Face Hub shows (`loop.hub`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from importlib.metadata import version
-from pathlib import Path
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
+from quatrain import __version__
+from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.layers import parse_yaml
-from quatrain.config.places import HUB_ID, local_path
+from quatrain.config.places import HUB_ID
+from quatrain.config.secrets import redact_tokens
+from quatrain.run.description import starts_in
 from quatrain.run.metrics import read_metrics
 
 _ROWS = {
@@ -27,6 +30,8 @@ _ROWS = {
     "optimizer": ("optimizer.name", "optimizer.learning_rate", "lora.rank", "sft.steps"),
 }
 """The rows of the card that say how the model was trained, and the keys in each."""
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gguf", ".py")
+"""Endings of files, which no id on the Hub has."""
 _LOADING = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,33 +40,34 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 ```
 
-or, over HTTP with OpenAI's interface: `quatrain serve {name}`
+or, over HTTP with OpenAI's interface: `quatrain serve model.path={name}`
 """
 
 
 def model_card(run: Path, step: int, name: str) -> str:
     """README.md for the model of training step `step` of the run at `run`, as `name` loads it.
 
-    Of local paths it says the last name alone. What the configuration holds in secret is redacted in the
-    run's `config.yaml` already.
+    Of local paths it says the last name alone. Secrets are redacted in the run's `config.yaml` already;
+    tokens of known services that stand in the configuration itself are redacted here.
     """
     config = parse_yaml((run / "config.yaml").read_text("utf-8"), "config.yaml")
     base, train = _at(config, "model.path"), _at(config, "data.train")
     about: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if _on_the_hub(base):
+    local = _local_paths(run)
+    if _on_the_hub(base, local):
         about["base_model"] = base
     specs = [spec.partition(":")[0] for spec in (train if isinstance(train, list) else [train])]
-    if datasets := [spec for spec in specs if _on_the_hub(spec)]:
+    if datasets := [spec for spec in specs if _on_the_hub(spec, local)]:
         about["datasets"] = datasets
     about["tags"] = ["quatrain", "reinforcement-learning"]
-    algorithm = _shown(_at(config, "advantage.estimator"))
+    algorithm = _shown(_at(config, "advantage.estimator"), local)
     lines = [
         "---",
         yaml.safe_dump(about, sort_keys=False, allow_unicode=True) + "---",
         f"# {name.rpartition('/')[2]}",
         "",
-        f"{_shown(base)} after {step} steps of reinforcement learning (`{algorithm}`) with quatrain "
-        f"{version('quatrain')}, in JAX.",
+        f"{_shown(base, local)} after {step} steps of reinforcement learning (`{algorithm}`) with quatrain "
+        f"{__version__}, in JAX.",
         "",
         "## Training",
         "",
@@ -69,7 +75,8 @@ def model_card(run: Path, step: int, name: str) -> str:
         "|---|---|",
     ]
     for row, keys in _ROWS.items():
-        cells = [f"`{key}`: {_cell(_at(config, key))}" for key in keys if _at(config, key) is not None]
+        values = {key: _at(config, key) for key in keys}
+        cells = [f"`{key}`: {_cell(value, local)}" for key, value in values.items() if value is not None]
         lines.append(f"| {row} | {'<br>'.join(cells)} |")
     return "\n".join([*lines, *_figures(run, step), "## How to load it", "", _LOADING.format(name=name)])
 
@@ -105,19 +112,28 @@ def _at(config: Any, key: str) -> Any:
     return config
 
 
-def _on_the_hub(path: Any) -> bool:
-    return isinstance(path, str) and bool(HUB_ID.fullmatch(path)) and not local_path(path).exists()
+def _local_paths(run: Path) -> set[str]:
+    """The texts of the configuration that were paths when the run at `run` started or went on."""
+    return {path for start in starts_in(run / "run.json") for path in start["paths"]}
 
 
-def _shown(value: Any) -> str:
-    """A value as text, without the folders of local paths."""
+def _on_the_hub(path: Any, local: Collection[str]) -> bool:
+    named = isinstance(path, str) and HUB_ID.fullmatch(path) and path not in local
+    return bool(named) and not path.endswith(_FILES)
+
+
+def _shown(value: Any, local: Collection[str]) -> str:
+    """A value as text, without the folders of local paths, and without tokens."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{_shown(key)}: {_shown(entry)}" for key, entry in value.items())
+        return ", ".join(f"{_shown(key, local)}: {_shown(entry, local)}" for key, entry in value.items())
     if isinstance(value, list):
-        return ", ".join(_shown(entry) for entry in value)
+        return ", ".join(_shown(entry, local) for entry in value)
     text = str(value)
-    return text if _on_the_hub(text.partition(":")[0]) else re.sub(r"[^\s:]*[/\\]", "", text)
+    place = text.removeprefix(REWARD_MODEL)
+    if _on_the_hub(place.partition(":")[0], local):
+        return text
+    return redact_tokens(text.removesuffix(place) + PurePath(place).name, os.environ)
 
 
-def _cell(value: Any) -> str:
-    return _shown(value).replace("|", "\\|").replace("\n", " ")
+def _cell(value: Any, local: Collection[str]) -> str:
+    return _shown(value, local).replace("|", "\\|").replace("\n", " ")

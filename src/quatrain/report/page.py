@@ -17,12 +17,12 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from quatrain import __version__
 from quatrain.report.page_data import described, differing, distinct_names, run_data, run_stamp
 from quatrain.report.page_samples import CAP_BYTES, SampleFiles, pack
 
@@ -93,7 +93,7 @@ class Page:
         metrics = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
         return {
             "live": live,
-            "version": _version(),
+            "version": __version__,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "runs": runs,
             "described": described(metrics),
@@ -119,14 +119,6 @@ def shell(title: str, *, live: bool = False) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     return _template().render(title=title, policy=policy, live=live, chunks=_CHUNKS, **parts)
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("quatrain")
-    except PackageNotFoundError:  # the source was put on the path without being installed
-        return "of no known version"
 
 
 @cache

@@ -25,10 +25,11 @@ from typing import Any
 
 import jax
 
+from quatrain import __version__
 from quatrain.cluster.processes import is_main_process, num_processes
 from quatrain.config.fields import REWARD_MODEL
 from quatrain.config.schema import Config
-from quatrain.config.secrets import redact, redact_values
+from quatrain.config.secrets import redact_tokens, redact_values
 from quatrain.run.run_dir import RunDir, checkpoint_steps, write_whole
 
 GIT_TIMEOUT_S = 10.0
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Adds this start to `run.json`, in the main process; files with users' code are copied to `code/`.
 
-    `functions`: reward functions that were given from Python. Secrets are redacted.
+    `functions`: reward functions that were given from Python. Secrets are redacted, and in the copies and the
+    command also tokens of known services that no variable holds.
     """
     if not is_main_process():
         return
@@ -47,12 +49,13 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": max(checkpoint_steps(run.path), default=0),
-        "command": shlex.join(sys.argv),
+        "command": redact_tokens(shlex.join(sys.argv), os.environ),
         "working_folder": os.getcwd(),
         "run_folder": str(run.path),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("quatrain", "jax", "jaxlib")},
+            "quatrain": __version__,
+            **{name: version(name) for name in ("jax", "jaxlib")},
         },
         "commits": {
             "quatrain": _commit(Path(__file__)),
@@ -67,12 +70,12 @@ def describe(run: RunDir, config: Config, functions: Mapping[str, Callable[..., 
         "paths": paths_in(config),
         "code": {str(path): _copied(path, run.code) for path in dict.fromkeys(files)},
     }
-    _write(run, [*_earlier(run.description), redact_values(start, os.environ)])
+    _write(run, [*starts_in(run.description), redact_values(start, os.environ)])
 
 
 def describe_end(run: RunDir, step: int) -> None:
     """Adds to this start in `run.json`, in the main process, that the run ended with `step` as its last."""
-    if is_main_process() and (starts := _earlier(run.description)):
+    if is_main_process() and (starts := starts_in(run.description)):
         starts[-1]["ended_with_step"] = step
         _write(run, starts)
 
@@ -151,7 +154,7 @@ def _files_of(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Path]:
 
 def _copied(path: Path, folder: Path) -> str:
     """The name in the run's folder of a copy of the file `path`, which is made unless there is one."""
-    text = redact(path.read_text(encoding="utf-8", errors="surrogateescape"), os.environ)
+    text = redact_tokens(path.read_text(encoding="utf-8", errors="surrogateescape"), os.environ)
     folder.mkdir(exist_ok=True)
     number, copy = 0, folder / path.name
     while copy.exists() and copy.read_text(encoding="utf-8", errors="surrogateescape") != text:
@@ -185,7 +188,7 @@ def _commit(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _earlier(path: Path) -> list[Any]:
+def starts_in(path: Path) -> list[Any]:
     """The starts in the file `run.json`; none if there is no file, or with a warning if it is damaged."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
@@ -193,5 +196,5 @@ def _earlier(path: Path) -> list[Any]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError):
-        logger.warning("%s was damaged, and is written again without the starts before this one", path)
+        logger.warning("%s was damaged, and what it said of earlier starts is lost", path)
         return []

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from quatrain import __version__
 from quatrain.data.tokenizer import render
 from quatrain.engine.scoring import Scores
 from quatrain.engine.service import EngineService, Progress, ServiceFailed
@@ -160,7 +160,7 @@ class Api:
         return JSONResponse({"status": "paused" if self._service.paused else "ok"})
 
     async def _version(self, request: Request) -> Response:
-        facts = {"engine": "quatrain", "version": version("quatrain")}
+        facts = {"engine": "quatrain", "version": __version__}
         return JSONResponse({**facts, "weight_version": self._service.version})
 
     async def _models(self, request: Request) -> Response:

@@ -15,6 +15,7 @@ class HubConfig(Section):
 
     push: Repository | None = None
     """Repository `OWNER/NAME` that gets the trained model and its card at the end of the run; created at the
-    start, so that a missing right is an error then. Needs `HF_TOKEN` or a login. null: none."""
+    start, so that a missing right is an error then. Needs `HF_TOKEN` or a login. In a run of several
+    processes, process 0 uploads, which must end within `distributed.shutdown_timeout_s`. null: none."""
     private: bool = True
     """Whether a new repository is private; one that exists is not changed."""
