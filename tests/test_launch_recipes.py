@@ -86,8 +86,8 @@ def parsed(words):
     """The configuration that a command line of quatrain names; fails where quatrain would refuse it."""
     command, *rest = words
     context = typer.main.get_command(cli.app).commands[command].make_context(command, list(rest))
-    given = context.params
-    return load_config(REPOSITORY / given["config"], given["set_"] or (), {}).config
+    file, overrides = cli._config_and_overrides(context.params["words"], context.params["set_"])
+    return load_config(REPOSITORY / file, overrides, {}).config
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
