@@ -96,10 +96,10 @@ class Recorder:
 
     def log(self, step: int, metrics: Metrics | None = None) -> None:
         """Writes metrics of `step`, and the seconds of the stages since the last call; the page is due."""
-        logged = {**(metrics or {}), **self.timer.metrics()}
-        self.report.log(step, logged)
+        numbers = reduce_metrics({**(metrics or {}), **self.timer.metrics()})
+        self.report.log(step, numbers)
         if step == self._last:
-            self.numbers |= reduce_metrics(logged)
+            self.numbers |= numbers
 
     def record(self, step: int, update: Metrics, advantaged: AdvantagedBatch, accuracy: float | None) -> None:
         """Writes metrics, samples and warnings of a training step, and moves the progress display on."""
@@ -115,10 +115,10 @@ class Recorder:
             "throughput/tokens_per_s": Metric(tokens_per_s),
             **self.skipped,
         }
-        self.report.log(step, metrics)
         self._last, self.numbers = step, reduce_metrics(metrics)
+        self.report.log(step, self.numbers)
         self.report.samples(step, advantaged)
-        self.report.hint(step, metrics)
+        self.report.hint(step, self.numbers)
         mismatch = logprob_diff_warning(self._config, update)
         if mismatch is not None:
             logger.warning("step %d: %s", step, mismatch)
