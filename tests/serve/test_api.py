@@ -271,7 +271,7 @@ def test_text_is_decoded_beside_the_event_loop(client, monkeypatch):
     monkeypatch.setattr(TextStream, "push", noting)
     complete(client)
     list(complete(client, stream=True))
-    assert len(on_the_loop) > 2
+    assert len(on_the_loop) >= 2  # one of each request at least; how many more is a matter of time
     assert set(on_the_loop) == {None}
 
 
