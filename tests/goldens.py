@@ -29,6 +29,20 @@ CASES = (
     "gemma2",
     "gemma3_text",
     "gemma3_text_rope_linear",
+    "llama_yarn",
+    "qwen3_yarn",
+    "mistral",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "smollm3_sliding",
+    "granite",
+    "phi3",
+    "phi3_longrope",
+    "phi3_longrope_long",
+    "glm",
+    "glm4",
 )
 
 SCORE_CASES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")

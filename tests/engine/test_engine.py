@@ -13,6 +13,7 @@ from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.session import Session
+from quatrain.models.architecture import BOTH
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
@@ -84,10 +85,10 @@ def _family_arch(small_arch, family):
     gemma = {
         "activation": "gelu_pytorch_tanh",
         "windows": (5, None),
-        "query_scalar": 16,
-        "norms": "both",
+        "scale": 0.25,
+        "norms": BOTH,
         "offset": 1.0,
-        "scale_embeddings": True,
+        "embedding_scale": 6.0,
     }
     special = {
         "llama": {},

@@ -31,6 +31,7 @@ from quatrain.config.schema import (
 from quatrain.engine.engine import RolloutEngine
 from quatrain.forward.specs import CriticSpec, PolicySpec
 from quatrain.loop.build import role_meshes
+from quatrain.models.architecture import BOTH, PRE
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import init_params
 from quatrain.ops import packing
@@ -74,7 +75,7 @@ def architecture(mode: str):
     kind, rows, tokens = arch.layers[0], mode == "rows", mode == "tokens"
     mixer = replace(kind.mixer, head_dim=8, qkv_bias=tokens, output_bias=tokens, qk_norm=tokens)
     mlp = replace(kind.mlp, width=48, bias=tokens)
-    kind = replace(kind, mixer=mixer, mlp=mlp, norms="both" if rows else "pre")
+    kind = replace(kind, mixer=mixer, mlp=mlp, norms=BOTH if rows else PRE)
     return replace(arch, hidden_size=32, layers=(kind,) * 2, tie_embeddings=rows)
 
 

@@ -18,6 +18,7 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models import attention
+from quatrain.models.architecture import BOTH
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
 from quatrain.models.rope import Rope
@@ -440,15 +441,15 @@ def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
             "windows": (4, None),
             "softcap": 5.0,
             "final_softcap": 3.0,
-            "norms": "both",
-            "scale_embeddings": True,
+            "norms": BOTH,
+            "embedding_scale": 6.0,
             "offset": 1.0,
         },
         "gemma3_text": {
             "windows": (3, None),
             "sliding_rope": Rope(100.0),
             "qk_norm": True,
-            "norms": "both",
+            "norms": BOTH,
             "offset": 1.0,
         },
         "qwen2": {"qkv_bias": True},

@@ -8,6 +8,7 @@ import pytest
 from architectures import changed
 from goldens import CASES, read_golden, weights_crc
 
+from quatrain.models.architecture import BOTH
 from quatrain.models.decoder import forward, logits
 from quatrain.models.families import Architecture, builtin_architecture
 from quatrain.models.params import init_params
@@ -36,9 +37,9 @@ def small_model() -> tuple[Architecture, dict]:
         head_dim=8,
         sliding_rope=Rope(100.0),
         qk_norm=True,
-        norms="both",
+        norms=BOTH,
         qkv_bias=True,
-        scale_embeddings=True,
+        embedding_scale=6.0,
         softcap=5.0,
         final_softcap=10.0,
     )
@@ -61,7 +62,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     ids, positions, segments = golden.input_ids, golden.position_ids, golden.attention_mask
     real = segments > 0
 
-    ours = run(params, arch, ids, positions, segments)
+    ours = run(params, arch.for_length(ids.shape[1]), ids, positions, segments)
     assert np.abs(np.asarray(ours) - golden.logits)[real].max() < TOLERANCE
 
 
@@ -73,7 +74,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
         ("qwen2_sliding", {"windows": (None, 8)}),
         ("qwen3_sliding", {"windows": (None, None)}),
         ("gemma2", {"softcap": None}),
-        ("gemma2", {"query_scalar": None}),
+        ("gemma2", {"scale": None}),
         ("gemma3_text", {"rope": Rope(1e6)}),
     ],
 )

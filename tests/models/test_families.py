@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from goldens import CASES, SCORE_CASES, read_golden, read_score_golden
 
+from quatrain.models.architecture import BOTH
 from quatrain.models.families import (
     FAMILIES,
     architecture_from_hf,
@@ -151,7 +152,7 @@ def test_gemma_config():
     assert (full.mixer.rope, sliding.mixer.rope) == (Rope(1e6), Rope(1e4))
     assert (full.mixer.softcap, three.final_softcap, full.mixer.qk_norm) == (None, None, True)
     assert (three.tie_embeddings, three.norm.offset) == (True, 1.0)
-    assert (full.mlp.activation, full.norms) == ("gelu_pytorch_tanh", "both")
+    assert (full.mlp.activation, full.norms) == ("gelu_pytorch_tanh", BOTH)
 
 
 @pytest.mark.parametrize("family", REAL)
@@ -284,17 +285,20 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
             "hidden_size must be given; intermediate_size must be given",
         ),
         (
-            {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "'yarn'.*default, linear, llama3",
+            {**LLAMA_32_1B, "rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}},
+            "the rope type yarn needs factor; add the missing values",
         ),
-        ({**LLAMA_32_1B, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'.*default, linear"),
+        (
+            {**LLAMA_32_1B, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "'dynamic'.*default, linear.*set rope_type to yarn",
+        ),
         (
             {
                 **QWEN25_05B,
                 "rope_parameters": {"rope_type": "default"},
-                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "rope_scaling": {"type": "ntk", "factor": 4.0},
             },
-            "'yarn'.*default, linear, llama3",
+            "'ntk'.*default, linear, llama3, yarn, longrope",
         ),
         ({**QWEN25_05B, "rope_scaling": {"factor": 4.0}}, r"a rope factor \(4.0\) needs a rope_type"),
         (
@@ -303,7 +307,7 @@ def test_a_tensor_read_into_its_rows_is_the_one_taken_out():
         ),
         (
             {**QWEN25_05B, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
-            "which only gemma3_text has",
+            "which this family does not have",
         ),
         ({**LLAMA_32_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (

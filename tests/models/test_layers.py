@@ -79,22 +79,22 @@ def test_linear_of_several_outputs():
 
 
 def test_rope_turns_pairs_by_position_times_frequency():
-    frequencies = Rope(100.0).frequencies(4)
-    np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
+    rope = Rope(100.0)
+    np.testing.assert_allclose(rope.frequencies(4), [1.0, 0.1], rtol=1e-6)
     x = jnp.array([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
-    turned = rotate(x, rope_angles(jnp.array([[2]]), frequencies))[0, 0, 0]
+    turned = rotate(x, rope_angles(jnp.array([[2]]), rope, 4))[0, 0, 0]
     np.testing.assert_allclose(turned, [math.cos(2), -math.sin(0.2), math.sin(2), math.cos(0.2)], rtol=1e-6)
 
 
 def test_rope_scores_depend_on_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
-    frequencies = Rope(10_000.0).frequencies(8)
+    rope = Rope(10_000.0)
 
     def score(i, j):
         return float(
             jnp.sum(
-                rotate(q, rope_angles(jnp.array([[i]]), frequencies))
-                * rotate(k, rope_angles(jnp.array([[j]]), frequencies))
+                rotate(q, rope_angles(jnp.array([[i]]), rope, 8))
+                * rotate(k, rope_angles(jnp.array([[j]]), rope, 8))
             )
         )
 

@@ -8,6 +8,7 @@ from architectures import changed
 from jax.sharding import PartitionSpec
 
 from quatrain.config.mesh import MeshShape
+from quatrain.models.architecture import BOTH
 from quatrain.models.families import builtin_architecture
 from quatrain.models.params import abstract_params, init_params, is_spec, num_params, param_specs, partition
 
@@ -22,7 +23,7 @@ def test_num_params_of_the_builtin_model():
 
 
 def test_init_abstract_and_specs_agree():
-    arch = changed(ARCH, qk_norm=True, norms="both", qkv_bias=True, bias=True, tie_embeddings=False)
+    arch = changed(ARCH, qk_norm=True, norms=BOTH, qkv_bias=True, bias=True, tie_embeddings=False)
     params = init_params(arch, jax.random.key(0), jnp.bfloat16)
     abstract = abstract_params(arch, jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(

@@ -43,6 +43,39 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MINISTRAL = {
+    **YARN,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.7,
+    "tie_word_embeddings": True,
+}
+LONGROPE = {
+    **IDS,
+    "num_attention_heads": 2,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 2.0],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "partial_rotary_factor": 0.5,
+    },
+}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rms_norm_eps": 1e-5}),
@@ -83,6 +116,33 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama_yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen3_yarn": (
+        "qwen3",
+        {"head_dim": 16, "rope_parameters": {**YARN, "truncate": False, "beta_fast": 3.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": 9}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL, "num_key_value_heads": 1}),
+    "olmo2": ("olmo2", {"tie_word_embeddings": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    "smollm3": ("smollm3", {**IDS, "no_rope_layers": [1, 0]}),
+    "smollm3_sliding": (
+        "smollm3",
+        {**IDS, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "granite": ("granite", GRANITE),
+    "phi3": ("phi3", {**IDS, "sliding_window": 9}),
+    "phi3_longrope": ("phi3", {**LONGROPE, "original_max_position_embeddings": 64}),
+    "phi3_longrope_long": ("phi3", {**LONGROPE, "original_max_position_embeddings": 16}),
+    "glm": ("glm", {**IDS, "head_dim": 16}),
+    "glm4": ("glm4", {**IDS, "head_dim": 8, "num_key_value_heads": 1, "attention_bias": True}),
 }
 
 
@@ -160,7 +220,7 @@ def check_export(
         assert loaded.dtype == torch.float32
         before, after = model.config.to_dict(), loaded.config.to_dict()
         differ = {k: (before.get(k), after.get(k)) for k in before | after if before.get(k) != after.get(k)}
-        unread = {"max_window_layers", "_name_or_path"}
+        unread = {"max_window_layers", "_name_or_path", "partial_rotary_factor"}
         assert not set(differ) - unread, f"the exported config differs: {differ}"
         save_hf(half, *load_hf(theirs, jnp.bfloat16))
         assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16

@@ -16,6 +16,7 @@ from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import UpdateConfig
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.specs import PolicySpec
+from quatrain.models.architecture import BOTH, PRE
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
@@ -241,7 +242,7 @@ QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", 
 )
 def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
     """With norms after queries and keys, attention and MLP, and without."""
-    arch = changed(architecture_from_hf(shape), qk_norm=norms, norms="both" if norms else "pre")
+    arch = changed(architecture_from_hf(shape), qk_norm=norms, norms=BOTH if norms else PRE)
     estimate = activations(
         arch, tokens=tokens, remat=remat, dtype="float32", param_dtype="float32", mesh=MeshShape(1, 1, 1)
     )

@@ -6,7 +6,7 @@ import pytest
 from architectures import changed
 
 from quatrain.config.schema import OptimizerConfig
-from quatrain.models.architecture import LoRA
+from quatrain.models.architecture import BOTH, LoRA
 from quatrain.models.lora import trained_part
 from quatrain.models.params import init_params
 from quatrain.update.optimizer import build_optimizer, clip_by_global_norm, learning_rate
@@ -92,7 +92,7 @@ def test_weight_decay_leaves_norms_and_biases_out(name, rank, small_arch):
     arch = changed(
         small_arch,
         **dict.fromkeys(("qkv_bias", "output_bias", "bias", "qk_norm"), True),
-        norms="both",
+        norms=BOTH,
         lora=LoRA(rank, 2.0, ("qkv", "down")) if rank else None,
     )
     params = trained_part(jax.tree.map(jnp.ones_like, init_params(arch, jax.random.key(0))), arch)

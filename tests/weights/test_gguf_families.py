@@ -15,7 +15,8 @@ from architectures import changed
 from goldens import Golden, read_golden
 
 from quatrain.models.families import FAMILIES, architecture_from_hf
-from quatrain.weights.gguf import _Keys, _windows_and_scales, gguf_architecture, load_gguf
+from quatrain.models.families.gguf import GGUFKeys
+from quatrain.weights.gguf import gguf_architecture, load_gguf
 from quatrain.weights.hf import load_hf
 
 ARCHITECTURES = {
@@ -23,11 +24,21 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }
+CASES = {family: family for family in ARCHITECTURES} | {"phi3_longrope": "phi3"}
 
 
 def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None) -> Path:
-    """The model as llama.cpp's converter writes it; Gemma's norms have 1 added to their weights."""
+    """The model as llama.cpp's converter writes it.
+
+    Gemma's norms have 1 added to their weights; the rows of queries and keys of Granite and SmolLM3 are in
+    another rotary order.
+    """
     c, kind = golden.config, ARCHITECTURES[golden.config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     writer.add_block_count(c["num_hidden_layers"])
@@ -41,7 +52,19 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
     rope = c["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     more(writer)
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for kind_of_factor in ("long", "short"):
+            factors = np.array(rope[f"{kind_of_factor}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind_of_factor}.weight", factors)
     for number, add in (
+        (c.get("attention_multiplier"), writer.add_attention_scale),
+        (c.get("embedding_multiplier"), writer.add_embedding_scale),
+        (c.get("residual_multiplier"), writer.add_residual_scale),
+        (c.get("logits_scaling"), writer.add_logit_scale),
         (c.get("sliding_window"), writer.add_sliding_window),
         (c.get("attn_logit_softcapping"), writer.add_attn_logit_softcapping),
         (c.get("final_logit_softcapping"), writer.add_final_logit_softcapping),
@@ -55,6 +78,9 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
     names = gguf.get_tensor_name_map(kind, c["num_hidden_layers"])
     for name, weight in golden.weights().items():
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if c["model_type"] in ("granite", "smollm3") and ours.split(".")[-2] in ("attn_q", "attn_k"):
+            halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[-1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
         offset = c["model_type"].startswith("gemma") and ours.endswith("norm.weight")
         writer.add_tensor(ours, weight + 1 if offset else weight)
     writer.write_header_to_file()
@@ -64,16 +90,24 @@ def convert(golden: Golden, path: Path, more: Callable[[gguf.GGUFWriter], Any] =
     return path
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_converted_model_is_that_of_its_folder(family: str, tmp_path: Path) -> None:
-    golden = read_golden(family)
+@pytest.mark.parametrize(("case", "family"), CASES.items())
+def test_a_converted_model_is_that_of_its_folder(case: str, family: str, tmp_path: Path) -> None:
+    golden = read_golden(case)
+    if family == "smollm3":  # llama.cpp has no key for layers without rope: every fourth
+        golden = replace(golden, config=golden.config | {"no_rope_layers": None})
     arch, params = load_hf(golden.write_model(tmp_path / "hf"))
     found, loaded = load_gguf(convert(golden, tmp_path / "m.gguf"))
     if family.startswith("gemma"):  # what the file does not say is that of the published models
         assert found.layers[0].mixer.window
         windows = [kind.mixer.window for kind in found.layers]
         mixer = next(kind.mixer for kind in arch.layers if kind.mixer.window)
-        arch = changed(arch, windows=windows, sliding_rope=mixer.rope, query_scalar=mixer.head_dim)
+        arch = changed(arch, windows=windows, sliding_rope=mixer.rope, scale=mixer.head_dim**-0.5)
+    if case == "phi3_longrope":  # of float32 numbers, the file has the exact values
+        mixer, rope = found.layers[0].mixer, found.layers[0].mixer.rope
+        np.testing.assert_allclose(
+            rope.frequencies(mixer.head_dim), arch.layers[0].mixer.rope.frequencies(16)
+        )
+        arch = changed(arch, rope=rope)
     assert found == replace(arch, eos_token_ids=found.eos_token_ids)
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     tolerance = 2e-7 if family.startswith("gemma") else 0.0  # the 1 that was added costs a digit
@@ -145,19 +179,20 @@ def with_layers(golden: Golden, layers: int) -> Golden:
 )
 def test_windows_and_scales_that_llama_cpp_knows_by_the_size(layers: int, period: int, scalar: int) -> None:
     family = FAMILIES[{6: "gemma3_text", 2: "gemma2"}[period]]
-    keys = _Keys.model_validate(
+    keys = GGUFKeys.model_validate(
         family.gguf.keys
         | {
             "block_count": layers,
             "context_length": 8192,
             "embedding_length": 5376,
+            "attention.key_length": 128,
             "feed_forward_length": 8,
             "attention.head_count": 32,
             "attention.layer_norm_rms_epsilon": 1e-6,
             "attention.sliding_window": 1024,
         }
     )
-    fields = _windows_and_scales(family, keys, 128)
+    fields = family.gguf.config(keys)
     assert fields["query_pre_attn_scalar"] == scalar
     assert fields["sliding_window"] == 1024
     assert [i for i, kind in enumerate(fields["layer_types"]) if kind == "full_attention"] == list(

@@ -5,26 +5,30 @@ Data flow: config.json, a GGUF header or a builtin name -> `Architecture` -> par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.blocks.mlp import Dense
 from quatrain.models.layers import Norm
-from quatrain.models.spec import ParamSpec, TensorName
+from quatrain.models.spec import ParamSpec, TensorName, require
 
 Head = Literal["lm_head", "value_head"]
 
-_NORMS = {
-    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    "both": {
-        "attention_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "post_mlp_norm": "post_feedforward_layernorm",
-    },
-}
-"""The norms of a layer and their names in a checkpoint, by `LayerKind.norms`."""
+Norms = tuple[tuple[str, str], ...]
+"""The norms of a layer, each with its name in a checkpoint. `attention_norm` and `mlp_norm` are of the inputs
+of the blocks, `post_attention_norm` and `post_mlp_norm` of their outputs, before the residual sum."""
+PRE: Norms = (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
+POST: Norms = (
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("post_mlp_norm", "post_feedforward_layernorm"),
+)
+BOTH: Norms = (
+    ("attention_norm", "input_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("mlp_norm", "pre_feedforward_layernorm"),
+    ("post_mlp_norm", "post_feedforward_layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class LayerKind:
 
     mixer: Attention
     mlp: Dense
-    norms: Literal["pre", "both"] = "pre"
-    """Whether inputs of the blocks are normalised, or their outputs too, before the residual sum (Gemma)."""
+    norms: Norms = PRE
+    residual_scale: float = 1.0
+    """The factor of what a block adds to the residual stream."""
 
     def params(self, d: int, norm: Norm, residual: float, lora: LoRA | None) -> dict[str, ParamSpec]:
         """The parameters of a layer for hidden states of `d` elements, with adapters if there are any.
@@ -60,7 +65,7 @@ class LayerKind:
         The standard deviation of matrices that write to the residual stream is scaled by `residual`.
         """
         specs = self.mixer.params(d, norm, residual) | self.mlp.params(d, residual)
-        specs |= {name: norm.spec(d) for name in _NORMS[self.norms]}
+        specs |= {name: norm.spec(d) for name, _ in self.norms}
         if lora:
             for name in lora.targets:
                 specs |= specs[name].adapters(name, lora.rank, len(self.matrices()[name]))
@@ -68,7 +73,7 @@ class LayerKind:
 
     def tensors(self) -> list[TensorName]:
         """The tensors of a layer of a checkpoint: matrices, their biases, and norms."""
-        norms = [TensorName(f"{module}.weight", (name,)) for name, module in _NORMS[self.norms].items()]
+        norms = [TensorName(f"{module}.weight", (name,)) for name, module in self.norms]
         return [*self.mixer.tensors(), *self.mlp.tensors(), *norms]
 
     def matrices(self) -> dict[str, list[TensorName]]:
@@ -95,8 +100,10 @@ class Architecture:
     """What a hidden state becomes: logits of the vocabulary, or one number (critics, reward models)."""
     tie_embeddings: bool = False
     """Whether the output head of the vocabulary is the embedding matrix."""
-    scale_embeddings: bool = False
-    """Whether token embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    embedding_scale: float = 1.0
+    """The factor of token embeddings."""
+    logits_scale: float = 1.0
+    """The factor of logits, before the soft cap."""
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -104,9 +111,21 @@ class Architecture:
     lora: LoRA | None = None
     """Adapters, which alone are trained; None: the model has none, and all its parameters are trained."""
 
+    def __post_init__(self) -> None:
+        plain = self.logits_scale == 1.0 or self.norm.offset == 0.0
+        require(plain, "logits_scale", "1 in a model whose norms have an offset", self.logits_scale)
+
     def __hash__(self) -> int:
         # Computed in every call of a compiled program: of the layers, the first is enough.
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers[0], self.head, self.lora))
+
+    def for_length(self, tokens: int) -> Architecture:
+        """This model for a run whose sequences have at most so many tokens (`Rope.for_length`)."""
+        ropes = {mixer: mixer.rope and mixer.rope.for_length(tokens) for mixer in self.mixers}
+        if all(mixer.rope == rope for mixer, rope in ropes.items()):
+            return self
+        layers = (replace(kind, mixer=replace(kind.mixer, rope=ropes[kind.mixer])) for kind in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def num_layers(self) -> int:

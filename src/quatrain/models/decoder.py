@@ -101,10 +101,10 @@ def run_layers(
     """
     specs = partition(arch, current_mesh())
     x_BTD = _embed(gather_params(params["embed"], specs["embed"], dtype), arch, input_ids).astype(dtype)
-    if arch.scale_embeddings:
-        x_BTD = x_BTD * jnp.asarray(arch.hidden_size**0.5, dtype)
+    if arch.embedding_scale != 1.0:
+        x_BTD = x_BTD * jnp.asarray(arch.embedding_scale, dtype)
     ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in arch.mixers)
-    angles = {(rope, size): rope_angles(positions, rope.frequencies(size)) for rope, size in ropes}
+    angles = {(rope, size): rope and rope_angles(positions, rope, size) for rope, size in ropes}
     attends = {mixer: attend_of(mixer) for mixer in arch.mixers}
 
     @cached
@@ -120,6 +120,8 @@ def run_layers(
         x_BTD, cache = run(x_BTD, layer, angles[rope], cache)
         new_caches.append(cache)
     final_norm = gather_params(params["final_norm"], specs["final_norm"])
+    if arch.head == "lm_head" and arch.logits_scale != 1.0:
+        final_norm = arch.logits_scale * final_norm  # in float32: the logits of every caller are scaled alike
     return arch.norm(x_BTD, final_norm), tuple(new_caches)
 
 
@@ -191,7 +193,7 @@ def _layer(
     few_rows: int,
     x_BTD: jax.Array,
     layer: Layer,
-    angles: Angles,
+    angles: Angles | None,
     cache: Any,
 ) -> tuple[jax.Array, Any]:
     """x + mixer(norm(x)), then x + mlp(norm(x)), and the new cache.
@@ -201,14 +203,16 @@ def _layer(
     lora_scale = arch.lora.scale if arch.lora else 1.0
     run = LayerRun(layer, specs, x_BTD.dtype, arch.norm, by_parts, few_rows, lora_scale)
 
+    norms = dict(kind.norms)
+
     def norm(name: str) -> Enter:
-        return lambda x, layer: arch.norm(x, layer[name])
+        return lambda x, layer: arch.norm(x, layer[name]) if name in norms else x
+
+    def added(x_BTD: jax.Array, y_BTD: jax.Array, name: str) -> jax.Array:
+        """The residual sum, of `y` after its norm `name` if the layer has it."""
+        y_BTD = run.part(norm(name), y_BTD) if name in norms else y_BTD
+        return x_BTD + (y_BTD if kind.residual_scale == 1.0 else kind.residual_scale * y_BTD)
 
     y_BTD, cache = kind.mixer.run(x_BTD, norm("attention_norm"), run, angles, attend, cache)
-    if kind.norms == "both":
-        y_BTD = run.part(norm("post_attention_norm"), y_BTD)
-    x_BTD = x_BTD + y_BTD
-    y_BTD = kind.mlp.run(x_BTD, norm("mlp_norm"), run)
-    if kind.norms == "both":
-        y_BTD = run.part(norm("post_mlp_norm"), y_BTD)
-    return x_BTD + y_BTD, cache
+    x_BTD = added(x_BTD, y_BTD, "post_attention_norm")
+    return added(x_BTD, kind.mlp.run(x_BTD, norm("mlp_norm"), run), "post_mlp_norm"), cache

@@ -6,10 +6,9 @@ far above any known model; they keep a wrong number from taking all memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from quatrain.config.files import Description
@@ -21,6 +20,9 @@ Heads = Annotated[int, Field(ge=1, le=2**12)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
 Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Factors = Annotated[list[Positive], Field(max_length=2**11)]
+Multiplier = Annotated[float, Field(gt=0, le=1e6)]
 Window = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Period = Annotated[int, Field(ge=0, le=2**10)]
 """Of so many layers, the last has full attention."""
@@ -36,12 +38,6 @@ def _as_token_ids(value: object) -> tuple[int, ...]:
 
 
 TokenIds = Annotated[tuple[int, ...], BeforeValidator(_as_token_ids)]
-
-
-def _unconverted(value: Any, check: Callable[[Any], Any]) -> Any:
-    """The checked value as the file has it: transformers refuses 256.0 where it expects 256."""
-    check(value)
-    return value
 
 
 class GenerationConfig(Description):
@@ -77,7 +73,17 @@ class RopeConfig(Description):
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Positions | None = None
-    partial_rotary_factor: float | None = None
+    max_position_embeddings: Positions | None = None
+    partial_rotary_factor: Share | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    truncate: bool | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+    llama_4_scaling_beta: Annotated[float, Field(ge=0, le=1e12)] | None = None
 
 
 class RopeParameters(RopeConfig):
@@ -104,15 +110,21 @@ class HFConfig(GenerationConfig):
     rope_scaling: RopeConfig | None = None
     rope_local_base_freq: Positive | None = None
     original_max_position_embeddings: Positions | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: Share | None = None
+    no_rope_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    no_rope_layer_interval: Period = 4
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
-    query_pre_attn_scalar: Annotated[Positive, WrapValidator(_unconverted)] | None = None
+    query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Multiplier = 1.0
+    residual_multiplier: Multiplier = 1.0
+    attention_multiplier: Multiplier = 1.0
+    logits_scaling: Multiplier = 1.0
     use_sliding_window: bool | None = None
     sliding_window: Window | None = None
     sliding_window_pattern: Period | None = None

@@ -172,12 +172,12 @@ def _merged(
 def changed(matrix: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """W + scale B A in float32, for W [*out, in] as it is stored, with a block of A for each of its parts."""
     product = partial(jnp.einsum, precision="highest")
-    if matrix.ndim == 4:  # qkv [K, G + 2, H, D]
+    if a.ndim == 2:  # one A, of a matrix that a checkpoint has as one
+        change = product("...r,ri->...i", b, a)
+    elif matrix.ndim == 4:  # qkv [K, G + 2, H, D]
         queries = product("kghr,rd->kghd", b[:, :-2], a[0])
         others = product("kphr,prd->kphd", b[:, -2:], a[1:])
         change = jnp.concatenate([queries, others], axis=1)
-    elif matrix.ndim == 3:  # gate_up [2, F, D]
+    else:  # gate_up [2, F, D]
         change = product("pfr,prd->pfd", b, a)
-    else:
-        change = product("or,ri->oi", b, a)
     return matrix.astype(jnp.float32) + scale * change

@@ -58,7 +58,11 @@ class ParamSpec:
 
 
 class TensorName(NamedTuple):
-    """A tensor of a Hugging Face checkpoint: its name, the path of the parameter, and the slice it fills."""
+    """A tensor of a Hugging Face checkpoint: its name, the path of the parameter, and the slice it fills.
+
+    `part` is an index of the parameter that leaves its last dimension whole, except of a vector. Where rows
+    are in another order than in the checkpoint, it is a tuple of row numbers.
+    """
 
     name: str
     path: tuple[str | int, ...]
@@ -66,9 +70,10 @@ class TensorName(NamedTuple):
     vector: bool = True
 
     def shape_in(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this tensor, given the shape of its parameter; needs no memory."""
-        part = np.broadcast_to(np.empty(()), parameter)[self.part].shape
-        return (math.prod(part),) if self.vector else (math.prod(part[:-1]), part[-1])
+        """The shape of this tensor, given the shape of its parameter."""
+        rows = np.empty((), bool)
+        rows = np.broadcast_to(rows, parameter if self.vector else parameter[:-1])[self.part]
+        return (rows.size,) if self.vector else (rows.size, parameter[-1])
 
     def rows(self, parameter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(`parameter` as a list of rows, row numbers that this tensor fills, in the order of the tensor).

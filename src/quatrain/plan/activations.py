@@ -137,7 +137,7 @@ class _Widths(NamedTuple):
             hidden=d,
             vocabulary=arch.vocab_size // (mesh.tp if TP in partition(arch, mesh)["embed"] else 1),
             kept=mixer.kept + mlp.kept,
-            normed=mixer.normed + mlp.normed + 2 * d * (kind.norms == "both"),
+            normed=mixer.normed + mlp.normed + d * (len(kind.norms) - 2),
             working=mixer.working + mlp.working,
             statistics=mixer.statistics + mlp.statistics,
             low=sum(len(parts[name]) for name in targets) * (arch.lora.rank if arch.lora else 0),

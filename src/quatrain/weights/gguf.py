@@ -10,29 +10,29 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from pydantic import Field
 
 from quatrain.config.errors import shown
-from quatrain.config.files import Description, checked
+from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.families import FAMILIES, architecture_from_hf, family_of
-from quatrain.models.families.common import FULL, SLIDING, Family, Json, write_rope
-from quatrain.models.hf_config import Heads, Layers, Period, Positions, Positive, Width, Window
+from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.ropes import write_rope
 from quatrain.models.params import Params, assemble, tensor_names, tensor_shapes
 from quatrain.models.rope import Rope
 from quatrain.models.spec import TensorName
 from quatrain.weights.gguf_header import GGUFHeader, SpecialIds, TensorInfo, read_header
 
-FAMILY_OF = {family.gguf.name: family for family in FAMILIES.values()}
-"""The families, keyed by llama.cpp's names of their architectures."""
+FAMILY_OF = {family.gguf.name: (family, family.gguf) for family in FAMILIES.values() if family.gguf}
+"""The families and what they say of GGUF files, keyed by llama.cpp's names of their architectures."""
 
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_ROPE_TENSORS = {_ROPE_FACTORS, _LONG, _SHORT}
 _OTHER_SOURCE = "give the model's Hugging Face folder or hub id"
 _READ_VALUES = 2**22  # number of values dequantised at a time
 _NAMES = {
@@ -51,6 +51,8 @@ _NAMES = {
     "o_proj": "attn_output",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
+    "qkv_proj": "attn_qkv",
+    "gate_up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
 """The GGUF names of parameters and, where several tensors are stored as one, of their modules."""
@@ -132,7 +134,7 @@ def _check_tensors(path: Path, tensors: Mapping[str, TensorInfo], arch: Architec
     """Raises ValueError for missing, unexpected and misshapen tensors, before any parameter has memory."""
     shapes = tensor_shapes(arch)
     expected = {_gguf_name(name): shapes[name.name] for name in tensor_names(arch)}
-    names = tensors.keys() - {_ROPE_FACTORS}
+    names = tensors.keys() - _ROPE_TENSORS
     for wrong, problem in ((expected.keys() - names, "lacks"), (names - expected.keys(), "has unexpected")):
         if wrong:
             first = ", ".join(sorted(name[:80] for name in wrong)[:5])
@@ -185,7 +187,8 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
     (Gemma) is taken off again.
     """
     rows, numbers = name.rows(parameter)
-    if family_of(arch).gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+    gguf = family_of(arch).gguf
+    if gguf and gguf.permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
         half = arch.layers[0].mixer.head_dim // 2
         numbers = numbers.reshape(-1, 2, half).swapaxes(1, 2).reshape(-1)
     offset = arch.norm.offset if tensor.name.endswith("norm.weight") else 0.0
@@ -194,38 +197,6 @@ def _read_into(parameter: np.ndarray, name: TensorName, tensor: TensorInfo, arch
             rows[numbers] = values[0] - np.float32(offset)
         else:
             rows[numbers[start : start + len(values)]] = values
-
-
-Factor = Annotated[float, Field(ge=0, le=1e12)]
-"""0 stands for none."""
-
-
-class _Keys(Description):
-    """The metadata of a model, without the name of its architecture in front."""
-
-    block_count: Layers
-    context_length: Positions
-    embedding_length: Width
-    feed_forward_length: Width
-    heads: Annotated[Heads, Field(alias="attention.head_count")]
-    kv_heads: Annotated[Heads | None, Field(alias="attention.head_count_kv")] = None
-    head_dim: Annotated[Heads | None, Field(alias="attention.key_length")] = None
-    norm_eps: Annotated[float, Field(alias="attention.layer_norm_rms_epsilon", ge=0, le=1)]
-    rope_theta: Annotated[Positive, Field(alias="rope.freq_base")] = 10_000.0
-    rotary_dims: Annotated[int | None, Field(alias="rope.dimension_count")] = None
-    # llama.cpp takes a factor without a type for linear scaling, and knows an older name of it.
-    scaling: Annotated[str, Field(alias="rope.scaling.type")] = "linear"
-    scaling_factor: Annotated[Factor | None, Field(alias="rope.scaling.factor")] = None
-    linear_factor: Annotated[Factor, Field(alias="rope.scale_linear")] = 0.0
-    original_length: Annotated[Positions, Field(alias="rope.scaling.original_context_length")] = 8192
-
-    # Of Gemma models alone; 0 stands for none.
-    sliding_window: Annotated[Window, Field(alias="attention.sliding_window")] = 0
-    pattern: Annotated[Period | list[bool | int], Field(alias="attention.sliding_window_pattern")] = 0
-    scale: Annotated[Factor, Field(alias="attention.scale")] = 0.0
-    attention_softcap: Annotated[Factor, Field(alias="attn_logit_softcapping")] = 0.0
-    final_softcap: Annotated[Factor, Field(alias="final_logit_softcapping")] = 0.0
-    local_rope_theta: Annotated[Positive | None, Field(alias="rope.freq_base_swa")] = None
 
 
 _WITHOUT_EFFECT = {
@@ -252,17 +223,16 @@ def _architecture(header: GGUFHeader) -> Architecture:
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{header.path} lacks the tensor token_embd.weight; it is not a language model")
-    family, prefix = FAMILY_OF[name], f"{name}."
+    (family, gguf), prefix = FAMILY_OF[name], f"{name}."
     # The file stores float32; the shortest decimal form is the number in the model's configuration.
-    metadata = {**family.gguf.keys} | {
+    metadata = {**gguf.keys} | {
         key.removeprefix(prefix): float(str(np.float32(value))) if isinstance(value, float) else value
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
-    keys = checked(_Keys, metadata, f"{header.path}, keys {prefix}…")
+    keys = checked(GGUFKeys, metadata, f"{header.path}, keys {prefix}…")
     special = checked(SpecialIds, header.metadata, str(header.path))
-    head_dim = keys.head_dim or keys.embedding_length // keys.heads
-    _check_plain(header, family, metadata, keys, head_dim)
+    _check_plain(header, gguf, metadata, keys)
     config = {
         "model_type": family.model_type,
         "vocab_size": embeddings.shape[0],
@@ -271,54 +241,29 @@ def _architecture(header: GGUFHeader) -> Architecture:
         "num_hidden_layers": keys.block_count,
         "num_attention_heads": keys.heads,
         "num_key_value_heads": keys.kv_heads,
-        "head_dim": head_dim,
+        "head_dim": keys.head_dim,
         "max_position_embeddings": keys.context_length,
         "rms_norm_eps": keys.norm_eps,
-        **write_rope(_rope(header, keys, tensors.get(_ROPE_FACTORS), head_dim)),
+        **write_rope(_rope(header, keys, tensors)),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "eos_token_id": sorted(i for i in {special.eos, special.eot, special.eom} if i is not None),
         "bos_token_id": special.bos,
         "pad_token_id": special.padding,
-        **(_windows_and_scales(family, keys, head_dim) if family.gguf.keys else {}),
+        **gguf.config(keys),
     }
     return architecture_from_hf(config, str(header.path))
 
 
-def _windows_and_scales(family: Family, keys: _Keys, head_dim: int) -> Json:
-    """Attention windows and scales of a Gemma model; llama.cpp knows some by its size only."""
-    by_heads = keys.block_count == family.gguf.scaled_by_heads
-    scalar = keys.embedding_length // keys.heads if by_heads else head_dim
-    layers, pattern = range(keys.block_count), keys.pattern
-    # If it is a number, every so many layers the last has full attention; with 0 none has.
-    slides = pattern if isinstance(pattern, list) else [not pattern or (i + 1) % pattern > 0 for i in layers]
-    return {
-        "query_pre_attn_scalar": keys.scale**-2 if keys.scale else scalar,
-        "sliding_window": keys.sliding_window,
-        "layer_types": [SLIDING if slide and keys.sliding_window else FULL for slide in slides],
-        "attn_logit_softcapping": keys.attention_softcap or None,
-        "final_logit_softcapping": keys.final_softcap or None,
-        "rope_local_base_freq": keys.local_rope_theta,
-    }
-
-
-def _check_plain(
-    header: GGUFHeader, family: Family, metadata: Mapping[str, Any], keys: _Keys, head_dim: int
-) -> None:
-    """Raises ValueError for partial rotary embeddings, and for keys that have an effect but are not read.
+def _check_plain(header: GGUFHeader, gguf: GGUF, metadata: Mapping[str, Any], keys: GGUFKeys) -> None:
+    """Raises ValueError for keys that have an effect but are not read.
 
     Zero, false and a scale of one have no effect.
     """
-    rotary = head_dim if keys.rotary_dims is None else keys.rotary_dims
-    if rotary != head_dim:
-        raise ValueError(
-            f"GGUF models must have rotary embeddings over all {head_dim} dimensions of a head; "
-            f"{header.path} has {rotary} rotary dimensions"
-        )
-    of_families = {key for family in FAMILIES.values() for key in family.gguf.keys}
-    read = {field.alias or name for name, field in _Keys.model_fields.items()} | _WITHOUT_EFFECT
-    read -= of_families - family.gguf.keys.keys()
+    of_families = {key for _, other in FAMILY_OF.values() for key in other.keys}
+    read = {field.alias or name for name, field in GGUFKeys.model_fields.items()} | _WITHOUT_EFFECT
+    read -= of_families - gguf.keys.keys()
     none = {"attention.causal": True, "rope.freq_base_swa": keys.rope_theta}
     prefix = header.metadata["general.architecture"]
     unread = [
@@ -335,29 +280,39 @@ def _check_plain(
         )
 
 
-def _rope(header: GGUFHeader, keys: _Keys, tensor: TensorInfo | None, head_dim: int) -> Rope:
-    """Rotary scaling: `linear` from the metadata, `llama3` from the tensor of divisors of the frequencies."""
+def _rope(header: GGUFHeader, keys: GGUFKeys, tensors: Mapping[str, TensorInfo]) -> Rope:
+    """Rotary scaling: `linear` from the metadata, `llama3` and `longrope` from divisors of the
+    frequencies."""
     if keys.scaling not in ("none", "linear"):
         raise ValueError(
             f"rotary scaling must be none, linear or llama3; {header.path} has {shown(keys.scaling)}"
         )
     factor = (keys.linear_factor if keys.scaling_factor is None else keys.scaling_factor) or 1.0
-    linear, plain = keys.scaling == "linear" and factor != 1.0, Rope(keys.rope_theta)
+    partial = (keys.rotary_dims or keys.head_dim) / keys.head_dim
+    linear, plain = keys.scaling == "linear" and factor != 1.0, Rope(keys.rope_theta, partial=partial)
     rope = replace(plain, kind="linear", factor=factor) if linear else plain
-    if tensor is None:
-        return rope
-    if tensor.shape != (head_dim // 2,):
-        raise ValueError(
-            f"{_ROPE_FACTORS} must have shape {(head_dim // 2,)}; in {header.path} it has {tensor.shape}"
-        )
-    factors = np.concatenate([values.reshape(-1) for _, values in _blocks(tensor)])
-    if (factors == 1.0).all():
+    divisors: dict[str, np.ndarray] = {}
+    for name in _ROPE_TENSORS & tensors.keys():
+        expected = (plain.rotated(keys.head_dim) // 2,)
+        if tensors[name].shape != expected:
+            raise ValueError(
+                f"{name} must have shape {expected}; in {header.path} it has {tensors[name].shape}"
+            )
+        divisors[name] = np.concatenate([values.reshape(-1) for _, values in _blocks(tensors[name])])
+    if _LONG in divisors and _SHORT in divisors:
+        values = {"short_factor": divisors[_SHORT].tolist(), "long_factor": divisors[_LONG].tolist()}
+        values["original_max_position_embeddings"] = keys.original_length
+        if keys.attn_factor:
+            values["attention_factor"] = keys.attn_factor
+        return replace(plain, kind="longrope", written=tuple(values.items()))
+    factors = divisors.get(_ROPE_FACTORS)
+    if factors is None or (factors == 1.0).all():
         return rope
     # The file contains only the resulting factors. They must equal those of the published Llama 3 settings.
     original, most = keys.original_length, float(factors.max())
     llama3 = replace(plain, kind="llama3", factor=most, original_max_position=original)
-    expected = plain.frequencies(head_dim) / llama3.frequencies(head_dim)
-    if linear or not np.allclose(factors, expected, rtol=1e-3):
+    divided = plain.frequencies(keys.head_dim) / llama3.frequencies(keys.head_dim)
+    if linear or not np.allclose(factors, divided, rtol=1e-3):
         raise ValueError(
             f"{_ROPE_FACTORS} must contain Llama 3's rotary factors (low 1, high 4, original length "
             f"{original}); {header.path} has others; {_OTHER_SOURCE}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from quatrain.models.layers import Layer, Norm
 from quatrain.models.rope import Angles, Rope, rotate
 from quatrain.models.spec import LORA_A, LORA_B, ParamSpec, TensorName, linear_tensors, require
 from quatrain.parallel.axes import TP
-from quatrain.parallel.collectives import axis_index, axis_size, psum_backward
+from quatrain.parallel.collectives import axis_index, axis_size, psum_backward, psum_forward
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(q [B, T, N, H], k and v [B, T, K, H], the layer's cache) -> ([B, T, N, H], the layer's new cache).
@@ -34,16 +35,21 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: queries and keys are not rotated."""
     window: int | None = None
     """The sliding window in tokens; None: full attention."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    query_scalar: float | None = None
-    """Queries are divided by the square root of this value; None: by the square root of `head_dim`."""
+    norm_over_heads: bool = False
+    """Whether these norms are of all heads together, not of each (OLMo 2)."""
+    scale: float | None = None
+    """The factor of scores; None: head_dim ** -0.5."""
     softcap: float | None = None
     """The soft cap of scores (`layers.softcap`)."""
+    fused: bool = False
+    """Whether a checkpoint has queries, keys and values as one tensor (Phi-3)."""
 
     def __post_init__(self) -> None:
         multiple = f"a multiple of num_kv_heads = {self.num_kv_heads}"
@@ -55,7 +61,7 @@ class Attention:
     @property
     def query_scale(self) -> float:
         """The factor that queries are multiplied by before the dot product with keys."""
-        return float(self.query_scalar or self.head_dim) ** -0.5
+        return float(self.head_dim) ** -0.5 if self.scale is None else self.scale
 
     def params(self, d: int, norm: Norm, residual: float) -> dict[str, ParamSpec]:
         """`qkv` [K, G + 2, H, D], `o` [D, N H], whose standard deviation is scaled by `residual`, and others.
@@ -68,26 +74,53 @@ class Attention:
             "o": ParamSpec.matrix((d, self.num_heads * self.head_dim), ("embed", "heads"), residual),
         }
         biased = ["qkv"] * self.qkv_bias + ["o"] * self.output_bias
-        norms = ("q_norm", "k_norm") if self.qk_norm else ()
         return (
             specs
             | {f"{name}_bias": specs[name].bias() for name in biased}
-            | {name: norm.spec(self.head_dim) for name in norms}
+            | {name: norm.spec(self.head_dim * heads) for name, heads in self._norms.items()}
         )
+
+    @property
+    def _norms(self) -> dict[str, int]:
+        """The norms of queries and keys, and how many heads one has weights for."""
+        heads = (self.num_heads, self.num_kv_heads) if self.norm_over_heads else (1, 1)
+        return dict(zip(("q_norm", "k_norm"), heads, strict=True)) if self.qk_norm else {}
 
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
+        elements = self._elements
         tensors = [
-            *linear_tensors("self_attn.q_proj", "qkv", np.s_[:, :-2], bias=self.qkv_bias),
-            *linear_tensors("self_attn.k_proj", "qkv", np.s_[:, -2], bias=self.qkv_bias),
+            *linear_tensors("self_attn.q_proj", "qkv", np.s_[:, :-2, *elements], bias=self.qkv_bias),
+            *linear_tensors("self_attn.k_proj", "qkv", np.s_[:, -2, *elements], bias=self.qkv_bias),
             *linear_tensors("self_attn.v_proj", "qkv", np.s_[:, -1], bias=self.qkv_bias),
-            *linear_tensors("self_attn.o_proj", "o", bias=self.output_bias),
         ]
-        norms = ("q_norm", "k_norm") if self.qk_norm else ()
-        return tensors + [TensorName(f"self_attn.{name}.weight", (name,)) for name in norms]
+        if self.fused:
+            tensors = linear_tensors("self_attn.qkv_proj", "qkv", self._one_after_another, bias=self.qkv_bias)
+        return [
+            *tensors,
+            *linear_tensors("self_attn.o_proj", "o", bias=self.output_bias),
+            *(TensorName(f"self_attn.{name}.weight", (name,)) for name in self._norms),
+        ]
+
+    @property
+    def _one_after_another(self) -> Any:
+        """The index of `qkv` [K, G + 2, H, D] that gives all queries, then all keys, then all values."""
+        heads, group = range(self.num_kv_heads), range(self.num_heads // self.num_kv_heads)
+        order = [(head, x) for head in heads for x in group]
+        order += [(head, x) for x in (-2, -1) for head in heads]
+        return tuple(zip(*order, strict=True))
+
+    @property
+    def _elements(self) -> tuple[tuple[int, ...], ...]:
+        """The index of a head's elements in the order of a checkpoint; () if it is the order here."""
+        if self.rope is None or not self.rope.interleaved:
+            return ()
+        half = self.rope.rotated(self.head_dim) // 2
+        pairs = [i + offset for i in range(half) for offset in (0, half)]
+        return ((*pairs, *range(2 * half, self.head_dim)),)
 
     def run(
-        self, x_BTD: jax.Array, enter: Enter, run: LayerRun, angles: Angles, attend: Attend, cache: Any
+        self, x_BTD: jax.Array, enter: Enter, run: LayerRun, angles: Angles | None, attend: Attend, cache: Any
     ) -> tuple[jax.Array, Any]:
         """Attention of `enter(x)`: ([B, T, D], summed over the heads of all `tp` devices, the new cache)."""
 
@@ -102,9 +135,14 @@ class Attention:
             q_BTNH = heads_BTKXH[:, :, :, :-2].reshape(B, T, -1, self.head_dim)
             k_BTKH, v_BTKH = heads_BTKXH[:, :, :, -2], heads_BTKXH[:, :, :, -1]
             if self.qk_norm:
+                norm = partial(self._norm_of_all_heads, run.norm) if self.norm_over_heads else run.norm
                 q_norm, k_norm = (psum_backward(layer[name], TP) for name in ("q_norm", "k_norm"))
-                q_BTNH, k_BTKH = run.norm(q_BTNH, q_norm), run.norm(k_BTKH, k_norm)
-            return rotate(q_BTNH, angles) * self.query_scale, rotate(k_BTKH, angles), v_BTKH
+                q_BTNH, k_BTKH = norm(q_BTNH, q_norm), norm(k_BTKH, k_norm)
+            if angles is not None:
+                q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
+                if angles.query_scale is not None:
+                    q_BTNH = q_BTNH * angles.query_scale.astype(q_BTNH.dtype)
+            return q_BTNH * self.query_scale, k_BTKH, v_BTKH
 
         def output(y_BTNH: jax.Array, layer: Layer) -> jax.Array:
             return run.linear(y_BTNH.reshape(*y_BTNH.shape[:2], -1), layer, "o", sum_axis=TP)
@@ -133,6 +171,22 @@ class Attention:
 
         rows = {name: sliced(layer[name]) for name in ("qkv", "qkv_bias", "qkv" + LORA_B) if name in layer}
         return {**rows, **{name: layer[name] for name in ("qkv" + LORA_A,) if name in layer}}
+
+    @staticmethod
+    def _norm_of_all_heads(norm: Norm, x_BTNH: jax.Array, weight: jax.Array) -> jax.Array:
+        """The RMS norm over all heads, of which this `tp` device has N, with the `weight` [heads x H] of all.
+
+        Of keys a device may have a head that others have too: there are more devices than such heads.
+        """
+        H, devices = x_BTNH.shape[-1], axis_size(TP)
+        heads, copies = len(weight) // H, x_BTNH.shape[2] * devices * H // len(weight)
+        first = axis_index(TP) * heads // devices * H
+        weight = lax.dynamic_slice_in_dim(weight, first, x_BTNH.shape[2] * H)
+        x32 = x_BTNH.astype(jnp.float32)
+        squares = jnp.square(x32).sum(axis=(2, 3), keepdims=True)
+        squares = psum_backward(psum_forward(squares, TP), TP) / (heads * copies * H)
+        factors = norm.offset + weight.astype(jnp.float32).reshape(-1, H)
+        return (x32 * lax.rsqrt(squares + norm.eps) * factors).astype(x_BTNH.dtype)
 
     def splits(self, tp: int) -> bool:
         """Whether `tp` devices can share its heads."""

@@ -27,6 +27,8 @@ class Dense:
     width: int
     activation: str = "silu"
     bias: bool = False
+    fused: bool = False
+    """Whether a checkpoint has the gate and the up projection as one tensor."""
 
     def __post_init__(self) -> None:
         known = self.activation in ACTIVATIONS
@@ -42,11 +44,11 @@ class Dense:
 
     def tensors(self) -> list[TensorName]:
         """Its tensors in a layer of a checkpoint."""
-        return [
-            *linear_tensors("mlp.gate_proj", "gate_up", np.s_[0], bias=self.bias),
-            *linear_tensors("mlp.up_proj", "gate_up", np.s_[1], bias=self.bias),
-            *linear_tensors("mlp.down_proj", "down", bias=self.bias),
-        ]
+        parts = {"gate_up_proj": ...} if self.fused else {"gate_proj": np.s_[0], "up_proj": np.s_[1]}
+        tensors = linear_tensors("mlp.down_proj", "down", bias=self.bias)
+        for name, part in reversed(parts.items()):
+            tensors = linear_tensors(f"mlp.{name}", "gate_up", part, bias=self.bias) + tensors
+        return tensors
 
     def run(self, x_BTD: jax.Array, enter: Enter, run: LayerRun) -> jax.Array:
         """The MLP of `enter(x)`: [B, T, D], summed over the columns of all `tp` devices."""

@@ -14,11 +14,23 @@ from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
 from quatrain.models.families.common import Family, Json, write_common
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
+from quatrain.models.families.glm import GLM, GLM4
+from quatrain.models.families.granite import GRANITE
 from quatrain.models.families.llama import LLAMA
+from quatrain.models.families.mistral import MINISTRAL3, MISTRAL
+from quatrain.models.families.olmo import OLMO2, OLMO3
+from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
+from quatrain.models.families.smollm import SMOLLM3
 from quatrain.models.hf_config import HFConfig
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3),
+        *(MISTRAL, MINISTRAL3, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM, GLM4),
+    )
+}
 """The supported families, keyed by the `model_type` of config.json."""
 _UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported: use the original model or a .gguf file",

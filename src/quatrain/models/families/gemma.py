@@ -6,12 +6,15 @@ In both, most layers have a sliding window, norms stand before and after blocks,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from quatrain.config.errors import shown
-from quatrain.models.architecture import Architecture
+from quatrain.models.architecture import BOTH, Architecture
 from quatrain.models.blocks.attention import Attention
 from quatrain.models.families import common
-from quatrain.models.families.common import FULL, GGUF, SLIDING, Family, Json
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF, GGUFKeys
+from quatrain.models.families.ropes import FULL, SLIDING, read_rope, read_sliding_rope, write_rope
 from quatrain.models.hf_config import HFConfig
 from quatrain.models.layers import Norm
 from quatrain.models.rope import Rope
@@ -31,14 +34,18 @@ _DEFAULTS: Json = {
 def _read(family: str, c: HFConfig, period: int, mixer: Callable[[int | None], Attention]) -> Architecture:
     """Unless config.json names their types, every `period`-th layer has full attention."""
     types = c.layer_types or [SLIDING if (i + 1) % period else FULL for i in range(c.num_hidden_layers)]
-    traits: Json = {"norms": "both", "norm": Norm(c.rms_norm_eps, 1.0), "scale_embeddings": True}
+    traits: Json = {"norms": BOTH, "norm": Norm(c.rms_norm_eps, 1.0), "embedding_scale": c.hidden_size**0.5}
     mixers, cap = common.by_layer_type(c, types, mixer), c.final_logit_softcapping
     return common.architecture(family, c, mixers, final_softcap=cap, **traits)
 
 
+def _scale(c: HFConfig) -> float:
+    return float(c.query_pre_attn_scalar or 256) ** -0.5
+
+
 def _read_2(c: HFConfig) -> Architecture:
-    rope = common.read_rope(c)
-    fields = {"query_scalar": c.query_pre_attn_scalar, "softcap": c.attn_logit_softcapping}
+    rope = read_rope(c)
+    fields = {"scale": _scale(c), "softcap": c.attn_logit_softcapping}
     return _read("gemma2", c, 2, lambda window: common.read_attention(c, rope, window, **fields))
 
 
@@ -46,35 +53,55 @@ def _read_3(c: HFConfig) -> Architecture:
     if c.attn_logit_softcapping is not None:
         cap = shown(c.attn_logit_softcapping)
         raise ValueError(f"attn_logit_softcapping = {cap}, which gemma3_text does not have: set it to null")
-    full, sliding = common.read_rope(c, by_type=True), common.read_sliding_rope(c)
+    full, sliding = read_rope(c, by_type=True), read_sliding_rope(c, c.rope_local_base_freq)
 
     def mixer(window: int | None) -> Attention:
         rope = full if window is None else sliding
-        return common.read_attention(c, rope, window, qk_norm=True, query_scalar=c.query_pre_attn_scalar)
+        return common.read_attention(c, rope, window, qk_norm=True, scale=_scale(c))
 
     return _read("gemma3_text", c, c.sliding_window_pattern or 6, mixer)
 
 
 def _write(arch: Architecture) -> Json:
     layer, windows = arch.layers[0], common.write_windows(arch)
+    scalar = round(layer.mixer.query_scale**-2, 9)
     # transformers makes masks of sliding windows for a Gemma model without any, and needs a size.
     windows["sliding_window"] = windows["sliding_window"] or arch.max_position
     return {
         **common.write_attention(arch),
         **windows,
         "hidden_activation": layer.mlp.activation,
-        "query_pre_attn_scalar": layer.mixer.query_scalar,
+        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
         "attn_logit_softcapping": layer.mixer.softcap,
         "final_logit_softcapping": arch.final_softcap,
     }
 
 
 def _write_3(arch: Architecture) -> Json:
-    ropes = {kind.mixer.window is None: kind.mixer.rope for kind in arch.layers}
-    full, sliding = ropes.get(True) or ropes[False], ropes.get(False, Rope())
+    found = {kind.mixer.window is None: kind.mixer.rope or Rope() for kind in arch.layers}
+    full, sliding = found.get(True) or found[False], found.get(False, Rope())
     # The pattern is for readers that do not know layer_types.
-    pattern = {} if False in ropes else {"sliding_window_pattern": 1}
-    return {**_write(arch), **common.write_rope(full, sliding), **pattern}
+    pattern = {} if False in found else {"sliding_window_pattern": 1}
+    ropes = {**write_rope(full, sliding), "rope_local_base_freq": sliding.theta}
+    return {**_write(arch), **ropes, **pattern}
+
+
+def _of_gguf(keys: GGUFKeys, *, scaled_by_heads: int) -> Json:
+    """Windows and scales; llama.cpp knows by its number of layers a model whose queries are scaled by hidden
+    size / heads."""
+    by_heads = keys.block_count == scaled_by_heads
+    scalar = keys.embedding_length // keys.heads if by_heads else keys.head_dim
+    layers, pattern = range(keys.block_count), keys.pattern
+    # If it is a number, every so many layers the last has full attention; with 0 none has.
+    slides = pattern if isinstance(pattern, list) else [not pattern or (i + 1) % pattern > 0 for i in layers]
+    return {
+        "query_pre_attn_scalar": keys.scale**-2 if keys.scale else scalar,
+        "sliding_window": keys.sliding_window,
+        "layer_types": [SLIDING if slide and keys.sliding_window else FULL for slide in slides],
+        "attn_logit_softcapping": keys.attention_softcap or None,
+        "final_logit_softcapping": keys.final_softcap or None,
+        "rope_local_base_freq": keys.local_rope_theta,
+    }
 
 
 GEMMA2 = Family(
@@ -94,7 +121,7 @@ GEMMA2 = Family(
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        scaled_by_heads=46,
+        config=partial(_of_gguf, scaled_by_heads=46),
     ),
 )
 GEMMA3 = Family(
@@ -113,6 +140,6 @@ GEMMA3 = Family(
             "final_logit_softcapping": 0.0,
             "rope.freq_base_swa": 10_000.0,
         },
-        scaled_by_heads=62,
+        config=partial(_of_gguf, scaled_by_heads=62),
     ),
 )

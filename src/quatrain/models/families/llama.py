@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import GGUF, Family, Json
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.ropes import read_rope
 from quatrain.models.hf_config import HFConfig
 
 
 def _read(c: HFConfig) -> Architecture:
-    mixer = common.read_attention(c, common.read_rope(c))
+    mixer = common.read_attention(c, read_rope(c))
     return common.architecture("llama", c, [mixer] * c.num_hidden_layers, bias=bool(c.mlp_bias))
 
 

@@ -6,7 +6,9 @@ from functools import partial
 
 from quatrain.models.architecture import Architecture
 from quatrain.models.families import common
-from quatrain.models.families.common import FULL, GGUF, SLIDING, Family, Json
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.ropes import FULL, SLIDING, read_rope
 from quatrain.models.hf_config import HFConfig
 
 _DEFAULTS: Json = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -16,7 +18,7 @@ def _read(c: HFConfig, *, family: str, **fields: bool) -> Architecture:
     c = c if c.use_sliding_window else c.model_copy(update={"sliding_window": None})
     num_full = c.num_hidden_layers if c.sliding_window is None else c.max_window_layers
     types = c.layer_types or [FULL if i < num_full else SLIDING for i in range(c.num_hidden_layers)]
-    rope = common.read_rope(c)
+    rope = read_rope(c)
     mixers = common.by_layer_type(c, types, lambda window: common.read_attention(c, rope, window, **fields))
     return common.architecture(family, c, mixers)
 
@@ -31,19 +33,13 @@ def _write(arch: Architecture) -> Json:
     }
 
 
-def _write_2(arch: Architecture) -> Json:
-    mixer = arch.layers[0].mixer
-    head = {} if mixer.head_dim * mixer.num_heads == arch.hidden_size else {"head_dim": mixer.head_dim}
-    return {**head, **_write(arch)}
-
-
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",
     _DEFAULTS,
     partial(_read, family="qwen2", qkv_bias=True, output_bias=False),
-    _write_2,
+    lambda arch: {**common.write_head_dim(arch), **_write(arch)},
     GGUF("qwen2"),
 )
 QWEN3 = Family(

@@ -1,0 +1,56 @@
+"""SmolLM3: a Llama without rotary embeddings in every fourth layer."""
+
+from __future__ import annotations
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.families import common
+from quatrain.models.families.common import Family, Json
+from quatrain.models.families.gguf import GGUF
+from quatrain.models.families.ropes import FULL, SLIDING, read_rope
+from quatrain.models.hf_config import HFConfig
+from quatrain.models.spec import require
+
+
+def _read(c: HFConfig) -> Architecture:
+    layers, every, rope = c.num_hidden_layers, c.no_rope_layer_interval, read_rope(c)
+    rotated = c.no_rope_layers or [int((i + 1) % every != 0) for i in range(layers)]  # 1: with rope
+    require(len(rotated) >= layers, "no_rope_layers", f"a list of {layers} entries or more", rotated)
+    window = c.sliding_window if c.use_sliding_window else None
+    types = c.layer_types or [SLIDING if window and not turned else FULL for turned in rotated[:layers]]
+    windows = [
+        mixer.window for mixer in common.by_layer_type(c, types, lambda w: common.read_attention(c, rope, w))
+    ]
+    places = zip(rotated, windows, strict=False)
+    mixers = [common.read_attention(c, rope if turned else None, window) for turned, window in places]
+    return common.architecture("smollm3", c, mixers, bias=bool(c.mlp_bias))
+
+
+def _write(arch: Architecture) -> Json:
+    layer, windows = arch.layers[0], common.write_windows(arch)
+    return {
+        **common.write_attention(arch, always=False),
+        **windows,
+        "hidden_act": layer.mlp.activation,
+        "mlp_bias": layer.mlp.bias,
+        "no_rope_layers": [int(kind.mixer.rope is not None) for kind in arch.layers],
+        "use_sliding_window": windows["sliding_window"] is not None,
+    }
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    "SmolLM3ForSequenceClassification",
+    {
+        "rope_theta": 2e6,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "pad_token_id": 128004,
+        "num_key_value_heads": 4,
+    },
+    _read,
+    _write,
+    GGUF("smollm3", permuted=True),
+)
