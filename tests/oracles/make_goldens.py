@@ -16,12 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from goldens import CASES, GOLDEN, draw, weights_crc
 
+from quatrain.models import decoder
 from quatrain.weights.hf import load_hf, save_hf
 
 ROWS, TOKENS, PREFILL = 3, 40, 25
@@ -150,6 +151,7 @@ def main() -> None:
     """Writes every golden file, or stops at the first check that fails."""
     logging.disable_progress_bar()
     assert set(CONFIGS) == set(CASES), "goldens.CASES lists the files that the tests read"
+    check_multimodal()
     GOLDEN.mkdir(exist_ok=True)
     for case, (model_type, fields) in CONFIGS.items():
         config = AutoConfig.for_model(model_type, **{**SMALL, **fields})
@@ -172,6 +174,36 @@ def main() -> None:
         }
         np.savez_compressed(GOLDEN / f"{case}.npz", about=json.dumps(about), logits=logits, **inputs)
         print(f"{case}: logits std {logits.std():.2f}, cached {off_cached:.1e}, re-loaded export {off:.1e}")
+
+
+def check_multimodal() -> None:
+    """quatrain's logits of the text part of models that also read images, as transformers saves them."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    inputs = make_inputs("multimodal")
+    for outer, case in (("gemma3", "gemma3_text"), ("mistral3", "ministral3"), ("mistral3", "mistral")):
+        text_type, fields = CONFIGS[case]
+        text = {**SMALL, **IDS, **fields, "model_type": text_type}
+        config = AutoConfig.for_model(outer, text_config=text, vision_config=vision)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            arch, params = load_hf(folder)
+            arrays = (jnp.asarray(inputs[name]) for name in ("input_ids", "position_ids", "attention_mask"))
+            ours = np.asarray(decoder.logits(params, arch, decoder.forward(params, arch, *arrays)))
+            off = np.abs(ours - run(model, inputs))[inputs["attention_mask"] > 0].max()
+            assert off < 1e-4, f"{outer} with {case}: logits differ by {off}"
+            save_hf(f"{folder}/text", arch, params)
+            loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/text", attn_implementation="eager")
+            off_exported = np.abs(run(loaded.eval(), inputs) - run(model, inputs)).max()
+            assert off_exported < 1e-4, f"{outer} with {case}: the export's logits differ by {off_exported}"
+        print(f"{outer} with {case}: logits differ by {off:.1e}, those of the export by {off_exported:.1e}")
 
 
 def make_inputs(case: str) -> dict[str, np.ndarray]:

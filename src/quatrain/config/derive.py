@@ -81,6 +81,12 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_length + config.rollout.max_new_tokens + environment_tokens(config)
 
 
+def longest_of_run(config: Config) -> int:
+    """Length in tokens of the longest sequence in training and evaluation."""
+    evaluated = config.data.max_prompt_length + (config.eval.max_new_tokens or 0)
+    return max(longest_sequence(config), evaluated)
+
+
 class _Size(NamedTuple):
     """The size of micro-batches: in sequences or in tokens."""
 

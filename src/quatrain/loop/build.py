@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from quatrain.backend import this_backend
 from quatrain.cluster.processes import decided_by_main, is_main_process, num_processes
-from quatrain.config.derive import environment_tokens, longest_sequence
+from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.roles import Role, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
 from quatrain.config.schema import Config
@@ -128,6 +128,7 @@ def load_policy(
         mesh=meshes.train,
         weights=weights,
     )
+    model = replace(model, arch=model.arch.for_length(longest_of_run(config)))
     if len(tokenizer) > model.arch.vocab_size:
         raise ValueError(
             "a tokenizer must not have more tokens than its model's vocabulary: "
@@ -185,7 +186,7 @@ def _episode_rules(config: Config, loaded: LoadedPolicy) -> EpisodeRules | None:
         calls,
         max_turns=rollout.max_turns,
         max_environment_tokens=environment_tokens(config),
-        max_tokens=loaded.arch.max_position,
+        max_tokens=loaded.arch.longest,
     )
 
 
@@ -247,8 +248,9 @@ def _load_critic(
             f"{model.arch.max_position} positions and {model.arch.vocab_size} embeddings; choose another "
             "critic, or set critic.path to null"
         )
-    _attention(config, model.arch)
-    return model.arch, model.params
+    arch = model.arch.for_length(longest_of_run(config))
+    _attention(config, arch)
+    return arch, model.params
 
 
 def role_meshes(config: Config) -> Meshes:

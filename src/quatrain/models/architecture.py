@@ -128,6 +128,13 @@ class Architecture:
         return replace(self, layers=tuple(layers))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; with longrope's short factors, those of their training."""
+        ropes = (mixer.rope for mixer in self.mixers if mixer.rope)
+        short = [rope.original_max_position for rope in ropes if rope.kind == "longrope" and not rope.long]
+        return min([self.max_position, *short])
+
+    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from quatrain.config.derive import environment_tokens, longest_sequence
+from quatrain.config.derive import environment_tokens, longest_of_run, longest_sequence
 from quatrain.config.mesh import MeshShape
 from quatrain.config.roles import Roles, resolve_roles
 from quatrain.config.rollout_worker import devices_of_worker, worker_config
@@ -101,7 +101,8 @@ def architecture(config: Config) -> Architecture:
     path, vocab_size = config.model.path, None
     if path.startswith(BUILTIN):
         vocab_size = len(load_tokenizer(config.model.tokenizer or path))
-    return with_lora(load_architecture(path, vocab_size=vocab_size), config.lora)
+    arch = load_architecture(path, vocab_size=vocab_size).for_length(longest_of_run(config))
+    return with_lora(arch, config.lora)
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ class _Plan:
         waits, phases = OFFLOADED * bool(phases), phases or PHASES
         adapters = self._weights(self.mesh, dtype, trained=True) if lora else 0
         why = f"model.param_dtype {dtype} on mesh {self.mesh}{FROZEN * bool(lora)}"
+        rope = self.arch.layers[0].mixer.rope
+        if rope and rope.kind == "longrope":
+            tokens, factors = longest_of_run(self.config), "long" if rope.long else "short"
+            why += f"; rotary embeddings with longrope's {factors} factors, for {tokens} tokens"
         yield Part("weights", self._weights(self.mesh, dtype) - adapters, why + waits, phases)
         if lora:
             why = f"lora.rank {lora.rank} on {', '.join(lora.targets)}, in float32"

@@ -126,7 +126,8 @@ def load_reward_models(
             raise ValueError(f"the reward model {entry} cannot be used: {error}") from error
         kind = this_backend().kind
         attention = trusted_attention("auto", loaded.arch, platform=kind, dtype=model.dtype)
-        spec = CriticSpec(loaded.arch, model.dtype, attention=attention, mesh=mesh)
+        arch = loaded.arch.for_length(min(budget, longest))
+        spec = CriticSpec(arch, model.dtype, attention=attention, mesh=mesh)
         scorer = RewardModel(path, tokenizer, loaded.params, spec, max_tokens=budget, memory=memory)
         if scorer.longest < longest:
             logger.warning(

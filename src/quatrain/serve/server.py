@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from quatrain.config.derive import longest_of_run
 from quatrain.config.schema import Config
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.service import EngineService
@@ -56,7 +57,7 @@ def serve(
                 loaded.tokenizer,
                 model=config.model.path if name is None else name,
                 vocab_size=loaded.arch.vocab_size,
-                max_positions=loaded.arch.max_position,
+                max_positions=loaded.arch.longest,
                 token=token,
             )
             address, number = bound.getsockname()[:2]
@@ -78,7 +79,7 @@ def serve(
 
 def serving_engine(config: Config, loaded: LoadedPolicy) -> RolloutEngine:
     """An engine for requests that each have a sampling of their own, with the weights of `loaded`."""
-    changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.max_position, "max_staleness": 0}
+    changes = {"n": 1, "stop": (), "max_new_tokens": loaded.arch.longest, "max_staleness": 0}
     served = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
     engine = local_engine(served, loaded, per_request_sampling=True)
     engine.sync_weights(loaded.params, 0)
@@ -90,7 +91,7 @@ def weights_of(arch: Architecture, config: Config, engine: RolloutEngine) -> Cal
 
     def read(path: str) -> Any:
         found, params = load_hf(path, dtype=config.model.param_dtype, mesh=engine.mesh)
-        if found != arch:
+        if found.for_length(longest_of_run(config)) != arch:
             raise ValueError(
                 f"new weights must be of the model that is served ({config.model.path}); the architecture in "
                 f"{path} is another; serve that model with a server of its own"

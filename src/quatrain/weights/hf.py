@@ -6,6 +6,7 @@ Data flow: a directory or hub id -> `Architecture` and parameters; at the end of
 from __future__ import annotations
 
 import json
+import logging
 import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,13 @@ from quatrain.config.files import Description, checked, read_json
 from quatrain.config.places import HUB_ID, local_path
 from quatrain.models.architecture import Architecture, Head
 from quatrain.models.families import architecture_from_hf, architecture_to_hf
+from quatrain.models.families.multimodal import MODEL_TYPES, text_tensors
 from quatrain.models.hf_config import ClassifierConfig, GenerationConfig
 from quatrain.models.params import Params, assemble, leaf_at, tensor_names, tensor_shapes
 from quatrain.models.spec import TensorName
 from quatrain.parallel.mesh import to_host
+
+logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE = "model.safetensors"
@@ -67,7 +71,7 @@ def load_hf(
     """
     directory = local_path(directory)
     arch = replace(read_architecture(directory), head=head)
-    files = _tensor_files(directory)
+    files = _text_tensors(directory, _tensor_files(directory))
     _check_names(directory, arch, tensor_names(arch), files)
     _check_shapes(arch, files)
     if arch.head == "lm_head" and arch.tie_embeddings and LM_HEAD in files:
@@ -251,6 +255,29 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return index.weight_map
 
 
+class _Stored(NamedTuple):
+    """Where a tensor is: the file, and its name there."""
+
+    path: Path
+    name: str
+
+
+def _text_tensors(directory: Path, files: Mapping[str, Path]) -> dict[str, _Stored]:
+    """The tensors of the language model; those of other parts of the model are left out, which is said."""
+    if _read_json(directory, CONFIG).get("model_type") not in MODEL_TYPES:
+        return {name: _Stored(path, name) for name, path in files.items()}
+    ours, others = text_tensors(files)
+    if others:
+        parts = sorted({name.removeprefix("model.").split(".")[0] for name in others})
+        logger.info(
+            "%s: of this model the text part is used, and exported; %d tensors of %s are not read",
+            directory,
+            len(others),
+            ", ".join(parts),
+        )
+    return {name: _Stored(files[stored], stored) for name, stored in ours.items()}
+
+
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor."""
     if (directory / INDEX).is_file():
@@ -287,7 +314,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _check_names(
-    directory: Path, arch: Architecture, names: Sequence[TensorName], files: dict[str, Path]
+    directory: Path, arch: Architecture, names: Sequence[TensorName], files: Mapping[str, _Stored]
 ) -> None:
     wanted = {name.name for name in names}
     missing = wanted - set(files) - {SCORE}
@@ -299,22 +326,22 @@ def _check_names(
         )
 
 
-def _check_shapes(arch: Architecture, files: dict[str, Path]) -> None:
+def _check_shapes(arch: Architecture, files: Mapping[str, _Stored]) -> None:
     """Raises ValueError for tensors of the wrong shape or type, before there is memory for any parameter."""
     expected = tensor_shapes(arch)
     if arch.head == "lm_head":
         expected.setdefault(LM_HEAD, expected[EMBEDDINGS])  # a copy of tied embeddings, compared to them
-    for path in sorted(set(files.values())):
+    for path in sorted({stored.path for stored in files.values()}):
         with safe_open(path, "np") as file:
-            for name in file.keys():  # noqa: SIM118 - safetensors' handle is no mapping
-                if name not in expected:
+            for name, stored in files.items():
+                if name not in expected or stored.path != path:
                     continue
-                view = file.get_slice(name)
-                shape, stored = tuple(view.get_shape()), view.get_dtype()
-                if shape != expected[name] or stored not in FLOATS:
+                view = file.get_slice(stored.name)
+                shape, kind = tuple(view.get_shape()), view.get_dtype()
+                if shape != expected[name] or kind not in FLOATS:
                     raise ValueError(
-                        f"{name} in {path} must be floats of shape {expected[name]} (config.json); it is "
-                        f"{stored} {shape}"
+                        f"{stored.name} in {path} must be floats of shape {expected[name]} (config.json); it "
+                        f"is {kind} {shape}"
                     )
 
 
@@ -329,21 +356,21 @@ def _some(names: set[str]) -> str:
     return ", ".join(first) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
 
 
-def _check_tied(head: Path, embed: Path) -> None:
-    blocks = zip(_blocks(head, LM_HEAD), _blocks(embed, EMBEDDINGS), strict=False)
+def _check_tied(head: _Stored, embed: _Stored) -> None:
+    blocks = zip(_blocks(head), _blocks(embed), strict=False)
     if not all(np.array_equal(one, other) for (_, one), (_, other) in blocks):
         raise ValueError(
-            f"config.json says tie_word_embeddings, but lm_head.weight in {head} differs from the "
+            f"config.json says tie_word_embeddings, but {head.name} in {head.path} differs from the "
             "embeddings: set tie_word_embeddings to false"
         )
 
 
-def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(tensor: _Stored) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first row, rows) of a tensor; the file is reopened per block, so that no pages stay mapped."""
     start, rows = 0, 1
     while start < rows:
-        with safe_open(path, "np") as file:
-            view = file.get_slice(name)
+        with safe_open(tensor.path, "np") as file:
+            view = file.get_slice(tensor.name)
             shape = view.get_shape()
             rows = shape[0] if shape else 1
             step = max(1, BLOCK_BYTES // (4 * int(np.prod(shape[1:]))))
@@ -352,9 +379,9 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[int, np.ndarray]]:
         start += step
 
 
-def _read_tensor(path: Path, name: TensorName, parameter: np.ndarray) -> None:
+def _read_tensor(tensor: _Stored, name: TensorName, parameter: np.ndarray) -> None:
     rows, numbers = name.rows(parameter)
-    for start, block in _blocks(path, name.name):
+    for start, block in _blocks(tensor):
         rows[numbers[start : start + len(block)]] = block
 
 

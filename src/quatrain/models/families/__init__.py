@@ -13,11 +13,13 @@ from quatrain.config.errors import shown
 from quatrain.config.files import checked
 from quatrain.models.architecture import Architecture
 from quatrain.models.families.common import Family, Json, write_common
+from quatrain.models.families.cousins import cousin
 from quatrain.models.families.gemma import GEMMA2, GEMMA3
 from quatrain.models.families.glm import GLM, GLM4
 from quatrain.models.families.granite import GRANITE
 from quatrain.models.families.llama import LLAMA
 from quatrain.models.families.mistral import MINISTRAL3, MISTRAL
+from quatrain.models.families.multimodal import text_config
 from quatrain.models.families.olmo import OLMO2, OLMO3
 from quatrain.models.families.phi import PHI3
 from quatrain.models.families.qwen import QWEN2, QWEN3
@@ -74,12 +76,14 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
 
     Reads the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`,
     `rope_scaling`, `rope_local_base_freq`); a missing key takes the same default as in transformers.
-    Raises ValueError for a value outside its bounds (`HFConfig`), and for what the decoder does not support.
+    Of a model that also reads images, it is that of the text part (`multimodal.py`). Raises ValueError for a
+    value outside its bounds (`HFConfig`), and for what the decoder does not support.
     """
+    config = text_config(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}")
+        known, near = ", ".join(FAMILIES), cousin(str(family), FAMILIES)
+        raise ValueError(f"unsupported model_type {shown(family)} in {source}; supported: {known}{near}")
     values = {**FAMILIES[family].defaults, **config}
     for key, remedy in _UNSUPPORTED.items():
         if values.get(key):

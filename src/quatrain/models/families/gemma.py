@@ -128,7 +128,15 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
-    _DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    _DEFAULTS
+    | {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
     _read_3,
     _write_3,
     GGUF(

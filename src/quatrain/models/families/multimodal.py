@@ -1,0 +1,37 @@
+"""Folders of models that also read images: their text part is a model of one of the families.
+
+Data flow: config.json and names of tensors -> those of the text model, which is what is trained and exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MODEL_TYPES = frozenset({"gemma3", "mistral3"})
+"""The `model_type` of their config.json, which has that of the text model in `text_config`."""
+_OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+"""Keys that count for the text model where its own configuration lacks them or the outer one has others."""
+_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+"""How the names of its tensors begin, in folders that transformers 4 and 5 wrote."""
+_OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual", "vision_model", "embed_vision", "mtp")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the text model; that of any other model as it is."""
+    if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("text_config"), Mapping):
+        return config
+    outer = {key: config[key] for key in _OUTER if config.get(key) not in (None, [])}
+    return {**config["text_config"], **outer}
+
+
+def text_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """(name in the text model -> name in the folder, names in the folder of the parts that are not text)."""
+    ours, others = {}, []
+    for name in names:
+        if name.removeprefix("model.").startswith(tuple(f"{part}." for part in _OTHER_PARTS)):
+            others.append(name)
+            continue
+        start = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        ours[_PREFIXES.get(start, "") + name.removeprefix(start)] = name
+    return ours, others
