@@ -32,7 +32,8 @@ def test_alpha_is_derived_from_the_rank():
         (("lora.rank=-1",), "lora.rank"),
         (("lora.rank=4", "lora.alpha=0"), "lora.alpha"),
         (("lora.rank=4", "lora.targets=[]"), "lora.targets"),
-        (("lora.rank=4", "lora.targets=[q_proj]"), "lora.targets.*'qkv', 'o', 'gate_up' or 'down'"),
+        (("lora.rank=4", "lora.targets=[lm_head]"), "lora.targets.*'qkv', 'o', 'gate_up' or 'down'"),
+        (("lora.rank=4", "lora.targets=[q_proj, v_proj]"), "q_proj, k_proj, v_proj together.*k_proj is missing"),
         (("lora.rank=4", "lora.targets=[o, o]"), "lora.targets must name each matrix once"),
         (("lora.rank=4", "rollout.lora=both"), "rollout.lora must be 'merged' or 'adapter'"),
         (("lora.rank=4", "advantage.estimator=gae"), "lora.rank must be 0 with a critic"),
@@ -65,3 +66,17 @@ def test_a_frozen_base_in_bfloat16_is_not_warned_about():
     nearest = "optimizer.stochastic_rounding=false"
     assert any("rounding" in each for each in resolved(*settings, nearest).warnings)
     assert not any("rounding" in each for each in resolved(*settings, "lora.rank=4").warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "matrices"),
+    [
+        ("all-linear", ("qkv", "o", "gate_up", "down")),
+        ("[o_proj, v_proj, k_proj, q_proj]", ("o", "qkv")),
+        ("[qkv_proj, down_proj, gate_up_proj]", ("qkv", "down", "gate_up")),
+        ("[gate_proj, o, up_proj]", ("gate_up", "o")),
+    ],
+)
+def test_words_of_peft_are_taken(words, matrices):
+    config = load_config(None, ["lora.rank=4", f"lora.targets={words}"], environ={}).config
+    assert config.lora.targets == matrices

@@ -4,9 +4,40 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from quatrain.config.fields import MustAgreeOnResume, NonNegative, Section, must
+
+_MODULES = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""The matrices of a layer, and the modules of a checkpoint that each holds."""
+_ALONE = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
+"""Modules that some checkpoints have in place of several of these."""
+
+
+def _as_matrices(value: object) -> object:
+    """peft's words for the targets, `all-linear` and names of modules, as matrices."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return value
+    named = [*_MODULES] if "all-linear" in words else [_ALONE.get(word, word) for word in words]
+    for matrix, modules in _MODULES.items():
+        given = [module for module in modules if module in named]
+        if missing := [module for module in modules if module not in named] if given else []:
+            raise PydanticCustomError(
+                "targets",
+                "must name {modules} together, which are one matrix here; {missing} is missing",
+                {"modules": ", ".join(modules), "missing": ", ".join(missing)},
+            )
+        if given:
+            named = [word for word in named if word not in modules[1:]]
+            named[named.index(modules[0])] = matrix
+    return named
 
 
 class LoraConfig(Section):
@@ -19,9 +50,11 @@ class LoraConfig(Section):
     """What adapters add to a product is multiplied by `alpha` / `rank`; derived: `lora.rank`."""
     targets: Annotated[
         tuple[Literal["qkv", "o", "gate_up", "down"], ...],
+        BeforeValidator(_as_matrices),
         must("have at least one entry", len),
         must("name each matrix once", lambda names: len({*names}) == len(names)),
         MustAgreeOnResume(where="lora.rank"),
     ] = Field(("qkv", "o", "gate_up", "down"), strict=False)
     """Matrices of each layer that have adapters: `qkv` (queries, keys and values, each with adapters of its
-    own), `o` (the output of attention), `gate_up` and `down` (the MLP)."""
+    own), `o` (the output of attention), `gate_up` and `down` (the MLP). peft's words
+    are taken too: `all-linear`, or names of modules such as `o_proj`, those of one matrix together."""
