@@ -4,12 +4,27 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
+from goldens import CASES, read_golden
+
 from quatrain.config.schema import LoraConfig
 from quatrain.models.architecture import Architecture, LayerKind
+from quatrain.models.families import architecture_from_hf
 from quatrain.models.rope import Rope
 
 ADAPTED = LoraConfig().targets
 """All matrices of a layer that may have adapters."""
+
+
+def family_cases(*quick: str) -> list[Any]:
+    """All golden models as parameters of a test, of which those that are not `quick` run with `slow`
+    alone."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+def of_golden(case: str, *, longest: int = 32, **values: Any) -> Architecture:
+    """The architecture of a golden model, for sequences of up to `longest` tokens, with other `values`."""
+    return changed(architecture_from_hf(read_golden(case).config).for_length(longest), **values)
 
 
 def changed(

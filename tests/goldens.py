@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
+
+from quatrain.models.architecture import Architecture
+from quatrain.models.decoder import forward, logits
+from quatrain.models.families import architecture_from_hf
+from quatrain.models.params import Params, assemble, leaf_at, tensor_names
+from quatrain.models.spec import TensorName
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = (
@@ -86,6 +94,22 @@ class Golden(GoldenModel):
     position_ids: np.ndarray
     logits: np.ndarray
 
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The arguments of a model of transformers."""
+        return {name: getattr(self, name) for name in ("input_ids", "attention_mask", "position_ids")}
+
+    def model(self) -> tuple[Architecture, Params]:
+        """The model here, for sequences as long as these."""
+        weights = self.weights()
+
+        def read(name: TensorName, parameter: np.ndarray) -> None:
+            rows, numbers = name.rows(parameter)
+            rows[numbers] = weights[name.name]
+
+        arch = architecture_from_hf(self.config).for_length(self.input_ids.shape[1])
+        return arch, assemble(arch, np.float32, read)
+
 
 @dataclass(frozen=True)
 class ScoreGolden(GoldenModel):
@@ -118,6 +142,33 @@ def _read(name: str, *arrays: str) -> tuple[Any, ...]:
         values = [file[key] for key in arrays]
     shapes = {name: tuple(shape) for name, shape in text["shapes"].items()}
     return text["config"], shapes, text["weights_crc"], *values
+
+
+def golden_gradients(golden: Golden) -> dict[str, np.ndarray]:
+    """The gradient of each tensor of the mean cross-entropy of all tokens with a predecessor."""
+    arch, params = golden.model()
+    ids, positions, mask = golden.input_ids, golden.position_ids, golden.attention_mask
+    real = mask[:, 1:] * mask[:, :-1] > 0
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: Params) -> jax.Array:
+        scores = logits(params, arch, forward(params, arch, ids, positions, mask))[:, :-1]
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores), ids[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(logprobs * real) / real.sum()
+
+    found = jax.tree.map(np.asarray, gradient(params))
+    return {name.name: name.of(leaf_at(found, name.path)) for name in tensor_names(arch)}
+
+
+def probes(gradients: dict[str, np.ndarray]) -> np.ndarray:
+    """[tensors, 2]: of each gradient, by name, its norm and its product with a random direction of norm 1."""
+    found = []
+    for name, gradient in sorted(gradients.items()):
+        direction = draw(f"direction of {name}", (gradient.size, 1))
+        along = gradient.reshape(-1) @ direction[:, 0] / np.linalg.norm(direction)
+        found.append((np.linalg.norm(gradient), along))
+    return np.array(found)
 
 
 def weights_crc(weights: dict[str, np.ndarray]) -> int:

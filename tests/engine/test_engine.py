@@ -6,18 +6,15 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from architectures import changed
+from architectures import family_cases, of_golden
 from scipy import stats
 
 from quatrain.backend import CPU, this_backend
 from quatrain.config.schema import RolloutConfig
 from quatrain.engine.engine import RolloutEngine
 from quatrain.engine.session import Session
-from quatrain.models.architecture import BOTH
 from quatrain.models.decoder import forward, logits
-from quatrain.models.families import FAMILIES
 from quatrain.models.params import init_params
-from quatrain.models.rope import Rope
 from quatrain.parallel.mesh import to_memory
 from quatrain.types.batches import Prompt
 from quatrain.types.rollouts import Sampling
@@ -81,48 +78,34 @@ def _forward_scores(params, arch, batch, width=WIDTH):
     )
 
 
-def _family_arch(small_arch, family):
-    gemma = {
-        "activation": "gelu_pytorch_tanh",
-        "windows": (5, None),
-        "scale": 0.25,
-        "norms": BOTH,
-        "offset": 1.0,
-        "embedding_scale": 6.0,
-    }
-    special = {
-        "llama": {},
-        "qwen2": {"qkv_bias": True, "windows": (None, 4)},
-        "qwen3": {"qk_norm": True, "tie_embeddings": False},
-        "gemma2": {**gemma, "softcap": 5.0, "final_softcap": 8.0},
-        "gemma3_text": {**gemma, "qk_norm": True, "sliding_rope": Rope(100.0)},
-    }
-    return changed(small_arch, family=family, **special[family])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, family):
-    """With prompts shared, slots refilled, and a window that cuts into the prompt and the completion."""
-    arch = _family_arch(small_arch, family)
+def _family(small_arch, case):
+    """The architecture of a golden model with another vocabulary, and weights whose scores are far apart."""
+    arch = of_golden(case, vocab_size=small_arch.vocab_size)
     params = init_params(arch, jax.random.key(3))
-    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+    return arch, jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+
+
+@pytest.mark.parametrize(
+    "case", family_cases("llama", "gemma2", "gemma3_text", "ministral3", "olmo3", "phi3")
+)
+def test_greedy_is_the_argmax_of_the_forward_pass(make_engine, small_arch, case):
+    """With prompts shared, slots refilled, and a window that cuts into the prompt and the completion."""
+    arch, params = _family(small_arch, case)
     engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
     batch = engine.generate(_prompts())
     scores = _forward_scores(params, arch, batch)
     rows, columns = np.nonzero(batch.completion_mask)
-    assert len(set(batch.completion_lengths)) > 1 or family != "llama"
+    assert len(set(batch.completion_lengths)) > 1 or case != "llama"
     assert batch.input_ids[rows, columns].tolist() == scores[rows, columns - 1].argmax(-1).tolist()
     expected = np.asarray(jax.nn.log_softmax(scores[rows, columns - 1]))
     chosen = expected[np.arange(len(rows)), batch.input_ids[rows, columns]]
     np.testing.assert_allclose(batch.rollout_logprobs[rows, columns], chosen, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
-def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, family):
+@pytest.mark.parametrize("case", family_cases("gemma2"))
+def test_what_all_prompts_begin_with_is_computed_once(make_engine, small_arch, case):
     """Of those that are admitted together: all five, or two and those that follow."""
-    arch = _family_arch(small_arch, family)
-    params = init_params(arch, jax.random.key(3))
-    params = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, params)
+    arch, params = _family(small_arch, case)
     common_prefix = np.random.default_rng(0).integers(1, 290, 40).tolist()
     engine = make_engine(arch=arch, params=params, temperature=0.0, n=2, max_concurrency=4)
     batch = engine.generate(_prompts([common_prefix + ids for ids in PROMPTS]))

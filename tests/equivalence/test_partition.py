@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sequence_loss
-from architectures import changed
+from architectures import changed, family_cases, of_golden
 
 from quatrain.backend import backend_of
 from quatrain.config.schema import UpdateConfig
@@ -18,10 +18,8 @@ from quatrain.forward.predict import predict_tokens
 from quatrain.forward.specs import PolicySpec
 from quatrain.forward.table import TokenTable
 from quatrain.models import attention
-from quatrain.models.architecture import BOTH
 from quatrain.models.attention import kernels
 from quatrain.models.params import init_params
-from quatrain.models.rope import Rope
 from quatrain.ops.losses import LOSS_AGGREGATIONS, POLICY_LOSSES
 from quatrain.ops.tokens import ScoredTokens
 from quatrain.parallel.mesh import one_device
@@ -430,32 +428,10 @@ def test_logprobs_come_back_in_the_order_of_the_table(small_arch, small_params, 
     assert (got[table.completion_mask] < 0).all()
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen2", "qwen3"))],
-)
-def test_packed_is_padded_for_every_family(family, small_arch, make_batch):
+@pytest.mark.parametrize("case", family_cases("gemma2", "olmo3"))
+def test_packed_is_padded_for_every_family(case, small_arch, make_batch):
     """Sliding windows shorter than the sequences, soft caps, biases and norms of queries included."""
-    traits = {
-        "gemma2": {
-            "windows": (4, None),
-            "softcap": 5.0,
-            "final_softcap": 3.0,
-            "norms": BOTH,
-            "embedding_scale": 6.0,
-            "offset": 1.0,
-        },
-        "gemma3_text": {
-            "windows": (3, None),
-            "sliding_rope": Rope(100.0),
-            "qk_norm": True,
-            "norms": BOTH,
-            "offset": 1.0,
-        },
-        "qwen2": {"qkv_bias": True},
-        "qwen3": {"qk_norm": True},
-    }[family]
-    arch = changed(small_arch, family=family, **traits)
+    arch = of_golden(case, vocab_size=small_arch.vocab_size)
     params = init_params(arch, jax.random.key(3))
     objective = PolicyObjective.of(UpdateConfig(), on_policy=False)
     table = _table(arch, params, make_batch(25), 5).weighted("token_mean", LONGEST)
