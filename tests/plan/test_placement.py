@@ -16,7 +16,7 @@ from quatrain.config.mesh import MeshShape, resolve_mesh
 from quatrain.config.schema import UpdateConfig
 from quatrain.forward.micro_batch import MicroBatch
 from quatrain.forward.specs import PolicySpec
-from quatrain.models.architecture import BOTH, PRE
+from quatrain.models.architecture import BOTH
 from quatrain.models.families import architecture_from_hf
 from quatrain.models.kv_cache import empty_cache
 from quatrain.models.params import abstract_params, init_params, param_specs, partition
@@ -210,7 +210,7 @@ def on_a_cpu(estimate, arch, tokens, remat):
     """
     kind, mixer = arch.layers[0], arch.layers[0].mixer
     norms = mixer.qk_norm * (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
-    norms += (kind.norms == "both") * 2 * arch.hidden_size
+    norms += (len(kind.norms) - 2) * arch.hidden_size
     more = 3 * kind.mlp.width - arch.hidden_size - norms if remat == "none" else 0
     head = 0 if arch.tie_embeddings or arch.lora else arch.vocab_size * arch.hidden_size
     return replace(
@@ -219,12 +219,26 @@ def on_a_cpu(estimate, arch, tokens, remat):
 
 
 REMATS = ("layer", "dots", "none")
+FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "phi3",
+    "glm4",
+)
 SHAPES = {
     "small": (SMALL, False, 512),
     "small with norms": (SMALL, True, 512),
     "middle": (MIDDLE, False, 1024),
+    **{case: ({**SMALL, "head_dim": 16, "model_type": case}, False, 512) for case in (*FAMILIES, "glm4")},
 }
 QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", "none"), ("middle", "dots")}
+QUICK |= {("gemma2", "layer"), ("olmo3", "dots")}
 
 
 @pytest.mark.parametrize(
@@ -241,8 +255,9 @@ QUICK = {("small with norms", "layer"), ("small with norms", "dots"), ("small", 
     ],
 )
 def test_activations_are_near_the_compilers_count(shape, norms, tokens, remat):
-    """With norms after queries and keys, attention and MLP, and without."""
-    arch = changed(architecture_from_hf(shape), qk_norm=norms, norms=BOTH if norms else PRE)
+    """With norms after queries and keys, attention and MLP, and without; and of every family."""
+    arch = architecture_from_hf(shape)
+    arch = changed(arch, qk_norm=True, norms=BOTH) if norms else arch
     estimate = activations(
         arch, tokens=tokens, remat=remat, dtype="float32", param_dtype="float32", mesh=MeshShape(1, 1, 1)
     )

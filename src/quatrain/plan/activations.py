@@ -72,7 +72,8 @@ def activations(
     - `layer`: (6 D + 3 Q + K + 6 F) b, less what `dots` or `none` stores
     - norms of queries and keys add (Q + K) b, norms after attention and MLP add 2 D b: once to `kept` of
       `dots` and to `layer`, twice to `kept` of `none`
-    - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`), which a `score` head has none of
+    - `head`: 5 D b, and 12 bytes for each logit of a tile (`Backend.tile`), 16 with a soft cap; a `score`
+      head has none
 
     `layer` and `head` also contain the weights of one layer or of the head, if they are gathered over `fsdp`
     or cast to `dtype`, and their gradients; the gradient of the whole embedding table is in float32.
@@ -103,7 +104,7 @@ def activations(
     if arch.head == "lm_head":
         logits = even_parts(tokens, tile.tokens)[1] * min(tile.words, n.vocabulary)
         whole_head = table * (b * cast + own_b * sharded) + trained_table * FLOAT32
-        head += 3 * FLOAT32 * logits + whole_head
+        head += (3 + bool(arch.final_softcap)) * FLOAT32 * logits + whole_head
     return Activations(
         num_layers=arch.num_layers,
         kept=tokens * (columns * b + statistics) + in_dtype * (remat == "none"),
