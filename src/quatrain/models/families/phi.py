@@ -26,12 +26,16 @@ def _read(c: HFConfig) -> Architecture:
 
 def _write(arch: Architecture) -> Json:
     mixer, rope = arch.layers[0].mixer, arch.layers[0].mixer.rope
-    original = (
-        {"original_max_position_embeddings": rope.original_max_position} if rope and rope.written else {}
-    )
+    scaling: Json = {}
+    if rope and rope.kind == "longrope":
+        scaling["original_max_position_embeddings"] = rope.original_max_position
+        if not {"factor", "attention_factor"} & dict(rope.written).keys():
+            # transformers 4 refuses other keys of rope_scaling than these
+            factors = {"short_factor": [*rope.short_factors], "long_factor": [*rope.long_factors]}
+            scaling["rope_scaling"] = {"type": "longrope", **factors}
     return {
         **common.write_head_dim(arch),
-        **original,
+        **scaling,
         "hidden_act": arch.layers[0].mlp.activation,
         "sliding_window": mixer.window,
     }
